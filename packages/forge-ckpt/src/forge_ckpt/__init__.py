@@ -1,0 +1,1 @@
+"""Committed, verified checkpoints."""

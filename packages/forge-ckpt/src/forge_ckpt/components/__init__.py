@@ -1,0 +1,1 @@
+"""Component descriptions of this distribution; importing them needs no torch."""

@@ -1,0 +1,116 @@
+"""A component is a frozen dataclass whose fields are its TOML keys and whose `build` makes the real thing.
+
+Because the description holds no tensors and `build` imports what it needs inside, listing, `--help`, validation and
+editor schemas never import torch. A field that holds another component is annotated with `Slot`:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Decoder(Component):
+        layers: Annotated[int, Gt(0)] = 12
+        '''Number of blocks.'''
+        attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Base of everything that is chosen by name in a recipe.
+
+    Subclasses are frozen dataclasses with keyword-only fields, each with a default or required, a type that pydantic
+    understands (ranges by `annotated_types`), and a docstring below it. They define `build`, whose parameters are
+    fixed by the group (`forge_core.groups`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+    """
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Marks a field as "a component of `group`, chosen by its `name` key"; `default` is the name when absent.
+
+    In `list[Annotated[Component, Slot(...)]]` each table of the array has a `name`. In `dict[str, Annotated[...]]` each
+    table has a `name`, unless `named_by_key`: then the key is the name (`[transforms.recompute]`).
+    """
+
+    group: str
+    default: str | None = None
+    named_by_key: bool = False
+
+    @staticmethod
+    def unset() -> Any:
+        """Default value of a slot field: the configuration fills it from `default` (None when there is none)."""
+        return dataclasses.field(default=None)
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """One field of a section or component, as the configuration sees it."""
+
+    name: str
+    type: Any
+    required: bool
+    default: Any
+    doc: str
+
+
+def fields_of(cls: type) -> tuple[FieldInfo, ...]:
+    """The fields of a section or component with resolved types and docstrings.
+
+    Docstrings are read from the source only here, so importing a component costs nothing.
+    """
+    docs = _docs_of(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(
+        FieldInfo(
+            name=item.name,
+            type=hints[item.name],
+            required=item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING,
+            default=_default_of(item),
+            doc=docs.get(item.name, ""),
+        )
+        for item in dataclasses.fields(cls)
+        if item.init
+    )
+
+
+def _default_of(item: "dataclasses.Field[Any]") -> Any:
+    if item.default is not dataclasses.MISSING:
+        return item.default
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return None
+
+
+@cache
+def _docs_of(cls: type) -> dict[str, str]:
+    """Docstrings below the fields of `cls` and its bases, nearest class first."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        if dataclasses.is_dataclass(base):
+            for name, doc in _docs_in_source(base):
+                found.setdefault(name, doc)
+    return found
+
+
+def _docs_in_source(cls: type) -> Iterator[tuple[str, str]]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):  # defined in a console, or by a tool: the fields have no docs then
+        return
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    for statement, following in zip(body, body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            yield statement.target.id, " ".join(following.value.value.split())

@@ -1,0 +1,72 @@
+"""What live state and a checkpoint agree on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The box of one global tensor that lives on this rank.
+
+    Attributes:
+        name: global name, unique in the checkpoint, such as `model/blocks.0.attention.q.weight`.
+        shape: of the global tensor.
+        offset: of the box, one entry per dimension.
+        local: the live tensor, shaped as the box; saving reads it, loading fills it.
+        owned: this rank writes the box. Every element of the global tensor is owned by exactly one rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: "Tensor"
+    owned: bool
+
+
+class World(Protocol):
+    """The few collectives that a checkpoint needs; bytes travel as tensors, never as pickled objects."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order, on every rank."""
+        ...
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload on every rank."""
+        ...
+
+
+class Store(Protocol):
+    """Where checkpoint files live. Paths are relative, with `/`; a directory appears whole by `rename`."""
+
+    def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Writes a new file and returns when it is durable."""
+        ...
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file; follows no link out of the store.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        ...
+
+    def size(self, path: str) -> int: ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Atomically gives a file or directory its final name, durably; replaces a file, never a directory."""
+        ...
+
+    def list(self, path: str = "") -> Sequence[str]:
+        """Names inside a directory, sorted; empty when it does not exist."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Removes a file or a whole directory; a missing one is no error."""
+        ...

@@ -1,0 +1,171 @@
+"""What models, strategies and optimizers agree on.
+
+Collectives enter a model at three seams only: the attention core, the expert dispatcher and the loss head. A model
+ships the local implementation as an attribute; a transform replaces the attribute.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from forge_core.specs import Specs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class LossTerms(NamedTuple):
+    """What an objective makes of one micro-batch, before any reduction.
+
+    A named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
+
+    Attributes:
+        sum: scalar fp32, the loss summed over valid tokens, with its graph.
+        count: scalar int64, number of valid tokens.
+        metrics: further detached fp32 scalars, each a sum over valid tokens.
+    """
+
+    sum: "Tensor"
+    count: "Tensor"
+    metrics: "dict[str, Tensor]"
+
+
+@runtime_checkable
+class AttentionCore(Protocol):
+    """Seam 1: softmax(q k^T * scale + mask) v on local tensors, always causal."""
+
+    def prepare(self, documents: "Tensor | None", length: int, window: int | None, device: "Any") -> Any:
+        """What all layers with one `window` share for a batch, such as a mask; opaque to the model.
+
+        Args:
+            documents: (B, T) int32, or None when each row is one document: the fast causal path.
+            length: T, the number of positions.
+            window: a position sees at most this many positions, itself included; None = all before it.
+            device: where the result lives.
+        """
+        ...
+
+    def __call__(self, q: "Tensor", k: "Tensor", v: "Tensor", shared: Any, scale: float) -> "Tensor":
+        """q (B, heads, T, head_dim), k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim)."""
+        ...
+
+
+@runtime_checkable
+class ExpertDispatcher(Protocol):
+    """Seam 2: brings tokens to their experts and the results back."""
+
+    def __call__(
+        self,
+        x: "Tensor",
+        experts: "Tensor",
+        weights: "Tensor",
+        run: "Callable[[Tensor, Tensor], Tensor]",
+        count: int,
+    ) -> "Tensor":
+        """Weighted sum of the chosen experts' outputs.
+
+        Args:
+            x: (N, embed) tokens.
+            experts: (N, top_k) int64 expert of each slot; -1 = dropped.
+            weights: (N, top_k) combine weights.
+            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order.
+            count: number of experts in the layer.
+        """
+        ...
+
+
+@runtime_checkable
+class LossHead(Protocol):
+    """Seam 3: projection to the vocabulary and cross-entropy in one, so that full logits never exist."""
+
+    def __call__(
+        self, hidden: "Tensor", weight: "Tensor", labels: "Tensor", z_loss: float, soft_cap: float | None
+    ) -> "tuple[Tensor, Tensor, Tensor]":
+        """(total with graph, nll sum, z sum), each a scalar fp32 summed over valid labels; the last two are detached.
+
+        `total = nll + z_loss * z`, with z the square of the log of the partition function.
+
+        Args:
+            hidden: (N, embed) in compute precision.
+            weight: (vocab, embed).
+            labels: (N,) int64, `IGNORE` = no loss. A batch without any valid label gives zeros with a graph.
+            z_loss: weight of the z term.
+            soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
+        """
+        ...
+
+
+class Head(Protocol):
+    """The last module of a model, as an objective sees it."""
+
+    def loss(self, hidden: "Tensor", labels: "Tensor", z_loss: float = 0.0) -> "tuple[Tensor, Tensor, Tensor]":
+        """`hidden` (B, T, embed), `labels` (B, T): what `LossHead` returns."""
+        ...
+
+
+class Objective(Protocol):
+    """What is minimised; runs inside the last part's forward."""
+
+    def __call__(self, head: Head, hidden: "Tensor", labels: "Tensor") -> LossTerms: ...
+
+
+class Model(Protocol):
+    """A model as strategies see it: an `nn.Module` that describes itself.
+
+    Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective it returns
+    `LossTerms`; without, logits (B, T, vocab) from a last part, else hidden states (B, T, embed).
+    """
+
+    def specs(self) -> Specs: ...
+
+
+class NamedTensor(NamedTuple):
+    """A trainable tensor with its global name and optimizer group."""
+
+    name: str
+    tensor: "Tensor"
+    group: str
+
+
+class TrainableModel(Protocol):
+    """What an optimizer factory is given: only a realised, sharded model has it."""
+
+    def trainable(self) -> Iterable[NamedTensor]:
+        """Every local parameter once; a tied copy is not repeated."""
+        ...
+
+
+class Optimizer(Protocol):
+    """Updates parameters from their `.grad`. All its state exists from construction on."""
+
+    def step(self, skip: "Tensor | None" = None) -> None:
+        """One update. `skip`: scalar fp32 on the device; where it is 1 the step is a bitwise no-op."""
+        ...
+
+    def set_factor(self, factor: float) -> None:
+        """Multiplies every group's own learning rate; the schedule calls it before each step."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clears the gradient of every parameter of the model, whichever group it is in."""
+        ...
+
+    def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
+        """State name -> global parameter name -> tensor: live tensors, laid out as the parameter or scalar."""
+        ...
+
+
+class Transform(Protocol):
+    """One strategy. `phase` orders it, `axes` are the mesh axes that it claims."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def phase(self) -> int: ...
+
+    @property
+    def axes(self) -> frozenset[str]: ...
+
+    def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
+        """Changes `part` (on the meta device) in place or returns its replacement."""
+        ...

@@ -1,0 +1,195 @@
+"""Looks components up by name, group by group, without importing any until it is asked for.
+
+A name in a recipe is one of
+    `muon`              the only distribution that claims it
+    `forge-extra:muon`  the one of this distribution, when two claim it
+    `./mine.py:Muon`    a class in a file
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from forge_core.component import Component
+from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, did_you_mean
+from forge_core.groups import GROUPS, KNOWN_ELSEWHERE
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Metadata of one plugin: known without importing it."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+    target: str
+
+    @property
+    def qualified(self) -> str:
+        return f"{self.distribution}:{self.name}"
+
+    def as_json(self) -> dict[str, str]:
+        """`{group, name, distribution, version}`, as a checkpoint records it."""
+        return {"group": self.group, "name": self.name, "distribution": self.distribution, "version": self.version}
+
+
+def installed() -> Iterator[Entry]:
+    """Entries of every `forge.*` group of every installed distribution; a distribution found twice counts once."""
+    seen: set[str] = set()
+    for distribution in distributions():
+        name = distribution.name
+        if not name or name.lower() in seen:
+            continue
+        seen.add(name.lower())
+        for point in distribution.entry_points:
+            if point.group in GROUPS:
+                yield Entry(point.group, point.name, name, distribution.version, point.value)
+
+
+@dataclass
+class Registry:
+    """All plugins that can be chosen. `Registry()` sees what is installed; tests pass their own entries."""
+
+    entries: list[Entry] = field(default_factory=lambda: list(installed()))
+    _loaded: dict[Entry, Any] = field(default_factory=dict, repr=False)
+
+    def names(self, group: str) -> list[str]:
+        """Names on offer in `group`; one that several distributions claim appears once per claim, qualified."""
+        entries = self.of(group)
+        claims = [entry.name for entry in entries]
+        return sorted(entry.name if claims.count(entry.name) == 1 else entry.qualified for entry in entries)
+
+    def of(self, group: str) -> list[Entry]:
+        """Entries of one group, sorted by name."""
+        if group not in GROUPS:
+            raise UnknownComponent(f"there is no plugin group {group!r}; groups: {', '.join(GROUPS)}")
+        return sorted((e for e in self.entries if e.group == group), key=lambda e: (e.name, e.distribution))
+
+    def find(self, group: str, name: str) -> Entry:
+        """The entry that `name` means.
+
+        Raises:
+            UnknownComponent: nothing offers it; names the closest ones, and the package that has it if known.
+            PluginConflict: several distributions offer it; names them.
+        """
+        kind = GROUPS[group].kind
+        if ".py:" in name:
+            return _file_entry(group, name)
+        distribution, _, bare = name.rpartition(":")
+        matches = [e for e in self.of(group) if e.name == bare and (not distribution or e.distribution == distribution)]
+        if len(matches) > 1:
+            claims = " and ".join(f"{e.distribution} {e.version}" for e in matches)
+            choices = " or ".join(repr(e.qualified) for e in matches)
+            raise PluginConflict(f"{kind} {name!r} is claimed by {claims}; choose with name = {choices}")
+        if not matches:
+            known = KNOWN_ELSEWHERE.get((group, bare))
+            missing = known and all(e.distribution != known for e in self.entries)
+            hint = f"pip install {known}" if missing else did_you_mean(name, self.names(group))
+            raise UnknownComponent(f"there is no {kind} {name!r}" + (f"; {hint}" if hint else ""))
+        return matches[0]
+
+    def load(self, group: str, name: str) -> Any:
+        """The component class (or plain object, for groups without `build`) that `name` means.
+
+        Raises:
+            BrokenPlugin: it cannot be imported, is no component, or its `build` takes other arguments.
+        """
+        return self.load_entry(self.find(group, name))
+
+    def load_entry(self, entry: Entry) -> Any:
+        """Loads what an entry points at; once."""
+        if entry not in self._loaded:
+            try:
+                loaded = _load_file(entry) if ".py:" in entry.target else _load_point(entry)
+                _conform(entry, loaded)
+            except BrokenPlugin:
+                raise
+            except Exception as cause:  # whatever a stranger's module raises on import
+                raise BrokenPlugin(
+                    f"{GROUPS[entry.group].kind} {entry.name!r} of {entry.distribution} {entry.version} "
+                    f"({entry.target}) cannot be loaded: {type(cause).__name__}: {cause}"
+                ) from cause
+            self._loaded[entry] = loaded
+        return self._loaded[entry]
+
+    def used(self, names: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+        """`{group, name, distribution, version}` of each chosen (group, name), as a checkpoint records them."""
+        return [self.find(group, name).as_json() for group, name in names]
+
+
+def _load_point(entry: Entry) -> Any:
+    return EntryPoint(entry.name, entry.target, entry.group).load()
+
+
+def _file_entry(group: str, name: str) -> Entry:
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: there is no file {path}")
+    if not attribute.isidentifier():
+        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: write file.py:ClassName")
+    digest = sha256(path.read_bytes()).hexdigest()[:12]
+    return Entry(group, name, str(path.name), f"sha256:{digest}", f"{path.resolve()}:{attribute}")
+
+
+def _load_file(entry: Entry) -> Any:
+    file, _, attribute = entry.target.rpartition(":")
+    module = _module_of(Path(file))
+    if not hasattr(module, attribute):
+        offered = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+        raise AttributeError(f"{file} has no {attribute!r}; " + (did_you_mean(attribute, offered) or "it defines no class"))
+    return getattr(module, attribute)
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The module of a plugin file, imported under a name of its own so that pickling and type hints resolve."""
+    name = f"forge_file_{sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _conform(entry: Entry, loaded: Any) -> None:
+    """Refuses what does not have the shape that its group promises."""
+    group = GROUPS[entry.group]
+
+    def refuse(why: str) -> BrokenPlugin:
+        return BrokenPlugin(f"{group.kind} {entry.name!r} of {entry.distribution} {entry.version} ({entry.target}) {why}")
+
+    if group.build is None:
+        if not callable(loaded) and entry.group != "forge.presets":
+            raise refuse("is not callable")
+        return
+    if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
+        raise refuse("is not a forge_core.component.Component")
+    if "__dataclass_fields__" not in vars(loaded):
+        raise refuse("is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
+    build = getattr(loaded, "build", None)
+    if not callable(build):
+        raise refuse("has no build method")
+    found = [
+        parameter.name
+        for parameter in list(inspect.signature(build).parameters.values())[1:]
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if tuple(found) != group.build:
+        wanted = ", ".join(("self", *group.build))
+        raise refuse(f"has build(self{''.join(', ' + name for name in found)}); its group calls build({wanted})")

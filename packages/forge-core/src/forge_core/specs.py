@@ -1,0 +1,73 @@
+"""How a model describes itself, once, as data.
+
+A parameter's spec holds what every strategy needs to know about it: the logical meaning of its dimensions, how it is
+drawn, and which optimizer group it belongs to. Rule tables map logical dimensions to mesh axes, so a new strategy is a
+new table and never an edit to a model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Dim = Literal["batch", "sequence", "embed", "heads", "kv_heads", "ffn", "expert", "vocab"] | None
+"""Logical meaning of one dimension; None where no strategy may split it."""
+
+Group = Literal["matrix", "embedding", "head", "vector"]
+"""Optimizer group: hidden matrices; lookup tables; the output projection; norms, biases and other 1-D tensors."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a tensor is filled: `normal` with mean 0 and `std`, `zeros` or `ones`."""
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.kind == "normal") != (self.std > 0):
+            raise ValueError(f"Init({self.kind!r}, std={self.std}): normal needs std > 0, the others take none")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter or buffer. `dims` has one entry per dimension of the tensor.
+
+    `stacked` says that dimension 0 stacks separate tensors (experts), each drawn under its own name.
+    """
+
+    dims: tuple[Dim, ...]
+    init: Init
+    group: Group
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """Logical dimensions of the tensors that enter and leave a module, in the order of its forward."""
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+
+
+def _empty() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Specs:
+    """All that strategies know about a model.
+
+    Attributes:
+        tensors: per global name of a parameter or buffer. A tied copy is not listed here.
+        modules: per path of a module whose inputs or outputs a strategy may have to lay out.
+        blocks: paths of the repeated blocks in forward order: the units of sharding, recomputation and compilation.
+        units: indivisible units per logical dimension, such as the number of heads.
+        ties: global name of a tied copy -> global name of the tensor that it repeats.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    modules: Mapping[str, ModuleSpec]
+    blocks: tuple[str, ...]
+    units: Mapping[str, int]
+    ties: Mapping[str, str] = field(default_factory=_empty)

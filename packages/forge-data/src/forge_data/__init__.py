@@ -1,0 +1,1 @@
+"""Token stores, global sample order and loaders."""

@@ -1,0 +1,1 @@
+"""Decoder blocks, loss head and generation."""

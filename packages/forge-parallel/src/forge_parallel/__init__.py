@@ -1,0 +1,1 @@
+"""Sharding, optimizers and the training step for any PyTorch module."""
