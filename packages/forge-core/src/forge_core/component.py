@@ -18,6 +18,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 
@@ -105,7 +106,7 @@ def _docs_in_source(cls: type) -> Iterator[tuple[str, str]]:
     except (OSError, TypeError, SyntaxError):  # defined in a console, or by a tool: the fields have no docs then
         return
     body = typing.cast(ast.ClassDef, tree.body[0]).body
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
