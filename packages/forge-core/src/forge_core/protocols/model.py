@@ -169,3 +169,7 @@ class Transform(Protocol):
     def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""
         ...
+
+    def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
+        """Called before each forward in training; `last` is the one after which gradients must be complete."""
+        ...

@@ -1,0 +1,42 @@
+"""The recipe's `[parallel]` and `[precision]` tables."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Sizes of the parallel axes; their product is the number of processes. Experts borrow ranks (`ep`, `etp`)."""
+
+    dp_shard: Annotated[int, Ge(-1)] = -1
+    """Ranks over which parameters are sharded; -1 takes what the other axes leave."""
+    dp_replicate: Annotated[int, Ge(1)] = 1
+    """Replicas of the sharded model, each with data of its own (HSDP)."""
+    tp: Annotated[int, Ge(1)] = 1
+    """Ranks over which single matrices are split (tensor parallelism)."""
+    cp: Annotated[int, Ge(1)] = 1
+    """Ranks over which one sequence is split (context parallelism)."""
+    pp: Annotated[int, Ge(1)] = 1
+    """Pipeline stages."""
+    ep: Annotated[int, Ge(1)] = 1
+    """Ranks over which experts are distributed; borrowed from dp_shard, cp and tp."""
+    etp: Annotated[int, Ge(1)] = 1
+    """Ranks over which one expert's matrices are split."""
+    timeout: Annotated[float, Ge(1)] = 600.0
+    """Seconds after which a collective that some rank never entered is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats. fp16 is not offered: it needs a loss scaler and nothing here gains from it."""
+
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32."""
+    state: Literal["fp32", "fp64"] = "fp32"
+    """Format of the parameters that the optimizer updates, of gradients, and of optimizer state."""
+
+    def __post_init__(self) -> None:
+        if self.compute == "fp64" and self.state != "fp64":
+            raise ValueError("compute = 'fp64' needs state = 'fp64'")

@@ -1,0 +1,124 @@
+"""One optimizer step up to the update: count, forward and backward, reduce.
+
+The loss is the sum over all valid tokens of the step, over every rank and micro-batch, divided by their number. It is the
+same number in every layout, and so are its gradients.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forge_core.batch import Batch
+from forge_core.protocols.model import LossTerms, Objective
+from forge_parallel.model import ParallelModel
+from forge_parallel.reduce import speaks, squared_norm, valid_tokens, world_sum
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, the same on every rank; scalars on the device, so nothing waits until `numbers` is called.
+
+    Attributes:
+        loss: mean over valid tokens, in nats; 0 when there are none.
+        tokens: valid tokens.
+        norm: 2-norm of the whole gradient before clipping.
+        skip: 1 where loss or norm is not finite: the update must not happen; else 0.
+        stop: number of ranks that asked to stop.
+        metrics: the objective's further sums, per valid token.
+    """
+
+    loss: torch.Tensor
+    tokens: torch.Tensor
+    norm: torch.Tensor
+    skip: torch.Tensor
+    stop: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers on the host: the step's one synchronisation."""
+        named = {
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "grad_norm": self.norm,
+            "skipped": self.skip,
+            "stop": self.stop,
+        } | self.metrics
+        values = torch.stack([value.double() for value in named.values()]).tolist()
+        return dict(zip(named, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Token-weighted mean loss over all ranks, in nats, and the number of valid tokens behind it."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Runs a model on the micro-batches of one optimizer step."""
+
+    model: ParallelModel
+    objective: Objective
+
+    def __call__(self, batches: Sequence[Batch], stop: bool = False) -> StepResult:
+        """Leaves complete gradients in `.grad` and returns the step's numbers.
+
+        Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
+        """
+        topology = self.model.topology
+        moved = [batch.to(str(topology.device)) for batch in batches]
+        tokens = valid_tokens(moved, topology)
+        divisor = tokens.clamp(min=1)
+        terms = [self._train(batch, divisor, last=index == len(moved) - 1) for index, batch in enumerate(moved)]
+        names = sorted(terms[0].metrics) if terms else []
+        mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
+        if not speaks(topology):
+            mine = [torch.zeros_like(value) for value in mine]
+        asked = torch.full((), float(stop), device=topology.device)
+        square, asks, loss, *metrics = world_sum([squared_norm(self.model), asked, *mine], topology)
+        skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
+        means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
+        return StepResult(loss / divisor, tokens, square.sqrt(), skip, asks, means)
+
+    def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
+        self.model.before_micro_batch(last)
+        with self.model.computing():
+            terms = self._forward(batch)
+            (terms.sum / divisor).backward()
+        return LossTerms(terms.sum.detach(), terms.count, terms.metrics)
+
+    def _forward(self, batch: Batch) -> LossTerms:
+        return self.model.part(
+            batch.tokens,
+            positions=batch.positions,
+            documents=batch.documents,
+            labels=batch.labels,
+            objective=self.objective,
+            **batch.extras,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """Mean loss without gradients. Every rank must bring the same number of batches."""
+        topology = self.model.topology
+        total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+        modes = [part.training for part in self.model.parts]
+        for part in self.model.parts:
+            part.eval()
+        try:
+            with self.model.computing():
+                for batch in batches:
+                    terms = self._forward(batch.to(str(topology.device)))
+                    total += torch.stack([terms.sum.double(), terms.count.double()])
+        finally:
+            for part, mode in zip(self.model.parts, modes, strict=True):
+                part.train(mode)
+        loss, count = topology.all_reduce(total if speaks(topology) else torch.zeros_like(total)).tolist()
+        return Evaluation(loss / max(count, 1.0), int(count))
+
+
+def _sum(terms: Sequence[LossTerms], take: Callable[[LossTerms], torch.Tensor]) -> torch.Tensor:
+    return torch.stack([take(term).double() for term in terms]).sum()

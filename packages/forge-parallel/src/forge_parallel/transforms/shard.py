@@ -1,0 +1,61 @@
+"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP), with gradients summed, never averaged.
+
+The loss is already a sum over the world's valid tokens divided by their number, so FSDP's own division must be off:
+otherwise the number of ranks would leak into the gradient.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from forge_core.errors import PlanError
+from forge_parallel.plan import Phase
+
+if TYPE_CHECKING:
+    from forge_parallel.realize import Context
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing."""
+
+    reshard: bool = True
+    reduce: str = "last"
+    name: str = "shard"
+    phase: int = Phase.SHARD
+    axes: frozenset[str] = frozenset({"dp_replicate", "dp_shard"})
+
+    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
+        """Shards `part` in place over the data axes.
+
+        Raises:
+            PlanError: the model names no blocks, so the whole of it would be gathered at once.
+        """
+        layout = context.topology.layout
+        if layout.dp_shard * layout.dp_replicate == 1:
+            return part
+        if not context.specs.blocks:
+            raise PlanError("shard: the model's specs name no blocks to shard one by one")
+        mesh = context.topology.data_mesh
+        mixed = context.compute != context.state
+        policy = MixedPrecisionPolicy(
+            param_dtype=context.compute if mixed else None,
+            reduce_dtype=context.state if mixed else None,
+            cast_forward_inputs=False,
+        )
+        for path in context.specs.blocks:
+            fully_shard(part.get_submodule(path), mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
+                module.set_force_sum_reduction_for_comms(True)
+        return part
+
+    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
+        """Gradients are reduced in the backward of the last micro-batch, or of each one."""
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(last or self.reduce == "each")

@@ -1,0 +1,74 @@
+"""Layouts against one process, and one process against a loop in plain torch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from forge_core.layout import Layout
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.parity import Case, Measurement, compare, measure, synthetic
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
+from torch.nn import functional as F
+
+CPU = torch.device("cpu")
+CASE = Case(Tiny, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batch=1, steps=3)
+
+
+def _measure(case: Case, layout: str, reduce: str = "last") -> Measurement:
+    return measure(case, Layout.parse(layout), [Shard(reduce=reduce)], CPU)
+
+
+def _plain_torch(case: Case) -> Measurement:
+    """The same training written with nothing of ours: whole batch at once, torch's loss, clipping and AdamW."""
+    start = _measure(replace(case, steps=0), "1").initial
+    module: Any = case.build().to(torch.float64)
+    with torch.no_grad():
+        module.scale.fill_(1.0)
+        for name, parameter in module.named_parameters():
+            parameter.copy_(start[name])
+    decayed = [p for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith("embed")]
+    others = [p for n, p in module.named_parameters() if p.dim() != 2 or n.startswith("embed")]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False)
+    losses, norms, tokens, gradients = [], [], [], {}
+    for step in range(case.steps):
+        batch = synthetic(case, step)
+        logits = module(batch.tokens, positions=batch.positions, documents=batch.documents)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss.backward()
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), case.grad_clip)))
+        losses.append(loss.item())
+        tokens.append(float((batch.labels != -100).sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Measurement(losses, norms, tokens, start, gradients, {n: p.detach().clone() for n, p in module.named_parameters()})
+
+
+@pytest.mark.parametrize("build", [Tiny, TiedTiny])
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_one_process_equals_plain_torch(build: type[Tiny], micro_batch: int) -> None:
+    case = replace(CASE, build=build, micro_batch=micro_batch)
+    expected = _plain_torch(case)
+    difference = compare(expected, _measure(case, "1"))
+    assert difference.accepted("fp64"), difference
+    assert min(expected.norm) > case.grad_clip, "clipping must have something to do"
+
+
+LAYOUTS = ["dp2", "dp4", "hsdp2x1", "hsdp2x2", "hsdp4x1"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduce", ["last", "each"])
+@pytest.mark.parametrize("build", [Tiny, TiedTiny])
+def test_a_layout_equals_one_process(world: World, layout: str, reduce: str, build: type[Tiny]) -> None:
+    case = replace(CASE, build=build)
+    reference = _measure(case, "1")
+    for found in world.run(_measure, Layout.parse(layout).world, case, layout, reduce):
+        difference = compare(reference, found)
+        assert difference.accepted("fp64"), difference
+    assert reference.tokens[0] > 0
