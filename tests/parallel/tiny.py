@@ -65,7 +65,8 @@ class Tiny(nn.Module):
         mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         if documents is not None:
             mask = mask & (documents[:, :, None] == documents[:, None, :])
-        hidden = self.embed(x) * self.scale
+        hidden = self.embed(x)
+        hidden = hidden * self.scale.to(hidden.dtype)
         if positions is not None:
             hidden = hidden + (positions[..., None] / 10).to(hidden.dtype)
         for block in self.blocks:
@@ -74,7 +75,10 @@ class Tiny(nn.Module):
 
     def specs(self) -> Specs:
         normal, ones, zeros = Init("normal", 0.3), Init("ones"), Init("zeros")
-        tensors = {"embed.weight": TensorSpec(("vocab", "embed"), normal, "embedding"), "scale": TensorSpec(("embed",), ones, "vector")}
+        tensors = {
+            "embed.weight": TensorSpec(("vocab", "embed"), normal, "embedding"),
+            "scale": TensorSpec(("embed",), ones, "vector"),
+        }
         if not self.tied:
             tensors["head.weight"] = TensorSpec(("vocab", "embed"), normal, "head")
         for i in range(LAYERS):

@@ -1,115 +1,13 @@
-"""From an environment to a running process group: alone, under torchrun, or under bare srun.
-
-Only what a launcher really set is used; nothing is guessed. A contradiction (a rank without a world size, a rank
-outside the world, no address) is one message before any socket is opened.
-"""
+"""Opens the process group of a launched process, and closes it."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from forge_core.errors import LayoutError
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Where this process stands among all: filled from the launcher's variables by `launch`."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    address: str = ""
-    port: int = 0
-    launcher: str = "none"
-
-
-def launch(environment: Mapping[str, str]) -> Launch:
-    """Reads torchrun's or srun's variables; without either this is a world of one.
-
-    Raises:
-        LayoutError: variables are missing, no integers, or contradict each other; names them.
-    """
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        missing = [name for name in TORCHRUN if not environment.get(name)]
-        if missing:
-            raise LayoutError(
-                f"the launcher set {', '.join(n for n in TORCHRUN if n in environment)} but not {', '.join(missing)}; "
-                "start with torchrun, or unset RANK and WORLD_SIZE for one process"
-            )
-        size = _integer(environment, "WORLD_SIZE")
-        found = Launch(
-            rank=_integer(environment, "RANK"),
-            size=size,
-            local_rank=_integer(environment, "LOCAL_RANK", 0),
-            local_size=_integer(environment, "LOCAL_WORLD_SIZE", size),
-            address=environment["MASTER_ADDR"],
-            port=_integer(environment, "MASTER_PORT"),
-            launcher="torchrun",
-        )
-    elif "SLURM_PROCID" in environment and _integer(environment, "SLURM_NTASKS", 1) > 1:
-        job = _integer(environment, "SLURM_JOB_ID")
-        size = _integer(environment, "SLURM_NTASKS")
-        found = Launch(
-            rank=_integer(environment, "SLURM_PROCID"),
-            size=size,
-            local_rank=_integer(environment, "SLURM_LOCALID"),
-            local_size=_tasks_on_node(environment, size),
-            address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_JOB_NODELIST", "")),
-            port=_integer(environment, "MASTER_PORT", 20000 + job % 20000),
-            launcher="srun",
-        )
-    else:
-        return Launch()
-    if not 0 <= found.rank < found.size:
-        raise LayoutError(f"this process has rank {found.rank} in a world of {found.size}; ranks are 0 to {found.size - 1}")
-    if not 0 < found.port < 65536:
-        raise LayoutError(f"MASTER_PORT = {found.port} is not a port (1 to 65535)")
-    return found
-
-
-def first_host(nodes: str) -> str:
-    """First host of a SLURM node list: `gpu[03-05,9],login1` -> `gpu03`.
-
-    Raises:
-        LayoutError: the list is empty.
-    """
-    head, bracket, rest = nodes.partition("[")
-    if not nodes or (bracket and "," in head):
-        if head:
-            return head.split(",")[0]
-        raise LayoutError("srun set no SLURM_JOB_NODELIST; set MASTER_ADDR to the first node's name")
-    if not bracket:
-        return nodes.split(",")[0]
-    first = rest.partition("]")[0].split(",")[0].split("-")[0]
-    return head + first + _suffix(rest)
-
-
-def _suffix(rest: str) -> str:
-    """What follows the bracket of the first host: `[1-2].lab` -> `.lab`."""
-    return rest.partition("]")[2].split(",")[0]
-
-
-def _tasks_on_node(environment: Mapping[str, str], size: int) -> int:
-    """SLURM_TASKS_PER_NODE is `4(x2),3`; the first count stands for this node well enough to divide its cores."""
-    counts = environment.get("SLURM_TASKS_PER_NODE", str(size))
-    return int(counts.split(",")[0].split("(")[0])
-
-
-def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name, "")
-    if not text and default is not None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise LayoutError(f"the launcher's {name} = {text!r} is not an integer") from None
+from forge_parallel.launch import Launch
 
 
 def start(where: Launch, timeout: float) -> torch.device:

@@ -8,7 +8,6 @@ from typing import Any
 
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
-
 from forge_parallel.plan import AXIS_DEFAULTS
 from forge_parallel.proven import FEATURES, unproven
 

@@ -65,12 +65,12 @@ class ParallelModel:
     def pieces(self) -> Iterator[Piece]:
         """The local boxes of all parameters and buffers under `model/<global name>`, for a checkpoint."""
         for name, tensor in self.tensors():
-            yield self.piece(f"model/{name}", tensor, tensor)
+            yield self.piece(f"model/{name}", tensor)
 
-    def piece(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> Piece:
-        """The local box of `tensor`, owned as `like` is: optimizer state follows its parameter."""
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        """The local box of a tensor of the model or of its optimizer's state."""
         box = local_box(tensor)
-        return Piece(name, box.shape, box.offset, box.local, owns(like, self.topology) and box.local.numel() > 0)
+        return Piece(name, box.shape, box.offset, box.local, owns(tensor, self.topology) and box.local.numel() > 0)
 
     def computing(self) -> AbstractContextManager[None]:
         """Spans one forward and backward: parameters have the compute dtype inside."""

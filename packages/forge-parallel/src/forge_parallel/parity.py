@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Objective, Optimizer, Transform
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from forge_parallel.clip import clip
 from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan

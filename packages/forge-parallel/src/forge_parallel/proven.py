@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from types import MappingProxyType
 
-PARITY = "tests/parallel/test_parity.py::test_a_layout_equals_one_process"
+PARITY = "tests/parallel/test_parity.py::test_every_listed_combination_equals_one_process"
 
 FEATURES = MappingProxyType(
     {

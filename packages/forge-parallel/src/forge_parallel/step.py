@@ -6,6 +6,7 @@ same number in every layout, and so are its gradients.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -36,7 +37,11 @@ class StepResult:
     metrics: dict[str, torch.Tensor]
 
     def numbers(self) -> dict[str, float]:
-        """All numbers on the host: the step's one synchronisation."""
+        """All numbers on the host: the step's one synchronisation, made at the first call."""
+        return dict(self._host)
+
+    @cached_property
+    def _host(self) -> dict[str, float]:
         named = {
             "loss": self.loss,
             "tokens": self.tokens,

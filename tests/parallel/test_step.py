@@ -1,0 +1,156 @@
+"""Numbers of a step: skipped updates, agreement of ranks, synchronisations, precision."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from forge_core.batch import IGNORE, Batch
+from forge_core.layout import Layout
+from forge_parallel.clip import clip
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model import ParallelModel
+from forge_parallel.parity import Case, full, share, synthetic
+from forge_parallel.plan import Plan
+from forge_parallel.realize import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
+from torch.nn import functional as F
+
+CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
+
+
+def made(layout: str = "1", compute: str = "fp32", build: type[Tiny] = Tiny) -> tuple[ParallelModel, Step]:
+    at = Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    model = realize(Blueprint.of(build), Plan.of([Shard()], at), topology, 0, compute)
+    return model, Step(model, cross_entropy)
+
+
+def batches(model: ParallelModel, step: int = 0) -> list[Batch]:
+    return share(synthetic(CASE, step), model.topology.data_rank, model.topology.data_size, 1)
+
+
+def _poisoned(layout: str) -> tuple[dict[str, float], bool, bool]:
+    """One rank's first micro-batch has a loss that is not finite."""
+    model, step = made(layout)
+    objective = step.objective
+
+    def broken(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        terms = objective(head, hidden, labels)
+        return terms._replace(sum=terms.sum * torch.inf) if model.topology.rank == 1 else terms
+
+    optimizer = AdamW(lr=0.1).build(model)
+    good = step(batches(model))
+    optimizer.step(good.skip)
+    optimizer.zero_grad()
+    before = {name: full(tensor) for name, tensor in model.tensors()}
+    moments = {k: {n: full(t) for n, t in v.items()} for k, v in optimizer.state().items()}
+    bad = replace(step, objective=broken)(batches(model, 1))
+    clip(model, bad.norm, 1.0)
+    optimizer.step(bad.skip)
+    optimizer.zero_grad()
+    same = all(torch.equal(before[name], full(tensor)) for name, tensor in model.tensors())
+    kept = all(torch.equal(moments[k][n], full(t)) for k, v in optimizer.state().items() for n, t in v.items())
+    return bad.numbers(), same, kept
+
+
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(world: World) -> None:
+    for numbers, same, kept in world.run(_poisoned, 4, "hsdp2x2"):
+        assert numbers["skipped"] == 1
+        assert same
+        assert kept
+
+
+def _stopping(layout: str) -> float:
+    model, step = made(layout)
+    return step(batches(model), stop=model.topology.rank == 1).numbers()["stop"]
+
+
+def test_one_rank_asks_and_all_ranks_hear_it(world: World) -> None:
+    assert world.run(_stopping, 2, "dp2") == [1.0, 1.0]
+
+
+def _empty(layout: str) -> dict[str, float]:
+    model, step = made(layout)
+    silent = [replace(batch, labels=torch.full_like(batch.labels, IGNORE)) for batch in batches(model)]
+    return step(silent).numbers()
+
+
+@pytest.mark.parametrize(("layout", "size"), [("1", 1), ("dp2", 2)])
+def test_a_step_without_any_label_has_zero_loss_and_gradient(world: World, layout: str, size: int) -> None:
+    for numbers in world.run(_empty, size, layout) if size > 1 else [_empty(layout)]:
+        assert (numbers["loss"], numbers["grad_norm"], numbers["tokens"], numbers["skipped"]) == (0, 0, 0, 0)
+
+
+def _evaluated(layout: str) -> tuple[float, int]:
+    model, step = made(layout)
+    result = step.evaluate(batches(model))
+    assert all(parameter.grad is None for _, parameter, _ in model.trainable())
+    assert model.part.training
+    return result.loss, result.tokens
+
+
+def test_evaluation_is_the_token_weighted_mean_over_all_ranks(world: World) -> None:
+    model, _ = made()
+    batch = synthetic(CASE, 0)
+    with torch.no_grad():
+        logits = model.part(batch.tokens, positions=batch.positions, documents=batch.documents)
+    expected = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE).item()
+    for loss, tokens in [_evaluated("1"), *world.run(_evaluated, 2, "dp2"), *world.run(_evaluated, 4, "hsdp2x2")]:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert tokens == (batch.labels != IGNORE).sum()
+
+
+def test_no_host_synchronisation_before_numbers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step = made()
+    calls: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, _n=name, _o=original: (calls.append(_n), _o(*a))[1])
+    optimizer = AdamW().build(model)
+    calls.clear()
+    result = step(batches(model))
+    clip(model, result.norm, 1.0)
+    optimizer.step(result.skip)
+    assert calls == []
+    result.numbers()
+    result.numbers()
+    assert len(calls) == 1
+
+
+def _low(layout: str, build: type[Tiny]) -> tuple[float, dict[str, torch.Tensor]]:
+    model, step = made(layout, "bf16", build)
+    result = step(batches(model))
+    assert all(
+        parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32 for _, parameter, _ in model.trainable()
+    )
+    return result.numbers()["loss"], {name: full(parameter.grad) for name, parameter, _ in model.trainable()}
+
+
+@pytest.mark.parametrize("build", [Tiny, TiedTiny])
+def test_bf16_compute_is_the_same_on_one_process_and_under_fsdp(world: World, build: type[Tiny]) -> None:
+    """Same casts, so only the order of fp32 sums differs; a different choice of dtypes would show at 1e-3."""
+    loss, gradients = _low("1", build)
+    exact = made("1", "fp32", build)[1](batches(made()[0])).numbers()["loss"]
+    assert loss != pytest.approx(exact, rel=1e-6), "bf16 must really be used"
+    for layout, size in (("dp2", 2), ("hsdp2x1", 2), ("hsdp2x2", 4)):
+        for found, theirs in world.run(_low, size, layout, build):
+            assert found == pytest.approx(loss, rel=1e-6)
+            for name, gradient in gradients.items():
+                assert (theirs[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
+
+
+def test_small_updates_accumulate_in_fp32_masters() -> None:
+    """bf16 weights near 1 cannot take a step of 1e-5; fp32 masters can."""
+    model, step = made("1", "bf16")
+    optimizer = AdamW(lr=1e-5, weight_decay=0.0).build(model)
+    start = full(model.part.get_parameter("blocks.0.norm.weight"))
+    for index in range(3):
+        optimizer.step(step(batches(model, index)).skip)
+        optimizer.zero_grad()
+    moved = (full(model.part.get_parameter("blocks.0.norm.weight")) - start).abs()
+    assert 1e-5 < moved.max() < 4e-5

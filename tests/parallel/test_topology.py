@@ -1,0 +1,107 @@
+"""Coordinates, meshes, ownership and bytes between ranks."""
+
+import os
+
+import pytest
+import torch
+from forge_core.errors import LayoutError
+from forge_core.layout import Layout
+from forge_parallel.bootstrap import start, stop
+from forge_parallel.launch import launch
+from forge_parallel.owner import owns
+from forge_parallel.parity import full
+from forge_parallel.plan import Plan
+from forge_parallel.realize import Blueprint, realize
+from forge_parallel.topology import ProcessWorld, Topology
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+from parallel.tiny import TiedTiny
+
+
+def _owned(layout: str) -> dict[str, torch.Tensor]:
+    """Per tensor: how many ranks own each element, counted over the world."""
+    at = Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    model = realize(Blueprint.of(TiedTiny), Plan.of([Shard()], at), topology, 0)
+    counts = {}
+    for piece in model.pieces():
+        count = torch.zeros(piece.shape)
+        region = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.local.shape, strict=True))
+        count[region] += piece.owned
+        counts[piece.name] = topology.all_reduce(count)
+    assert model.parameter_count() == sum(p.numel() for p in TiedTiny().parameters())
+    return counts
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp4", "hsdp2x1", "hsdp2x2", "hsdp4x1"])
+def test_each_element_has_exactly_one_owner(world: World, layout: str) -> None:
+    for counts in world.run(_owned, Layout.parse(layout).world, layout):
+        assert len(counts) == len(TiedTiny().state_dict()) - 1, "a tied copy owns nothing"
+        for name, count in counts.items():
+            assert torch.equal(count, torch.ones_like(count)), name
+
+
+def _replicates(layout: str) -> bool:
+    at = Layout.parse(layout)
+    model = realize(Blueprint.of(TiedTiny), Plan.of([Shard()], at), Topology.of(at, torch.device("cpu")), 0)
+    return all(tensor.to_local().shape == full(tensor).shape for _, tensor, _ in model.trainable())
+
+
+def test_dp_replicate_alone_replicates(world: World) -> None:
+    """A 1-D mesh of replicas handed to fully_shard would shard instead."""
+    assert world.run(_replicates, 2, "hsdp2x1") == [True, True]
+    assert world.run(_replicates, 2, "dp2") == [False, False]
+
+
+def _bytes() -> tuple[list[bytes], bytes, bytes]:
+    topology = Topology.of(Layout(dp_shard=4), torch.device("cpu"))
+    world = ProcessWorld(topology)
+    mine = bytes(range(topology.rank)) * 3
+    return world.all_gather(mine), world.broadcast(b"from zero" if topology.rank == 0 else None), world.broadcast(b"")
+
+
+def test_bytes_between_ranks(world: World) -> None:
+    for gathered, told, nothing in world.run(_bytes, 4):
+        assert gathered == [b"", b"\0" * 3, b"\0\1" * 3, b"\0\1\2" * 3]
+        assert (told, nothing) == (b"from zero", b"")
+
+
+def test_a_layout_of_another_size_is_refused() -> None:
+    with pytest.raises(LayoutError, match="4 ranks, but 1"):
+        Topology.of(Layout(dp_shard=4), torch.device("cpu"))
+
+
+def test_a_plain_tensor_is_owned_by_rank_zero_of_every_axis() -> None:
+    layout = Layout.parse("hsdp2x2")
+    owners = [rank for rank in range(4) if owns(torch.zeros(1), Topology(layout, torch.device("cpu"), rank))]
+    assert owners == [0]
+
+
+def _from_the_environment() -> tuple[int, float]:
+    where = launch(os.environ)
+    device = start(where, timeout=30)
+    total = torch.tensor(float(where.rank), device=device)
+    torch.distributed.all_reduce(total)
+    stop()
+    return where.rank, total.item()
+
+
+def test_a_process_group_from_a_launchers_variables(world: World) -> None:
+    assert world.run(_from_the_environment, 2, group=False) == [(0, 1.0), (1, 1.0)]
+
+
+def _wrong_address() -> str:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = "9"
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "1", "2"
+    try:
+        start(launch(os.environ), timeout=2)
+    except LayoutError as refusal:
+        return str(refusal)
+    return "no refusal"
+
+
+def test_an_address_where_nobody_listens_is_one_clear_message(world: World) -> None:
+    (message,) = world.run(_wrong_address, 1, group=False)
+    assert "rank 1 of 2" in message
+    assert "127.0.0.1:9" in message
