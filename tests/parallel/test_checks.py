@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from forge_core.layout import Layout
 from forge_parallel.checks import axes_are_claimed, batch_fits, compositions_are_proven, features
 from forge_parallel.components.transforms import Shard

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from forge_core.specs import Init, TensorSpec
 from forge_parallel import init
 from forge_parallel.boxes import Box
 from forge_parallel.init import BLOCK, fill
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NORMAL = TensorSpec((None, None), Init("normal", 0.02), "matrix")
 

@@ -1,6 +1,7 @@
 """Reading a launcher's variables, and the messages when they are wrong."""
 
 import pytest
+
 from forge_core.errors import LayoutError
 from forge_parallel.launch import Launch, first_host, launch
 

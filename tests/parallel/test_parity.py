@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
 from forge_core.layout import Layout
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.parity import Case, Measurement, compare, measure, synthetic
@@ -13,8 +16,6 @@ from forge_parallel.proven import PROVEN
 from forge_parallel.transforms.shard import Shard
 from harness.pool import World
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
-from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional as F
 
 CPU = torch.device("cpu")
 CASE = Case(Tiny, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batch=1, steps=3)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Init, TensorSpec
@@ -13,7 +15,6 @@ from forge_parallel.realize import Blueprint, realize
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from parallel.tiny import TiedTiny, Tiny
-from torch import nn
 
 
 @dataclass(frozen=True)

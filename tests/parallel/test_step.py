@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+
 from forge_core.batch import IGNORE, Batch
 from forge_core.layout import Layout
 from forge_parallel.clip import clip
@@ -18,7 +20,6 @@ from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from harness.pool import World
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
-from torch.nn import functional as F
 
 CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
 

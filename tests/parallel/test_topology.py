@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 from forge_core.errors import LayoutError
 from forge_core.layout import Layout
 from forge_parallel.bootstrap import start, stop

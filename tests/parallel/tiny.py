@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from forge_core.protocols.model import LossTerms
-from forge_core.specs import Init, ModuleSpec, Specs, TensorSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from forge_core.protocols.model import LossTerms
+from forge_core.specs import Init, ModuleSpec, Specs, TensorSpec
 
 VOCAB, DIM, LAYERS = 37, 8, 3
 

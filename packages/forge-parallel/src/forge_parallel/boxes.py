@@ -21,7 +21,7 @@ def local_box(tensor: torch.Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return Box(tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     if tuple(shape) != tuple(local.shape):
         raise AssertionError(f"torch reports a local shape {tuple(shape)} but holds {tuple(local.shape)}")
     # An empty shard may be placed beyond the end of the tensor; its offset means nothing then.

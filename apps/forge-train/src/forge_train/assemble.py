@@ -1,0 +1,148 @@
+"""From a resolved recipe to a `Run`: asks components to build themselves, in the one order that works.
+
+Nothing concrete is named here. Data first, since it can refuse cheaply; then the model through blueprint, plan and
+`realize`, which is where a checkpoint, if there is one, takes the place of initial weights.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from forge_data.loader import evaluation, open_stream
+
+from forge_ckpt import resume
+from forge_core.errors import ForgeError
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_parallel.launch import Launch
+from forge_parallel.model import ParallelModel
+from forge_parallel.plan import Plan, default_transforms
+from forge_parallel.realize import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import ProcessWorld, Topology
+from forge_train.checkpoints import Checkpoints, restore_hooks
+from forge_train.job import Job
+from forge_train.run import Run, State
+from forge_train.stop import Stop
+from forge_train.trackers.jsonl import JsonlTracker
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from forge_train.recipe import Resolved
+
+_log = logging.getLogger(__name__)
+
+
+def assemble(
+    resolved: "Resolved", directory: Path, where: Launch, device: torch.device, registry: Registry, console: "Console | None"
+) -> Run:
+    """Builds everything on this rank; all ranks call it at the same point. Process group and directory exist.
+
+    Raises:
+        ForgeError: data, plan or checkpoint do not fit; see the packages.
+    """
+    job, layout = resolved.job, resolved.layout
+    assert layout is not None, "a run is resolved for a world"
+    torch.set_num_threads(job.train.threads or max(1, (os.cpu_count() or 1) // where.local_size))
+    topology = Topology.of(layout, device)
+    world = ProcessWorld(topology)
+    say = _announcer(console)
+
+    with _rank_zero_first(world):
+        shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}
+        data = open_stream(
+            job.data,
+            seed=job.job.seed,
+            global_batch=job.train.global_batch,
+            micro_batch=job.train.micro_batch,
+            rank=topology.data_rank,
+            ranks=topology.data_size,
+            **shape,
+        )
+        evaluations = evaluation(job.data, **shape)
+
+    store = job.checkpoint.store.build(directory / "checkpoints")
+    checkpoints = Checkpoints(store, world, resolved.as_dict(), resolved.used, job.checkpoint.keep)
+    found = resume.newest(store, world, job.checkpoint.resume)
+
+    blueprint = Blueprint.of(job.model.build)
+    plan = Plan.of(transforms_of(job, layout, registry), layout)
+    optimizers: list[Any] = []
+    state = State(0, 0, data.start())
+    meta: dict[str, Any] = {"hooks": []}
+
+    def restore(model: ParallelModel) -> None:
+        assert found is not None
+        optimizers.append(job.optimizer.build(model))
+        meta.update(checkpoints.restore(found, model, optimizers[0], job))
+        state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
+        say(f"resuming after step {found.step} from {directory / 'checkpoints'}")
+
+    weights = restore if found else job.job.seed
+    model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
+    optimizer = optimizers[0] if optimizers else job.optimizer.build(model)
+    _log.info("layout %s, %d parameters, transforms %s", layout, model.parameter_count(), plan.names() or "none")
+
+    run = Run(
+        job=job,
+        directory=directory,
+        topology=topology,
+        model=model,
+        optimizer=optimizer,
+        factor=job.schedule.build(job.train.max_steps),
+        step=Step(model, job.objective.build()),
+        data=data,
+        evaluations=evaluations,
+        state=state,
+        console=console,
+        stop=Stop(job.train.max_steps),
+    )
+    run.save = lambda: checkpoints.save(run)
+    if topology.rank == 0:
+        run.trackers = [JsonlTracker(directory / "metrics.jsonl"), *(tracker.build(run) for tracker in job.trackers)]
+        for tracker in run.trackers:
+            tracker.rewind(state.step)
+    run.hooks = [hook.build(run) for hook in job.hooks]
+    restore_hooks(run.hooks, meta["hooks"])
+    return run
+
+
+def transforms_of(job: Job, layout: Layout, registry: Registry) -> list[Any]:
+    """The recipe's transforms, and those that its axes pull in."""
+    defaults = default_transforms(layout, job.transforms)
+    return [
+        *(component.build() for component in job.transforms.values()),
+        *(registry.load("forge.transforms", name)().build() for name in defaults),
+    ]
+
+
+def _announcer(console: "Console | None") -> Callable[[str], None]:
+    """Messages of the set-up: to the terminal on rank 0, to the log on every rank."""
+
+    def say(message: str) -> None:
+        _log.info(message)
+        if console is not None:
+            console.print(message, highlight=False)
+
+    return say
+
+
+class _rank_zero_first:  # noqa: N801 (reads as the statement that it is)
+    """Rank 0 runs the body before the others, so that what it prepares is there for them; its failure is theirs."""
+
+    def __init__(self, world: ProcessWorld) -> None:
+        self.world = world
+
+    def __enter__(self) -> None:
+        if self.world.size > 1 and self.world.rank > 0:
+            verdict = self.world.broadcast(None)
+            if verdict != b"ready":
+                raise ForgeError(verdict.decode())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self.world.size > 1 and self.world.rank == 0:
+            self.world.broadcast(b"ready" if error is None else f"rank 0 failed while preparing: {error}".encode())

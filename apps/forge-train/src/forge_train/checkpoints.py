@@ -1,0 +1,79 @@
+"""Between a run and its checkpoints: which tensors and which facts are kept, and what must agree at a resume."""
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forge_ckpt import resume, saver
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Piece, Store, World
+from forge_core.protocols.model import Optimizer
+from forge_core.protocols.run import Hook
+from forge_parallel.model import ParallelModel
+from forge_train.job import Job
+from forge_train.run import Run
+
+
+def pieces(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
+    """Every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`."""
+    yield from model.pieces()
+    for state, tensors in optimizer.state().items():
+        for name, tensor in tensors.items():
+            yield model.piece(f"optimizer/{state}/{name}", tensor)
+
+
+def anchors(job: Job) -> dict[str, int]:
+    """What may not change between stop and resume, unlike ranks and micro-batches."""
+    return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Saves and restores one run."""
+
+    store: Store
+    world: World
+    config: Mapping[str, Any]
+    plugins: Sequence[Mapping[str, str]]
+    keep: int
+
+    def save(self, run: Run) -> str:
+        """Writes a checkpoint of the current step, durably; all ranks enter."""
+        meta = {
+            "tokens": run.state.tokens,
+            "cursor": dict(run.state.cursor),
+            "anchors": anchors(run.job),
+            "layout": str(run.topology.layout),
+            "config": self.config,
+            "plugins": list(self.plugins),
+            "hooks": [[type(hook).__name__, dict(hook.state())] for hook in run.hooks],
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        return saver.save(self.store, pieces(run.model, run.optimizer), meta, run.state.step, self.world, keep=self.keep)
+
+    def restore(self, found: resume.Found, model: ParallelModel, optimizer: Optimizer, job: Job) -> Mapping[str, Any]:
+        """Fills model and optimizer from a verified checkpoint and returns its facts.
+
+        Raises:
+            CheckpointError: it was made with another global batch or sequence length, or does not fit the model.
+        """
+        old, new = dict(found.meta["anchors"]), anchors(job)
+        if changed := [f"{key} was {old.get(key)}, is {value}" for key, value in new.items() if old.get(key) != value]:
+            raise CheckpointError(
+                f"{'; '.join(changed)}: the data position would mean other samples. Put the value back, start over with "
+                "--fresh, or give the run another job.name"
+            )
+        return resume.load(self.store, found, pieces(model, optimizer), self.world)
+
+
+def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> None:
+    """Gives each hook the state that a hook of its type had, in order; a new hook starts afresh."""
+    left = [(name, state) for name, state in saved]
+    for hook in hooks:
+        match = next((item for item in left if item[0] == type(hook).__name__), None)
+        if match:
+            left.remove(match)
+            hook.load_state(match[1])

@@ -1,0 +1,29 @@
+"""Rules that no single key can show: functions of (job, layout) that return faults. They run before torch is imported."""
+
+from typing import Any
+
+from forge_core.errors import Fault
+from forge_core.layout import Layout
+from forge_train.components.hooks import Evaluate
+
+
+def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """A warm-up or decay that is longer than the run.
+
+    Any schedule may answer `faults(steps)`; one of another distribution that does not is built without this check.
+    """
+    faults = getattr(job.schedule, "faults", None)
+    return faults(job.train.max_steps) if faults else []
+
+
+def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """A hook that evaluates, in a recipe without anything to evaluate on."""
+    return [
+        Fault(
+            f"hooks.{index}.name",
+            "'evaluate' has nothing to evaluate on",
+            hint='add a held-out set, such as [data.evaluation.held_out] name = "stdlib" split = "held_out"',
+        )
+        for index, hook in enumerate(job.hooks)
+        if isinstance(hook, Evaluate) and not job.data.evaluation
+    ]

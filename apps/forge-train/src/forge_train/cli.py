@@ -1,0 +1,124 @@
+"""The command `forge-train`: its subcommands are plugins of the group `forge.commands`.
+
+A command's module is imported only when that command is invoked; `--help` reads the first line of docstrings from
+source files. A command is a typer application or a plain function; a function that takes a `typer.Context` is given
+what typer does not know as `context.args`: the overrides `--section.key=value`.
+"""
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
+
+from forge_core.console import Console
+from forge_core.errors import BrokenPlugin, ForgeError
+from forge_core.registry import Entry, Registry
+
+GROUP = "forge.commands"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `forge-train`; a refusal is printed without a traceback and ends the process with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        root(Registry()).main(args=given, prog_name="forge-train")
+    except ForgeError as refusal:
+        sys.exit(Console(as_json="--json" in given).error(refusal))
+
+
+def root(registry: Registry) -> TyperGroup:
+    """The command with every registered subcommand, none of them imported."""
+    app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+    app.callback(help="Train foundation models: dense, mixture-of-experts and vision-language.")(_nothing)
+    group = get_group(app)
+    assert isinstance(group, _Commands)
+    group.registry = registry
+    for name in registry.names(GROUP):
+        group.add_command(_placeholder(name, summary(registry.find(GROUP, name))), name)
+    return group
+
+
+class _Commands(TyperGroup):
+    """Holds placeholders; the real command takes its place when it is invoked."""
+
+    registry: Registry
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        claims = {entry.name for entry in self.registry.of(GROUP)} | set(self.registry.names(GROUP))
+        if args and args[0] in claims:
+            self.add_command(command(self.registry.find(GROUP, args[0]), self.registry), args[0])
+        return super().resolve_command(ctx, args)
+
+
+def command(entry: Entry, registry: Registry) -> Any:
+    """The command that an entry points at, imported.
+
+    Raises:
+        BrokenPlugin: it cannot be imported, or is neither a typer application nor a function.
+    """
+    loaded = registry.load_entry(entry)
+    app = loaded
+    if not isinstance(loaded, typer.Typer):
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        open_ended = any(
+            item.annotation in (typer.Context, "typer.Context") for item in inspect.signature(loaded).parameters.values()
+        )
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if open_ended else {}
+        app.command(entry.name, context_settings=settings)(loaded)
+    try:
+        return get_command(app)
+    except Exception as cause:  # whatever typer makes of a stranger's signature
+        raise BrokenPlugin(
+            f"command {entry.name!r} of {entry.distribution} {entry.version} ({entry.target}) has a signature that typer "
+            f"refuses: {type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def summary(entry: Entry) -> str:
+    """The first line of a command's docstring, or of its module's, read from the source without importing it."""
+    module, _, attribute = entry.target.partition(":")
+    try:
+        source = _source(module)
+        tree = ast.parse(source.read_text(encoding="utf-8")) if source is not None else None
+    except (OSError, SyntaxError, ValueError, ImportError):  # a broken command still has its place in the list
+        tree = None
+    if tree is None:
+        return f"from {entry.distribution} {entry.version}"
+    functions = [item for item in tree.body if isinstance(item, ast.FunctionDef) and item.name == attribute]
+    doc = (ast.get_docstring(functions[0]) if functions else None) or ast.get_docstring(tree) or ""
+    line = re.sub(r"^`[^`]*`: *", "", doc.strip().partition("\n")[0])  # module docstrings say how the command is called
+    return line[:1].upper() + line[1:] or f"from {entry.distribution} {entry.version}"
+
+
+def _source(module: str) -> Path | None:
+    """The source file of a dotted module; only its top-level package is looked up, nothing is imported."""
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        stem = Path(folder).joinpath(*rest)
+        for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def _placeholder(name: str, line: str) -> Any:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name, help=line)(_nothing)
+    return get_command(app)
+
+
+def _nothing() -> None:
+    """Stands for a command that was not imported."""

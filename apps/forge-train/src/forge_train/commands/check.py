@@ -1,0 +1,42 @@
+"""`forge-train check RECIPE --world N`: every fault of a recipe, without torch."""
+
+from typing import Annotated
+
+import typer
+
+
+def check(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.")],
+    world: Annotated[int, typer.Option("--world", help="Number of processes that it is meant for.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer as JSON.")] = False,
+) -> None:
+    """Check a recipe for a world of N processes and report every fault; imports no torch."""
+    from forge_core.console import Console
+    from forge_core.registry import Registry
+    from forge_train.recipe import load
+
+    registry = Registry()
+    console = Console(as_json=as_json)
+    resolved = load(recipe, context.args, world, registry)
+    for warning in resolved.warnings:
+        console.note(f"warning: {warning}")
+    if as_json:
+        console.document(
+            {
+                "ok": True,
+                "recipe": recipe,
+                "world": world,
+                "layout": str(resolved.layout),
+                "used": registry.used(resolved.used),
+                "warnings": list(resolved.warnings),
+                "faults": [],
+            }
+        )
+        return
+    sizes = resolved.layout.sizes() if resolved.layout else {}
+    console.text(f"{recipe}: no fault for {world} process{'es' if world != 1 else ''}")
+    console.text("layout: " + ", ".join(f"{axis} {size}" for axis, size in sizes.items()))
+    console.text(
+        f"components: {len(resolved.used)} of " + ", ".join(sorted({e["distribution"] for e in registry.used(resolved.used)}))
+    )

@@ -1,0 +1,89 @@
+"""`forge-train config show|explain|schema`: what a recipe says, what its keys mean, and its schema for editors."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+config = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into recipes.")
+
+_OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}
+_Recipe = Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.")]
+_Json = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+
+
+@config.command(context_settings=_OPEN)
+def show(
+    context: typer.Context,
+    recipe: _Recipe,
+    origins: Annotated[bool, typer.Option("--origins", help="Say where every value comes from.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """The resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
+    from forge_core.console import Console
+    from forge_train.recipe import load
+
+    console = Console(as_json=as_json)
+    resolved = load(recipe, context.args)
+    if as_json:
+        console.document({"recipe": resolved.as_json()} | ({"origins": resolved.origins()} if origins else {}))
+    else:
+        console.text(resolved.as_toml(origins=origins).rstrip("\n"))
+
+
+@config.command(context_settings=_OPEN)
+def explain(
+    context: typer.Context,
+    recipe: _Recipe,
+    key: Annotated[str, typer.Argument(help="A key such as optimizer.lr, or a section.", show_default=False)] = "",
+    as_json: _Json = False,
+) -> None:
+    """What a key means: type, range, default, value and where it comes from; a section or nothing explains all keys."""
+    from forge_core.config.explain import explain as explain_key
+    from forge_core.config.write import value_text
+    from forge_core.console import Console
+    from forge_core.registry import Registry
+    from forge_train.recipe import load
+
+    console = Console(as_json=as_json)
+    registry = Registry()
+    overrides = list(context.args)
+    if key.startswith("-"):  # an override, since the key may be left out
+        overrides, key = [key, *overrides], ""
+    resolved = load(recipe, overrides, None, registry)
+    found = explain_key(resolved.outcome, registry, key)
+    if as_json:
+        console.document([vars(item) for item in found])
+        return
+    for item in found:
+        console.text(f"{item.key} = {value_text(item.value)}  [{item.origin}]")
+        if item.doc:
+            console.text(f"    {item.doc}")
+        default = f"; default {value_text(item.default)}" if item.default is not None else ""
+        console.text(f"    {item.expected}{default}")
+        if item.names:
+            console.text(f"    names: {', '.join(item.names)}")
+
+
+@config.command()
+def schema(
+    output: Annotated[Path | None, typer.Option("--output", help="Write it to this file.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="It always is JSON.", hidden=True)] = False,  # noqa: ARG001
+) -> None:
+    """The JSON Schema of a recipe with every installed component, for editors that complete TOML."""
+    from forge_core.config.schema import json_schema
+    from forge_core.console import Console
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_train.job import Job
+
+    made = json_schema(Job, Registry())
+    if output is None:
+        Console().document(made)
+        return
+    try:
+        output.write_text(json.dumps(made, indent=2) + "\n")
+    except OSError as cause:
+        raise ForgeError(f"the schema cannot be written to {output}: {cause.strerror}; choose another --output") from cause
+    Console().text(f"wrote {output}")

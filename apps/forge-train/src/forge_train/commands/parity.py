@@ -1,0 +1,104 @@
+"""`forge-train parity RECIPE`: does a layout give the numbers of one process? Measured, not promised."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from forge_core.console import Console
+
+if TYPE_CHECKING:
+    from forge_parallel.parity import Measurement
+
+
+def parity(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.")],
+    layouts: Annotated[str, typer.Option(help="Layout strings, separated by commas.")] = "dp2,hsdp2x1,hsdp2x2,dp4",
+    mode: Annotated[str, typer.Option(help="fp64 (all numbers within 1e-10) or fp32 (loss, norm and gradients within 2e-6).")] = "fp64",
+    rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,
+    micro_batch: Annotated[int, typer.Option(help="Sequences in one forward; the rest is accumulated.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Compare layouts of a recipe with one process, on CPU.
+
+    Loss, gradient norm, every gradient, and weights after updates; random tokens in packed documents, uneven numbers of
+    labels, one micro-batch without any. Exit code 1 when a layout is not within tolerance.
+    """
+    from forge_core.errors import ForgeError
+    from forge_core.layout import Layout
+    from forge_parallel.parity import TOLERANCE, compare
+    from forge_parallel.spawn import spawn
+
+    from forge_train.recipe import load
+
+    console = Console(as_json=as_json)
+    if mode not in TOLERANCE:
+        raise ForgeError(f"--mode {mode}: choose one of {', '.join(TOLERANCE)}")
+    parsed = {text: Layout.parse(text) for text in layouts.split(",")}
+    for text, layout in parsed.items():
+        if rows % (layout.data * micro_batch):
+            raise ForgeError(f"--rows {rows} are not whole micro-batches of {micro_batch} on the {layout.data} data ranks of {text}")
+    load(recipe, context.args)
+    table: list[dict[str, Any]] = []
+
+    def measured(layout: str) -> "list[Measurement]":
+        arguments = [recipe, list(context.args), layout, mode, rows, micro_batch, length, steps]
+        return [_measurement(raw) for raw in spawn("forge_train.commands.parity:rank", Layout.parse(layout).world, arguments)]
+
+    (reference,) = measured("1")
+    for text in parsed:
+        ranks = [compare(reference, found) for found in measured(text)]
+        worst = max(ranks, key=lambda difference: max(difference.loss, difference.norm, difference.gradients, difference.weights))
+        passed = all(difference.accepted(mode) for difference in ranks)  # type: ignore[arg-type]
+        table.append({"layout": text, **asdict(worst), "passed": passed})
+    if as_json:
+        console.document({"mode": mode, "tolerance": TOLERANCE[mode], "layouts": table})
+    columns = ("layout", "loss", "norm", "gradients", "weights", "initial weights", "verdict")
+    console.table(columns, [_row(entry) for entry in table], title=f"largest relative error against one process ({mode})")
+    if not all(entry["passed"] for entry in table):
+        raise typer.Exit(1)
+
+
+def _row(entry: dict[str, Any]) -> list[str]:
+    errors = [f"{entry[key]:.1e}" for key in ("loss", "norm", "gradients", "weights")]
+    verdict = "equal" if entry["passed"] else f"NOT EQUAL (worst: {entry['worst']})"
+    return [entry["layout"], *errors, "bitwise" if entry["initial"] else "DIFFERENT", verdict]
+
+
+def rank(
+    recipe: str, overrides: list[str], layout: str, mode: Literal["fp64", "fp32"], rows: int, micro_batch: int, length: int, steps: int
+) -> dict[str, Any]:
+    """What one rank of one layout measures; runs in a process of its own."""
+    import torch
+    from forge_core.layout import Layout
+    from forge_core.registry import Registry
+    from forge_parallel.parity import Case, measure
+
+    from forge_train.assemble import transforms_of
+    from forge_train.recipe import load
+
+    registry = Registry()
+    job = load(recipe, overrides, None, registry).job
+    laid_out = Layout.parse(layout)
+    case = Case(
+        build=job.model.build,
+        objective=job.objective.build(),
+        optimizer=job.optimizer.build,
+        vocab_size=getattr(job.model, "vocab_size"),  # noqa: B009 (a plugin's model may call it otherwise)
+        length=length,
+        rows=rows,
+        micro_batch=micro_batch,
+        steps=steps,
+        seed=job.job.seed,
+        compute=mode,
+        state=mode,
+    )
+    return asdict(measure(case, laid_out, transforms_of(job, laid_out, registry), torch.device("cpu")))
+
+
+def _measurement(raw: dict[str, Any]) -> "Measurement":
+    from forge_parallel.parity import Measurement
+
+    return Measurement(**raw)

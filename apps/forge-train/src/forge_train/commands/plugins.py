@@ -1,0 +1,85 @@
+"""`forge-train plugins list|show|doctor`: what is installed, what it takes, and whether it works."""
+
+from typing import Annotated
+
+import typer
+
+plugins = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into plugins.")
+
+_Json = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+
+
+@plugins.command(name="list")
+def list_(
+    group: Annotated[str, typer.Argument(help="A group such as forge.optimizers or optimizers.", show_default=False)] = "",
+    as_json: _Json = False,
+) -> None:
+    """Every plugin by group, with its distribution; imports none of them."""
+    from forge_core.console import Console
+    from forge_core.groups import GROUPS
+    from forge_core.registry import Registry
+
+    console = Console(as_json=as_json)
+    registry = Registry()
+    chosen = [group if group.startswith("forge.") else f"forge.{group}"] if group else list(GROUPS)
+    entries = [entry for name in chosen for entry in registry.of(name)]
+    if as_json:
+        console.document([{**entry.as_json(), "target": entry.target} for entry in entries])
+        return
+    rows = [(entry.group, entry.name, f"{entry.distribution} {entry.version}", entry.target) for entry in entries]
+    console.table(("group", "name", "distribution", "target"), rows)
+
+
+@plugins.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A name such as adamw, dist:name, or ./mine.py:Thing with --group.")],
+    group: Annotated[str, typer.Option("--group", help="Only this group.", show_default=False)] = "",
+    as_json: _Json = False,
+) -> None:
+    """What a plugin is and which keys it takes."""
+    from forge_core.console import Console
+    from forge_core.inspection import find_everywhere, portrait
+    from forge_core.registry import Registry
+
+    console = Console(as_json=as_json)
+    registry = Registry()
+    found = [portrait(entry, registry) for entry in find_everywhere(registry, name, group)]
+    if as_json:
+        console.document([item.as_json() for item in found])
+        return
+    for item in found:
+        console.text(
+            f"{item.entry.group} {item.entry.name}: {item.entry.distribution} {item.entry.version} ({item.entry.target})"
+        )
+        if item.doc:
+            console.text(f"    {item.doc}")
+        for key in item.keys:
+            default = f"; default {key.default}" if key.default is not None else ""
+            console.text(f"    {key.name}: {key.expected}{default}")
+            if key.doc:
+                console.text(f"        {key.doc}")
+
+
+@plugins.command()
+def doctor(
+    name: Annotated[str, typer.Argument(help="Only plugins of this name.", show_default=False)] = "",
+    conform: Annotated[bool, typer.Option("--conform", help="Also run the conformance checks of each group.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Load every plugin and report the broken ones, names claimed twice and, with --conform, what their groups ask for."""
+    from forge_core.console import Console
+    from forge_core.inspection import diagnose
+    from forge_core.registry import Registry
+
+    console = Console(as_json=as_json)
+    reports = diagnose(Registry(), name, conform=conform)
+    wrong = sum(1 for report in reports if report.problems)
+    if as_json:
+        console.document({"ok": not wrong, "plugins": [report.as_json() for report in reports]})
+    else:
+        for report in reports:
+            for problem in report.problems:
+                console.text(f"{report.entry.group} {report.entry.qualified}: {problem}")
+        console.text(f"{len(reports)} plugins, {wrong} with problems")
+    if wrong:
+        raise typer.Exit(2)

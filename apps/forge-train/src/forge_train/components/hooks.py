@@ -1,0 +1,64 @@
+"""Hooks as they are chosen in `[[hooks]]`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from forge_core.component import Component
+
+if TYPE_CHECKING:
+    from forge_core.protocols.run import Hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log(Component):
+    """Writes loss, gradient norm, learning rate, throughput and memory to every tracker."""
+
+    every: Annotated[int, Gt(0)] = 10
+    """Optimizer steps between two lines; the first and the last step are always written."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.log import LogHook
+
+        return LogHook(self, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Component):
+    """Shows step, loss, tokens/s and the time left: a live line on a terminal, else a line of text now and then."""
+
+    every: Annotated[int, Gt(0)] = 10
+    """Optimizer steps between two looks at the loss; each look waits for the device."""
+    seconds: Annotated[float, Ge(0)] = 10.0
+    """Least time between two lines when the output is no terminal."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.progress import ProgressHook
+
+        return ProgressHook(self, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Component):
+    """Loss and perplexity on every set of `[data.evaluation]`, weighted by tokens over all ranks."""
+
+    every: Annotated[int, Gt(0)] = 500
+    """Optimizer steps between two evaluations; the last step of the run is always evaluated."""
+    at_start: bool = False
+    """Also evaluate the initial weights, before the first step."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.evaluate import EvaluateHook
+
+        return EvaluateHook(self, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(Component):
+    """Saves a checkpoint every `checkpoint.every` steps and at the end, once per step."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.save import SaveHook
+
+        return SaveHook(self, run)

@@ -1,0 +1,115 @@
+"""Learning-rate schedules as they are chosen in `[schedule]`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from forge_core.component import Component
+from forge_core.errors import ConfigError, Fault
+
+Factor = Callable[[int], float]
+"""Optimizer step 0, 1, ... -> factor on every group's learning rate; never 0 for a step of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Component):
+    """What every schedule of Forge has: a linear warm-up, whose step s of W runs at (s + 1) / W."""
+
+    warmup: Annotated[int, Ge(0)] = 0
+    """Optimizer steps of the linear warm-up; 0 starts at the full rate."""
+
+    def faults(self, steps: int) -> list[Fault]:
+        """What is wrong with this schedule for a run of `steps` optimizer steps."""
+        if self.warmup > steps:
+            return [
+                Fault(
+                    "schedule.warmup",
+                    f"a warm-up of {self.warmup} steps is longer than the run (train.max_steps = {steps})",
+                    hint="lower schedule.warmup or raise train.max_steps",
+                )
+            ]
+        return []
+
+    def refuse(self, steps: int) -> None:
+        """Raises ConfigError when the schedule does not fit `steps`."""
+        if faults := self.faults(steps):
+            raise ConfigError(faults)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """The full rate after the warm-up."""
+
+    def build(self, steps: int) -> Factor:
+        from forge_train.schedules import constant, warmed
+
+        self.refuse(steps)
+        return warmed(self.warmup, constant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Half a cosine from the full rate after the warm-up to `min_ratio` at the end (Loshchilov and Hutter, 2017)."""
+
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Factor that the curve reaches just after the last step, relative to the full rate."""
+
+    def build(self, steps: int) -> Factor:
+        from forge_train.schedules import decayed, warmed
+
+        self.refuse(steps)
+        return warmed(self.warmup, decayed("cosine", start=self.warmup, stop=steps, floor=self.min_ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Schedule):
+    """A straight line from the full rate after the warm-up to `min_ratio` at the end."""
+
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Factor that the line reaches just after the last step, relative to the full rate."""
+
+    def build(self, steps: int) -> Factor:
+        from forge_train.schedules import decayed, warmed
+
+        self.refuse(steps)
+        return warmed(self.warmup, decayed("linear", start=self.warmup, stop=steps, floor=self.min_ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wsd(Schedule):
+    """Warm-up, stable, decay: the full rate until the last part of the run (Hu et al., 2024, MiniCPM)."""
+
+    decay: Annotated[float, Gt(0), Le(1)] = 0.2
+    """Part of the whole run, warm-up included, that the decay takes: 0.2 is its last fifth, rounded, at least one step."""
+    shape: Literal["linear", "cosine", "sqrt", "one_minus_sqrt"] = "linear"
+    """Curve of the decay over its progress p: 1 - p, (1 + cos(pi p)) / 2, sqrt(1 - p), or 1 - sqrt(p) (Haegele et al., 2024)."""
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Factor that the decay reaches just after the last step, relative to the full rate."""
+
+    def decay_steps(self, steps: int) -> int:
+        """Optimizer steps of the decay in a run of `steps`."""
+        return max(1, round(self.decay * steps))
+
+    def faults(self, steps: int) -> list[Fault]:
+        """Those of every schedule, and a decay that would start inside the warm-up."""
+        faults = super().faults(steps)
+        decay = self.decay_steps(steps)
+        if not faults and self.warmup + decay > steps:
+            faults.append(
+                Fault(
+                    "schedule.decay",
+                    f"{decay} steps of decay ({self.decay:g} of train.max_steps = {steps}) and schedule.warmup = {self.warmup} "
+                    f"make {self.warmup + decay}, more than the run",
+                    hint="lower schedule.decay or schedule.warmup",
+                )
+            )
+        return faults
+
+    def build(self, steps: int) -> Factor:
+        from forge_train.schedules import decayed, warmed
+
+        self.refuse(steps)
+        start = steps - self.decay_steps(steps)
+        return warmed(self.warmup, decayed(self.shape, start=start, stop=steps, floor=self.min_ratio))

@@ -1,0 +1,76 @@
+"""Loss on held-out sets."""
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from forge_core.protocols.run import Hook
+from forge_train.hooks.clock import pause
+
+if TYPE_CHECKING:
+    from forge_train.components.hooks import Evaluate
+
+_log = logging.getLogger(__name__)
+
+
+class EvaluateHook(Hook):
+    """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`.
+
+    Each rank reads its own share of a set; the step sums loss and valid tokens over all ranks before it divides, so
+    the result does not depend on how many ranks there are.
+    """
+
+    def __init__(self, config: "Evaluate", run: Any) -> None:
+        self.config = config
+        self.evaluated = -1
+
+    def start(self, run: Any) -> None:
+        """Evaluates the initial weights when asked to."""
+        if self.config.at_start and run.state.step == 0:
+            self.evaluate(run)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        """Evaluates when due."""
+        if run.state.step % self.config.every == 0:
+            self.evaluate(run)
+
+    def finish(self, run: Any) -> None:
+        """Evaluates the last weights, unless the last step already did."""
+        if run.state.step != self.evaluated:
+            self.evaluate(run)
+
+    def evaluate(self, run: Any) -> None:
+        """Every set once. All ranks enter: the step reduces over them."""
+        self.evaluated = run.state.step
+        values: dict[str, float] = {}
+        with pause(run):
+            for name, held_out in run.evaluations.items():
+                batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
+                result = run.step.evaluate(batches)
+                if result.tokens == 0:
+                    _log.warning("evaluation set %r has no token to predict; it is left out", name)
+                    continue
+                values[f"evaluation/{name}/loss"] = result.loss
+                values[f"evaluation/{name}/perplexity"] = perplexity(result.loss)
+        if not values:
+            return
+        run.log({**values, "tokens": run.state.tokens})
+        if run.console is not None:
+            run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; inf where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _described(values: dict[str, float]) -> list[str]:
+    """`held_out loss 3.2145  perplexity 24.89`"""
+    parts = []
+    for key, value in values.items():
+        name, _, kind = key.removeprefix("evaluation/").rpartition("/")
+        parts.append(f"{name} loss {value:.4f}" if kind == "loss" else f"perplexity {value:.2f}")
+    return parts

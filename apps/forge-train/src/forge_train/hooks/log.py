@@ -1,0 +1,55 @@
+"""Numbers of a step to the trackers."""
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+from forge_core.protocols.run import Hook
+from forge_train.hooks.clock import Stopwatch
+
+if TYPE_CHECKING:
+    from forge_train.components.hooks import Log
+
+
+class LogHook(Hook):
+    """Every N steps, at the first step of this start and at the last of the run; only then it waits for the device.
+
+    Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped`
+    and whatever else the step counted; `tokens` (seen by the run so far), `step_tokens` (with loss, in this step),
+    `tokens_per_second` and `step_seconds` (means since the last line, all ranks together, without evaluation and
+    saving), `peak_memory` (bytes, resident memory of rank 0's process).
+    """
+
+    def __init__(self, config: "Log", run: Any) -> None:
+        self.config = config
+        self.watch = Stopwatch(run)
+        self.first = True
+
+    def start(self, run: Any) -> None:
+        """Starts the clock."""
+        self.watch = Stopwatch(run)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        """Writes a line when one is due."""
+        step = run.state.step
+        due = self.first or step % self.config.every == 0 or step >= run.job.train.max_steps
+        if not due or run.topology.rank != 0:
+            return
+        self.first = False
+        numbers = dict(result.numbers())  # waits for the device, so the lap that follows is honest
+        seconds, steps, tokens = self.watch.lap()
+        numbers.pop("stop", None)  # a request that the loop acts on, no metric
+        if "tokens" in numbers:
+            numbers["step_tokens"] = numbers.pop("tokens")
+        if (rate := getattr(run, "lr", None)) is not None:
+            numbers["lr"] = rate
+        if seconds > 0 and steps > 0:
+            numbers["tokens_per_second"] = tokens / seconds
+            numbers["step_seconds"] = seconds / steps
+        run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

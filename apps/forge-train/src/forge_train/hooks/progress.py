@@ -1,0 +1,145 @@
+"""Where a run stands, for a person who looks at it."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from forge_core.protocols.run import Hook
+from forge_train.hooks.clock import Stopwatch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from forge_train.components.hooks import Progress
+
+
+class ProgressHook(Hook):
+    """One live line on a terminal; elsewhere a line with a time stamp at the first and last step and now and then.
+
+    The time left is that of the steps since this start, evaluation and saving included.
+    """
+
+    def __init__(self, config: "Progress", run: Any) -> None:
+        self.config = config
+        self.view: _Live | _Lines | None = None
+        self.watch = Stopwatch(run)
+        self.loss = float("nan")
+        self.rate = 0.0
+        self.begun = (perf_counter(), run.state.step)
+
+    def start(self, run: Any) -> None:
+        """Starts the clock and opens the live line."""
+        self.watch = Stopwatch(run)
+        self.begun = (perf_counter(), run.state.step)
+        if run.console is not None:
+            live = run.console.is_terminal and not run.console.is_dumb_terminal
+            self.view = _Live(run.console, run.job) if live else _Lines(run.console, self.config.seconds)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        """Moves the line; reads the numbers when they are due."""
+        if self.view is None:
+            return
+        step, total = run.state.step, run.job.train.max_steps
+        fresh = step % self.config.every == 0 or step in (self.begun[1] + 1, total)
+        if fresh:
+            self.loss = result.numbers()["loss"]
+            seconds, _, tokens = self.watch.lap()
+            self.rate = tokens / seconds if seconds > 0 else 0.0
+        now = _Now(step, total, self.loss, self.rate, self._left(step, total), fresh)
+        self.view.show(now)
+
+    def finish(self, run: Any) -> None:
+        """Closes the live line."""
+        if self.view is not None:
+            self.view.close()
+
+    def _left(self, step: int, total: int) -> float:
+        started, first = self.begun
+        return (perf_counter() - started) / max(1, step - first) * max(0, total - step)
+
+
+@dataclass(frozen=True)
+class _Now:
+    """What a line says; `fresh` when loss and rate are of this step."""
+
+    step: int
+    total: int
+    loss: float
+    rate: float
+    left: float
+    fresh: bool
+
+    @property
+    def last(self) -> bool:
+        return self.step >= self.total
+
+    def __str__(self) -> str:
+        """`loss 4.1234  21.3k tokens/s  3:40 left`"""
+        return f"loss {self.loss:.4f}  {count(self.rate)} tokens/s  {clock(self.left)} left"
+
+
+class _Lines:
+    """`12:30:05  step 120/600 (20%)  loss 4.1234  21.3k tokens/s  3:40 left`"""
+
+    def __init__(self, console: "Console", seconds: float) -> None:
+        self.console = console
+        self.seconds = seconds
+        self.shown: float | None = None
+
+    def show(self, now: _Now) -> None:
+        moment = perf_counter()
+        soon = self.shown is not None and moment - self.shown < self.seconds
+        if not now.fresh or (soon and not now.last):
+            return
+        self.shown = moment
+        text = f"{datetime.now():%H:%M:%S}  step {now.step}/{now.total} ({now.step * 100 // now.total}%)  {now}"
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Live:
+    """The same on one line that redraws itself at most ten times a second, with a bar."""
+
+    def __init__(self, console: "Console", job: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.bar: Bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            console=console,
+            auto_refresh=False,
+        )
+        self.task = self.bar.add_task("the first step takes longest", total=job.train.max_steps)
+        self.bar.start()
+        console.show_cursor(True)  # hidden by `start`; nobody would show it again after a crash
+        self.drawn = 0.0
+
+    def show(self, now: _Now) -> None:
+        moment = perf_counter()
+        if now.last or moment - self.drawn >= 0.1:
+            self.drawn = moment
+            self.bar.update(self.task, completed=now.step, description=str(now))
+            self.bar.refresh()
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def count(value: float) -> str:
+    """A number in at most four characters and a suffix: 950, 21.3k, 1.4M."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """3:40, or 1:02:03 from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,71 @@
+"""Text from the model that is training."""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from forge_core.errors import ForgeError
+from forge_core.protocols.run import Hook
+
+from forge_train.hooks.clock import pause
+
+if TYPE_CHECKING:
+    from forge_train.components.sample import Sample
+
+SAMPLES = "samples.json"
+_log = logging.getLogger(__name__)
+
+
+class SampleHook(Hook):
+    """Continues the prompts on all ranks alike, since a sharded model answers only when all of them ask.
+
+    The newest samples stand in `samples.json` of the run's directory, where the report finds them.
+    """
+
+    def __init__(self, config: "Sample", run: Any) -> None:
+        if run.data.tokenizer is None:
+            raise ForgeError("the hook 'sample' needs to read and write text: add [data.tokenizer], or leave the hook out")
+        self.config = config
+        self.sampled = -1
+
+    def after_step(self, run: Any, result: Any) -> None:
+        """Samples when due."""
+        if self.config.every and run.state.step % self.config.every == 0:
+            self.sample(run)
+
+    def finish(self, run: Any) -> None:
+        """Samples from the last weights."""
+        if run.state.step != self.sampled:
+            self.sample(run)
+
+    def sample(self, run: Any) -> None:
+        """Generates from each prompt, prints and keeps the texts."""
+        from forge_models.generate import generate
+
+        self.sampled = run.state.step
+        tokenizer = run.data.tokenizer
+        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.config.prompts]
+        with pause(run), run.model.computing():
+            generated = generate(
+                run.model.part,
+                prompts,
+                max_tokens=self.config.max_tokens,
+                temperature=self.config.temperature,
+                top_p=self.config.top_p,
+                eos=tokenizer.eos,
+                seed=run.job.job.seed,
+            )
+        if run.topology.rank != 0:
+            return
+        texts = [tokenizer.decode([int(token) for token in tokens]) for tokens in generated]
+        samples = [
+            {"step": run.state.step, "prompt": prompt, "text": text, "temperature": self.config.temperature}
+            for prompt, text in zip(self.config.prompts, texts, strict=True)
+        ]
+        try:
+            (run.directory / SAMPLES).write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")
+        except OSError as cause:  # a full disk is no reason to lose the run
+            _log.warning("samples could not be kept: %s", cause)
+        if run.console is not None:
+            for sample in samples:
+                run.console.print(f"step {run.state.step} | {sample['prompt']}{sample['text']}", highlight=False, markup=False)

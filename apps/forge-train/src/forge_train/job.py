@@ -1,0 +1,75 @@
+"""The typed tree of a recipe. Every field is a table or key of the TOML file; nothing here imports torch."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+from forge_data.components.section import Data
+
+from forge_ckpt.components.section import Checkpoint
+from forge_core.component import Component, Slot
+from forge_parallel.components.sections import Parallel, Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSection:
+    """Who this run is."""
+
+    name: str = "run"
+    """Name of the run; its files live in `runs/<name>`."""
+    dir: str | None = None
+    """Directory of the run instead of `runs/<name>`."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Fixes the initial weights and, unless `data.seed` is set, the order of the data."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ValueError("name is one path component: not empty, no '/', no leading '.'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long and in what portions."""
+
+    max_steps: Annotated[int, Gt(0)] = 1000
+    """Optimizer steps of the whole run."""
+    global_batch: Annotated[int, Gt(0)] = 32
+    """Sequences per optimizer step over all ranks; the anchor of every resume."""
+    micro_batch: Annotated[int, Gt(0)] = 8
+    """Sequences in one forward pass on one rank; gradient accumulation follows."""
+    grad_clip: Annotated[float, Gt(0)] | None = 1.0
+    """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
+    threads: Annotated[int, Gt(0)] | None = None
+    """CPU threads per process; by default the machine's cores divided by the processes on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A whole recipe."""
+
+    job: JobSection = field(default_factory=JobSection)
+    """Name, directory and seed."""
+    model: Annotated[Component, Slot("forge.models", default="decoder")] = Slot.unset()
+    """What is trained."""
+    data: Data = field(default_factory=Data)
+    """What it is trained on."""
+    train: Train = field(default_factory=Train)
+    """Length and batch sizes."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """Sizes of the parallel axes."""
+    precision: Precision = field(default_factory=Precision)
+    """Number formats."""
+    transforms: dict[str, Annotated[Component, Slot("forge.transforms", named_by_key=True)]] = field(default_factory=dict)
+    """Strategies that are switched on by their presence; an axis larger than 1 pulls in its default."""
+    optimizer: Annotated[Component, Slot("forge.optimizers", default="adamw")] = Slot.unset()
+    """How parameters are updated."""
+    schedule: Annotated[Component, Slot("forge.schedules", default="cosine")] = Slot.unset()
+    """How the learning rate moves over the run."""
+    objective: Annotated[Component, Slot("forge.objectives", default="cross_entropy")] = Slot.unset()
+    """What is minimised."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When and where state is saved."""
+    hooks: list[Annotated[Component, Slot("forge.hooks")]] = field(default_factory=list)
+    """What happens around a step, in order."""
+    trackers: list[Annotated[Component, Slot("forge.trackers")]] = field(default_factory=list)
+    """Where numbers are written besides the JSON lines that every run keeps."""

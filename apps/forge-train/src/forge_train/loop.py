@@ -1,0 +1,31 @@
+"""The training loop, read from top to bottom. What happens around a step is a hook; what happens in one is `Step`."""
+
+from forge_train.run import Run
+
+
+def fit(run: Run) -> str:
+    """Trains until the run is finished or asked to stop; returns why it ended.
+
+    Raises:
+        TrainingError: too many steps in a row had a loss or gradient that is not finite.
+    """
+    reason = ""
+    for hook in run.hooks:
+        hook.start(run)
+    for batches, cursor in run.data.from_cursor(run.state.cursor):
+        if reason := run.stop.reason(run.state):
+            break
+        run.seed_step()
+        for hook in run.hooks:
+            hook.before_step(run)
+        result = run.step(batches, stop=run.stop.asked)
+        for hook in run.hooks:
+            hook.before_update(run, result)
+        run.update(result)
+        run.state.advance(cursor, run.tokens_per_step)
+        run.stop.after(result)
+        for hook in run.hooks:
+            hook.after_step(run, result)
+    for hook in run.hooks:
+        hook.finish(run)
+    return reason or "data exhausted"

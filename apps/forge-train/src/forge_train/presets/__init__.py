@@ -1,0 +1,11 @@
+"""Recipes that ship with the trainer. `forge_train.presets:demo` is the path of `demo.toml` beside this file."""
+
+from pathlib import Path
+
+
+def __getattr__(name: str) -> Path:
+    """The path of the recipe `name`, so that an entry point can name it like an object."""
+    path = Path(__file__).parent / f"{name}.toml"
+    if name.startswith("_") or not path.is_file():
+        raise AttributeError(f"there is no preset {name!r}")
+    return path

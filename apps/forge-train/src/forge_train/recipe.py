@@ -1,0 +1,104 @@
+"""A recipe, read: layers merged, typed, laid out on a world and checked. The one way in for every command."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge_core.config.checks import run_checks
+from forge_core.config.layers import load_layers
+from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
+from forge_core.config.validate import Outcome, walk
+from forge_core.config.write import to_toml
+from forge_core.errors import ConfigError, Fault, LayoutError
+from forge_core.layout import SIZES, Layout
+from forge_core.registry import Registry
+from forge_train.job import Job
+
+_HEADER = "# The resolved recipe: every key with the value that it had. It stands alone and loads to the same run.\n\n"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without faults.
+
+    Attributes:
+        job: the typed tree.
+        tree: every key with its value and origin, defaults included.
+        layout: of the world that was asked for; None when none was.
+        used: (group, name) of every chosen component, each once; `Registry.used` adds distributions and versions.
+        outcome: the walk behind it, for explanations.
+        files: every file that was read, the recipe last.
+        warnings: checks that could not run, of distributions that the recipe does not use.
+    """
+
+    job: Job
+    tree: Table
+    layout: Layout | None
+    used: tuple[tuple[str, str], ...]
+    outcome: Outcome
+    files: tuple[Path, ...]
+    warnings: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The resolved tree as plain values; `"none"` stands for unset."""
+        return plain(self.tree)
+
+    def origins(self) -> list[dict[str, Any]]:
+        """`{key, value, origin}` of every value, for reports."""
+        return [{"key": key, "value": value, "origin": origin} for key, value, origin in leaves(self.tree)]
+
+    def as_toml(self, *, origins: bool = False) -> str:
+        """The resolved tree as a recipe that loads to an equal job."""
+        notes = {key: origin for key, _, origin in leaves(self.tree)} if origins else None
+        return ("" if origins else _HEADER) + to_toml(plain(self.tree), notes)
+
+
+def load(
+    recipe: str | Path, overrides: Sequence[str] = (), world: int | None = None, registry: Registry | None = None
+) -> Resolved:
+    """Reads a recipe with its bases and overrides.
+
+    Args:
+        recipe: path of a TOML file, or name of a preset.
+        overrides: `--section.key=value`, as they stand on the command line.
+        world: number of processes; None leaves the layout open.
+        registry: where components are found; what is installed by default.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    registry = registry or Registry()
+    layered = load_layers(recipe, overrides, Job, registry)
+    outcome = walk(Job, layered.tree, registry)
+    faults = [*layered.faults, *outcome.faults]
+    layout, misfits = _layout(outcome, world)
+    faults += misfits
+    warnings: list[str] = []
+    if not faults:
+        found, warnings = run_checks(outcome.value, layout, registry, outcome.tree, outcome.used)
+        faults += found
+    if faults:
+        raise ConfigError(_once(faults))
+    used = tuple(dict.fromkeys(outcome.used))
+    return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings))
+
+
+def _layout(outcome: Outcome, world: int | None) -> tuple[Layout | None, list[Fault]]:
+    """The layout of `[parallel]`, whose keys are named as the sizes of a layout; found even when other sections are wrong."""
+    parallel = outcome.parts.get("parallel")
+    if world is None or parallel is None:
+        return None, []
+    try:
+        return Layout.of({axis: getattr(parallel, axis) for axis in SIZES if hasattr(parallel, axis)}, world), []
+    except LayoutError as error:
+        message = str(error)
+        named = re.match(r"(parallel\.\w+)( = -?\d+)?: ", message)
+        if named:
+            return None, [Fault(named[1], message[named.end() :], origin_at(outcome.tree, named[1]))]
+        return None, [Fault("parallel", message, given_at(outcome.tree.items["parallel"]))]
+
+
+def _once(faults: Iterable[Fault]) -> list[Fault]:
+    return list(dict.fromkeys(faults))

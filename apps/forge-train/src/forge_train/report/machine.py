@@ -1,0 +1,42 @@
+"""What a run ran on, for the report: without the machine's name, addresses or environment."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
+_OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores, memory and operating system."""
+    found = {
+        "Processor": _processor(),
+        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "System": f"{platform.system()} {platform.release()}",
+    }
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        found["Memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Python, the libraries that decide numbers, and Forge."""
+    found = {"Python": platform.python_version()}
+    for name in (*_PACKAGES, *_OURS):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()

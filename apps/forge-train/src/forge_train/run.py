@@ -1,0 +1,87 @@
+"""A run while it trains: what the loop steps through and what hooks are given."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge_core.protocols.data import Cursor, Stream
+from forge_core.protocols.model import Optimizer
+from forge_core.protocols.run import Hook, Tracker
+from forge_parallel.clip import clip
+from forge_parallel.model import ParallelModel
+from forge_parallel.step import Step, StepResult
+from forge_parallel.topology import Topology
+from forge_train.job import Job
+from forge_train.stop import Stop
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass
+class State:
+    """Where the run stands: completed optimizer steps, tokens that went through the model, and the data position."""
+
+    step: int
+    tokens: int
+    cursor: Cursor
+
+    def advance(self, cursor: Cursor, tokens: int) -> None:
+        """One step is done and its data consumed."""
+        self.step += 1
+        self.tokens += tokens
+        self.cursor = cursor
+
+
+@dataclass
+class Run:
+    """Everything assembled. Attributes are what hooks may read; `assemble` makes it."""
+
+    job: Job
+    directory: Path
+    topology: Topology
+    model: ParallelModel
+    optimizer: Optimizer
+    factor: Callable[[int], float]
+    step: Step
+    data: Stream
+    evaluations: Mapping[str, Any]
+    state: State
+    console: "Console | None"
+    stop: Stop
+    save: Callable[[], Any] = field(default=lambda: None)
+    hooks: Sequence[Hook] = ()
+    trackers: Sequence[Tracker] = ()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions that go through the model in one optimizer step, with or without a label."""
+        return self.job.train.global_batch * self.job.data.sequence_length
+
+    @property
+    def lr(self) -> float | None:
+        """The rate of the newest step, where the optimizer has a single one."""
+        return getattr(self.optimizer, "lr", None)
+
+    def seed_step(self) -> None:
+        """Random numbers of a step depend on (seed, step, data rank) only, so a resumed run draws the same ones."""
+        key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
+        torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
+
+    @torch.no_grad()
+    def update(self, result: StepResult) -> None:
+        """Clip, optimizer, clear. A step whose loss or norm is not finite changes nothing."""
+        if self.job.train.grad_clip is not None:
+            clip(self.model, result.norm, self.job.train.grad_clip)
+        self.optimizer.set_factor(self.factor(self.state.step))
+        self.optimizer.step(result.skip)
+        self.optimizer.zero_grad()
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Writes values of the current step to every tracker."""
+        for tracker in self.trackers:
+            tracker.write(self.state.step, values)

@@ -1,0 +1,68 @@
+"""Why a run ends. Every rank ends after the same step, because the request travels with the step's reduction."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from forge_core.errors import ForgeError
+
+FINISHED = "finished"
+STOPPED = "asked to stop"
+
+
+class TrainingError(ForgeError):
+    """Training cannot go on; no update was made with the bad numbers."""
+
+    exit_code = 3
+
+
+@dataclass
+class Stop:
+    """Watches for the last step, for signals on any rank, and for steps whose numbers are not finite."""
+
+    max_steps: int
+    patience: int = 10
+    asked: bool = False
+    agreed: bool = False
+    bad: int = 0
+
+    def after(self, result: Any) -> None:
+        """Reads a step's verdicts: the host synchronisation of the step.
+
+        Raises:
+            TrainingError: `patience` steps in a row were skipped.
+        """
+        numbers = result.numbers()
+        self.agreed = numbers["stop"] > 0
+        self.bad = self.bad + 1 if numbers["skipped"] else 0
+        if self.bad >= self.patience:
+            raise TrainingError(
+                f"{self.bad} steps in a row had a loss or gradient norm that is not finite (last: loss {numbers['loss']}, "
+                f"norm {numbers['grad_norm']}); none of them changed the weights. Lower the learning rate or look at the "
+                "data, then start again: the run resumes from its newest checkpoint"
+            )
+
+    def reason(self, state: Any) -> str:
+        """Why the run ends before the next step; empty while it goes on."""
+        if state.step >= self.max_steps:
+            return FINISHED
+        return STOPPED if self.agreed else ""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, SIGTERM and SIGINT ask for a stop after the current step; a second one ends the process at once."""
+
+        def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the signature of a handler)
+            self.asked = True
+            signal.signal(number, signal.SIG_DFL)
+
+        watched = (signal.SIGTERM, signal.SIGINT)
+        previous = [(number, signal.signal(number, ask)) for number in watched]
+        try:
+            yield
+        finally:
+            for number, handler in previous:
+                signal.signal(number, handler)

@@ -1,0 +1,54 @@
+"""What a finished run tells its report."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_train.hooks.sample import SAMPLES
+from forge_train.report.machine import machine, versions
+from forge_train.report.write import write_report
+
+if TYPE_CHECKING:
+    from forge_train.recipe import Resolved
+    from forge_train.run import Run
+
+
+def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) -> Path:
+    """Gathers the facts of a run and writes its report; rank 0 only."""
+    return write_report(
+        run.directory,
+        {
+            "name": run.job.job.name,
+            "status": reason,
+            "config": resolved.as_toml(origins=True),
+            "machine": machine(),
+            "versions": versions(),
+            "model": {"parameters": run.parameters, "layout": str(run.topology.layout), "transforms": list(run.model.plan.names())},
+            "samples": _samples(run.directory),
+            "checkpoints": _checkpoints(run.directory),
+            "warnings": warnings,
+            **facts(run),
+        },
+    )
+
+
+def facts(run: "Run") -> dict[str, Any]:
+    """What the data say of themselves: entropy of the corpus, bytes behind a token of each evaluation set."""
+    per_token = {name: held_out.bytes_per_token for name, held_out in run.evaluations.items()}
+    return {
+        "unigram_entropy": run.data.unigram_entropy(),
+        "bytes_per_token": {name: value for name, value in per_token.items() if value is not None},
+    }
+
+
+def _samples(directory: Path) -> list[dict[str, Any]]:
+    path = directory / SAMPLES
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def _checkpoints(directory: Path) -> list[dict[str, Any]]:
+    folders = sorted((directory / "checkpoints").glob("step-*"))
+    return [
+        {"path": folder.name, "step": int(folder.name.split("-")[1].split(".")[0]), "bytes": sum(f.stat().st_size for f in folder.iterdir())}
+        for folder in folders
+    ]

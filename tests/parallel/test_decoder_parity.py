@@ -1,0 +1,55 @@
+"""The real decoder in every layout against one process: packed documents, grouped-query attention, tied or not."""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from forge_core.layout import Layout
+from forge_models.components.decoder import Decoder
+from forge_models.components.objectives import CrossEntropy
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.parity import Case, Measurement, compare, measure
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+
+VOCAB = 61
+
+
+def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64", micro_batch: int = 1) -> Case:
+    decoder = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=tied)
+    optimizer = AdamW(lr=1e-2).build
+    steps = 3 if mode == "fp64" else 1
+    return Case(decoder.build, CrossEntropy().build(), optimizer, VOCAB, micro_batch=micro_batch, steps=steps, compute=mode, state=mode)
+
+
+def _measure(case: Case, layout: str) -> Measurement:
+    return measure(case, Layout.parse(layout), [Shard()], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "dp4", "hsdp2x2"])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_layout_equals_one_process(world: World, layout: str, micro_batch: int, tied: bool) -> None:
+    case = _case(tied, micro_batch=micro_batch)
+    whole = _measure(replace(case, micro_batch=8), "1")
+    for found in world.run(_measure, 4 if layout != "dp2" else 2, case, layout):
+        difference = compare(whole, found)
+        assert difference.accepted("fp64"), difference
+
+
+@pytest.mark.parametrize("layout", ["dp2", "hsdp2x2"])
+def test_fp32(world: World, layout: str) -> None:
+    case = _case(True, "fp32")
+    reference = _measure(case, "1")
+    for found in world.run(_measure, 4 if layout != "dp2" else 2, case, layout):
+        difference = compare(reference, found)
+        assert difference.accepted("fp32"), difference
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_initial_loss_is_near_ln_v_and_not_equal_to_it(tied: bool) -> None:
+    loss = _measure(replace(_case(tied), steps=1), "1").loss[0]
+    assert abs(loss - math.log(VOCAB)) < 0.5
+    assert loss != pytest.approx(math.log(VOCAB), abs=1e-6)
