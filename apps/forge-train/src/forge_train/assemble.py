@@ -66,7 +66,7 @@ def assemble(
         evaluations = evaluation(job.data, **shape)
 
     store = job.checkpoint.store.build(directory / "checkpoints")
-    checkpoints = Checkpoints(store, world, resolved.as_dict(), resolved.used, job.checkpoint.keep)
+    checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
     found = resume.newest(store, world, job.checkpoint.resume)
 
     blueprint = Blueprint.of(job.model.build)
@@ -85,7 +85,8 @@ def assemble(
     weights = restore if found else job.job.seed
     model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
     optimizer = optimizers[0] if optimizers else job.optimizer.build(model)
-    _log.info("layout %s, %d parameters, transforms %s", layout, model.parameter_count(), plan.names() or "none")
+    parameters = model.parameter_count()
+    say(f"model: {parameters:,} parameters, layout {layout}, {device.type}, transforms: {', '.join(plan.names()) or 'none'}")
 
     run = Run(
         job=job,
@@ -100,6 +101,7 @@ def assemble(
         state=state,
         console=console,
         stop=Stop(job.train.max_steps),
+        parameters=parameters,
     )
     run.save = lambda: checkpoints.save(run)
     if topology.rank == 0:

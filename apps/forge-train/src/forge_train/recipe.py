@@ -63,7 +63,7 @@ def load(
     Args:
         recipe: path of a TOML file, or name of a preset.
         overrides: `--section.key=value`, as they stand on the command line.
-        world: number of processes; None leaves the layout open.
+        world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.
 
     Raises:
@@ -76,7 +76,7 @@ def load(
     layout, misfits = _layout(outcome, world)
     faults += misfits
     warnings: list[str] = []
-    if not faults:
+    if not faults and layout is not None:
         found, warnings = run_checks(outcome.value, layout, registry, outcome.tree, outcome.used)
         faults += found
     if faults:

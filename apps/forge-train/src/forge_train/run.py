@@ -53,6 +53,7 @@ class Run:
     state: State
     console: "Console | None"
     stop: Stop
+    parameters: int = 0
     save: Callable[[], Any] = field(default=lambda: None)
     hooks: Sequence[Hook] = ()
     trackers: Sequence[Tracker] = ()

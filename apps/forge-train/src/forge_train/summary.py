@@ -20,7 +20,7 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
         {
             "name": run.job.job.name,
             "status": reason,
-            "config": resolved.as_toml(origins=True),
+            "config": resolved.origins(),
             "machine": machine(),
             "versions": versions(),
             "model": {"parameters": run.parameters, "layout": str(run.topology.layout), "transforms": list(run.model.plan.names())},
@@ -34,10 +34,10 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
 
 def facts(run: "Run") -> dict[str, Any]:
     """What the data say of themselves: entropy of the corpus, bytes behind a token of each evaluation set."""
-    per_token = {name: held_out.bytes_per_token for name, held_out in run.evaluations.items()}
+    sized = {name: held_out for name, held_out in run.evaluations.items() if held_out.text_bytes}
     return {
-        "unigram_entropy": run.data.unigram_entropy(),
-        "bytes_per_token": {name: value for name, value in per_token.items() if value is not None},
+        "unigram_entropy": run.data.entropy(),
+        "bytes_per_token": {name: held_out.text_bytes / held_out.tokens for name, held_out in sized.items()},
     }
 
 

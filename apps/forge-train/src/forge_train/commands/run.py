@@ -85,6 +85,6 @@ def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
 
     for tracker in run.trackers:
         tracker.close()
-    report = write(run, resolved)
+    report = write(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None
     run.console.print(f"{reason} after step {run.state.step}; report: {report}", highlight=False, soft_wrap=True)

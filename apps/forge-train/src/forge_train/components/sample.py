@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le
+
 from forge_core.component import Component
 
 if TYPE_CHECKING:

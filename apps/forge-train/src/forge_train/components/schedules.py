@@ -50,7 +50,20 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Schedule):
+class Decaying(Schedule):
+    """A schedule that decays from the end of the warm-up to the end of the run."""
+
+    def faults(self, steps: int) -> list[Fault]:
+        """Those of every schedule, and a warm-up that leaves no step for the decay."""
+        faults = super().faults(steps)
+        if not faults and self.warmup == steps:
+            message = f"a warm-up of {self.warmup} steps leaves none of the run's for the decay (train.max_steps = {steps})"
+            faults.append(Fault("schedule.warmup", message, hint="lower schedule.warmup, or choose name = 'constant'"))
+        return faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Decaying):
     """Half a cosine from the full rate after the warm-up to `min_ratio` at the end (Loshchilov and Hutter, 2017)."""
 
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
@@ -64,7 +77,7 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Schedule):
+class Linear(Decaying):
     """A straight line from the full rate after the warm-up to `min_ratio` at the end."""
 
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0

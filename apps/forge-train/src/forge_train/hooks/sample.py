@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
-
 from forge_train.hooks.clock import pause
 
 if TYPE_CHECKING:

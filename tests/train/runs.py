@@ -1,0 +1,121 @@
+"""Runs a recipe inside this process (or this rank) and reports what happened, number by number."""
+
+import os
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from forge_core.protocols.run import Hook
+from forge_core.registry import Registry
+from forge_parallel.launch import Launch, launch
+from forge_parallel.parity import full
+from forge_train.assemble import assemble
+from forge_train.directory import claim, run_directory
+from forge_train.loop import fit
+from forge_train.recipe import load
+from forge_train.run import Run
+
+TINY = """
+[job]
+name = "tiny"
+seed = 3
+
+[model]
+name = "decoder"
+dim = 16
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 24
+vocab_size = 61
+max_length = 32
+
+[data]
+sequence_length = 16
+
+[[data.sources]]
+name = "random"
+vocab_size = 61
+tokens = 4000
+document = 23
+
+[train]
+max_steps = 8
+threads = 1
+global_batch = 8
+micro_batch = 2
+
+[precision]
+compute = "fp32"
+
+[optimizer]
+name = "adamw"
+lr = 1e-2
+
+[schedule]
+name = "cosine"
+warmup = 2
+
+[checkpoint]
+every = 3
+
+[[hooks]]
+name = "save"
+"""
+
+
+class Recorder(Hook):
+    """Losses of every step, and its samples by content."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.samples: list[list[str]] = []
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.losses.append(result.numbers()["loss"])
+
+
+def prepared(recipe: Path, overrides: list[str]) -> tuple[Run, Recorder]:
+    """The assembled run of this rank, recording."""
+    registry = Registry()
+    where = launch(os.environ) if torch.distributed.is_initialized() else Launch()
+    resolved = load(recipe, overrides, where.size, registry)
+    directory = run_directory(resolved.job)
+    claim(directory, fresh=False)
+    run = assemble(resolved, directory, where, torch.device("cpu"), registry, None)
+    recorder = Recorder()
+    run.hooks = [*run.hooks, recorder]
+    step = run.step
+
+    def recording(batches: Any, stop: bool = False) -> Any:
+        recorder.samples.append([row.tobytes().hex() for batch in batches for row in batch.tokens.numpy()])
+        return step(batches, stop)
+
+    run.step = recording  # type: ignore[assignment]
+    return run, recorder
+
+
+def train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
+    """Trains to the end; what every rank saw."""
+    run, recorder = prepared(recipe, overrides)
+    reason = fit(run)
+    return {
+        "reason": reason,
+        "step": run.state.step,
+        "cursor": dict(run.state.cursor),
+        "losses": recorder.losses,
+        "samples": recorder.samples,
+        "weights": digest(run),
+    }
+
+
+def digest(run: Run) -> str:
+    """Of every parameter and every tensor of optimizer state, whole, bit by bit."""
+    hashed = sha256()
+    for name, tensor in sorted(run.model.tensors()):
+        hashed.update(name.encode() + full(tensor).numpy().tobytes())
+    for state, tensors in sorted(run.optimizer.state().items()):
+        for name, tensor in sorted(tensors.items()):
+            hashed.update(f"{state}/{name}".encode() + full(tensor).numpy().tobytes())
+    return hashed.hexdigest()

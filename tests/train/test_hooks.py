@@ -1,0 +1,273 @@
+"""Hooks around a scripted run: when they act, and what they write."""
+
+import io
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from forge_core.layout import Layout
+from forge_train.checks import evaluate_has_sets
+from forge_train.components.hooks import Evaluate, Log, Progress, Save
+from forge_train.hooks.clock import pause, paused
+from forge_train.hooks.progress import clock, count
+
+TOKENS = 512
+
+
+class Result:
+    """A step's result that counts how often the host waits for it."""
+
+    def __init__(self, step: int, run: "ScriptedRun") -> None:
+        self.step, self.run = step, run
+
+    def numbers(self) -> dict[str, float]:
+        self.run.waits.append(self.step)
+        return {"loss": 10.0 / self.step, "grad_norm": 0.5, "tokens": TOKENS - 3, "skipped": 0.0, "stop": 0.0}
+
+
+@dataclass
+class Held:
+    """Remembers how it was read; gives (nats, tokens) of this rank's share."""
+
+    share: list[tuple[float, int]]
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def batches(self, rank: int, ranks: int, micro_batch: int) -> list[tuple[float, int]]:
+        self.asked.append((rank, ranks, micro_batch))
+        return self.share
+
+
+@dataclass
+class ScriptedRun:
+    """The attributes of a run that hooks may use, without a model."""
+
+    total: int
+    every: int | None = None
+    rank: int = 0
+    step_seconds: float = 0.0
+    console: Console | None = None
+    evaluations: dict[str, Held] = field(default_factory=dict)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+    directory: Path = Path()
+    lr: float | None = 1e-3
+
+    def __post_init__(self) -> None:
+        self.state = SimpleNamespace(step=0, tokens=0)
+        self.topology = SimpleNamespace(rank=self.rank, data_rank=self.rank, data_size=2)
+        self.job = SimpleNamespace(
+            train=SimpleNamespace(max_steps=self.total, micro_batch=4, global_batch=8),
+            checkpoint=SimpleNamespace(every=self.every),
+        )
+        self.step = self
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append((self.state.step, dict(values)))
+
+    def save(self) -> None:
+        self.saved.append(self.state.step)
+
+    def evaluate(self, batches: list[tuple[float, int]]) -> Any:
+        tokens = sum(count for _, count in batches)
+        return SimpleNamespace(loss=sum(nats for nats, _ in batches) / tokens if tokens else 0.0, tokens=tokens)
+
+    def go(self, *hooks: Any, stop: int | None = None) -> None:
+        for hook in hooks:
+            hook.start(self)
+        while self.state.step < (stop or self.total):
+            sleep(self.step_seconds)
+            self.state.step += 1
+            self.state.tokens += TOKENS
+            for hook in hooks:
+                hook.after_step(self, Result(self.state.step, self))
+        for hook in hooks:
+            hook.finish(self)
+
+
+def test_log_writes_first_due_and_last_and_waits_only_then() -> None:
+    run = ScriptedRun(total=25)
+    run.go(Log(every=10).build(run))
+    assert [step for step, _ in run.logged] == [1, 10, 20, 25]
+    assert run.waits == [1, 10, 20, 25]
+    values = run.logged[1][1]
+    assert values["loss"] == 1.0 and values["lr"] == 1e-3 and values["grad_norm"] == 0.5
+    assert values["tokens"] == 10 * TOKENS
+    assert values["step_tokens"] == TOKENS - 3
+    assert "stop" not in values
+    assert 2**20 < values["peak_memory"] < 2**42
+
+
+def test_log_leaves_out_a_rate_that_is_not_one_number() -> None:
+    run = ScriptedRun(total=1, lr=None)
+    run.go(Log().build(run))
+    assert "lr" not in run.logged[0][1]
+
+
+def test_log_is_silent_on_other_ranks() -> None:
+    run = ScriptedRun(total=10, rank=1)
+    run.go(Log(every=5).build(run))
+    assert run.logged == [] and run.waits == []
+
+
+@pytest.mark.parametrize("order", ["log first", "log last"])
+def test_throughput_leaves_out_evaluation_and_saving(order: str) -> None:
+    @dataclass
+    class Slow(ScriptedRun):
+        def evaluate(self, batches):
+            sleep(0.15)
+            return super().evaluate(batches)
+
+        def save(self):
+            sleep(0.15)
+            super().save()
+
+    run = Slow(total=8, every=2, step_seconds=0.005, evaluations={"held_out": Held([(3.0, 1)])})
+    hooks = [Log(every=4).build(run), Evaluate(every=2).build(run), Save().build(run)]
+    run.go(*(hooks if order == "log first" else hooks[::-1]))
+    seconds = [values["step_seconds"] for _, values in run.logged if "step_seconds" in values]
+    assert all(0.005 <= value < 0.05 for value in seconds), seconds  # a pause adds at least 0.075 to a step
+    rates = [(v["tokens_per_second"], v["step_seconds"]) for _, v in run.logged if "step_seconds" in v]
+    assert all(rate == pytest.approx(TOKENS / second) for rate, second in rates)
+
+
+def test_pause_counts_through_an_exception() -> None:
+    run = SimpleNamespace()
+    with pytest.raises(KeyError), pause(run):
+        sleep(0.01)
+        raise KeyError
+    assert paused(run) >= 0.01
+
+
+def test_evaluate_every_and_at_the_end_once() -> None:
+    run = ScriptedRun(total=7, evaluations={"a": Held([(2.0, 1)])})
+    run.go(Evaluate(every=3).build(run))
+    assert [step for step, _ in run.logged] == [3, 6, 7]
+    run = ScriptedRun(total=6, evaluations={"a": Held([(2.0, 1)])})
+    run.go(Evaluate(every=3, at_start=True).build(run))
+    assert [step for step, _ in run.logged] == [0, 3, 6]
+
+
+def test_evaluate_weighs_by_tokens_and_reads_its_share() -> None:
+    held = Held([(10.0, 10), (90.0, 30)])
+    out = io.StringIO()
+    run = ScriptedRun(total=1, rank=1, evaluations={"held_out": held}, console=Console(file=out, width=120))
+    run.go(Evaluate(every=5).build(run))
+    ((_, values),) = run.logged
+    assert values["evaluation/held_out/loss"] == 2.5  # the mean of the two batch means would be 2.0
+    assert values["evaluation/held_out/perplexity"] == pytest.approx(math.exp(2.5))
+    assert values["tokens"] == TOKENS
+    assert held.asked == [(1, 2, 4)]
+    assert "held_out loss 2.5000  perplexity 12.18" in out.getvalue()
+
+
+def test_perplexity_is_never_clipped() -> None:
+    run = ScriptedRun(total=1, evaluations={"a": Held([(50.0, 1)]), "b": Held([(1000.0, 1)])})
+    run.go(Evaluate(every=1).build(run))
+    values = run.logged[0][1]
+    assert values["evaluation/a/perplexity"] == pytest.approx(5.184705528587072e21)
+    assert values["evaluation/b/perplexity"] == math.inf
+
+
+def test_a_set_without_tokens_is_left_out_with_a_warning(caplog) -> None:
+    run = ScriptedRun(total=1, evaluations={"empty": Held([]), "full": Held([(3.0, 3)])})
+    run.go(Evaluate(every=1).build(run))
+    assert set(run.logged[0][1]) == {"evaluation/full/loss", "evaluation/full/perplexity", "tokens"}
+    assert "'empty'" in caplog.text
+
+
+def test_evaluate_without_any_set_is_a_fault() -> None:
+    job = SimpleNamespace(hooks=[Log(), Evaluate()], data=SimpleNamespace(evaluation={}))
+    (fault,) = evaluate_has_sets(job, Layout())
+    assert fault.key == "hooks.1.name"
+    job.data.evaluation = {"held_out": object()}
+    assert evaluate_has_sets(job, Layout()) == []
+
+
+def test_save_once_per_step() -> None:
+    run = ScriptedRun(total=10, every=4)
+    run.go(Save().build(run))
+    assert run.saved == [4, 8, 10]
+    run = ScriptedRun(total=8, every=4)
+    run.go(Save().build(run))
+    assert run.saved == [4, 8]
+    run = ScriptedRun(total=3, every=None)
+    run.go(Save().build(run))
+    assert run.saved == [3]
+
+
+def test_save_not_again_what_was_restored() -> None:
+    run = ScriptedRun(total=8, every=4)
+    run.state.step = 8
+    run.go(Save().build(run))
+    assert run.saved == []
+    run = ScriptedRun(total=8, every=4)
+    run.state.step = 4
+    run.go(Save().build(run), stop=6)
+    assert run.saved == [6]
+
+
+LINE = r"\d\d:\d\d:\d\d  step {}/40 \({}%\)  loss {}  [\d.]+[kMG]? tokens/s  \d+:\d\d left"
+
+
+def test_progress_lines_off_a_terminal() -> None:
+    out = io.StringIO()
+    run = ScriptedRun(total=40, step_seconds=0.001, console=Console(file=out, width=60))
+    run.go(Progress(every=10, seconds=0.0).build(run))
+    lines = out.getvalue().splitlines()
+    expected = [LINE.format(1, 2, r"10\.0000"), *(LINE.format(s, s * 5 // 2, rf"{10 / s:.4f}") for s in (10, 20, 30, 40))]
+    assert len(lines) == 5
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, lines, strict=True)), lines
+    assert lines[-1].endswith("0:00 left")
+    assert run.waits == [1, 10, 20, 30, 40]
+
+
+def test_progress_lines_keep_their_distance() -> None:
+    out = io.StringIO()
+    run = ScriptedRun(total=40, console=Console(file=out))
+    run.go(Progress(every=10, seconds=60.0).build(run))
+    assert [line.split("step ")[1].split("/")[0] for line in out.getvalue().splitlines()] == ["1", "40"]
+
+
+def test_progress_on_a_terminal_redraws_one_line() -> None:
+    out = io.StringIO()
+    run = ScriptedRun(total=5, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
+    run.go(Progress(every=1).build(run))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "step 5/5" in text and "loss 2.0000" in text
+
+
+def test_a_crash_does_not_leave_the_cursor_hidden() -> None:
+    out = io.StringIO()
+    run = ScriptedRun(total=5, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
+    hook = Progress(every=1).build(run)
+    hook.start(run)  # and nobody calls finish
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+    hook.finish(run)
+
+
+def test_progress_is_silent_on_other_ranks() -> None:
+    run = ScriptedRun(total=5)
+    run.go(Progress(every=1).build(run))
+    assert run.waits == []
+
+
+def test_time_left_counts_from_the_start_of_this_process() -> None:
+    out = io.StringIO()
+    run = ScriptedRun(total=40, step_seconds=0.02, console=Console(file=out))
+    run.state.step = 38
+    run.go(Progress(every=1, seconds=0.0).build(run))
+    assert "step 39/40" in out.getvalue()
+    assert out.getvalue().splitlines()[0].endswith("0:00 left")
+
+
+def test_numbers_for_people() -> None:
+    assert [count(v) for v in (0, 950, 21300, 1.4e6, 2e9)] == ["0", "950", "21.3k", "1.4M", "2.0G"]
+    assert [clock(v) for v in (0.4, 220, 3723)] == ["0:00", "3:40", "1:02:03"]
