@@ -128,7 +128,7 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
     def say(message: str) -> None:
         _log.info(message)
         if console is not None:
-            console.print(message, highlight=False)
+            console.print(message, highlight=False, soft_wrap=True)
 
     return say
 

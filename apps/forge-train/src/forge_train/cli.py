@@ -94,7 +94,7 @@ def summary(entry: Entry) -> str:
         return f"from {entry.distribution} {entry.version}"
     functions = [item for item in tree.body if isinstance(item, ast.FunctionDef) and item.name == attribute]
     doc = (ast.get_docstring(functions[0]) if functions else None) or ast.get_docstring(tree) or ""
-    line = re.sub(r"^`[^`]*`: *", "", doc.strip().partition("\n")[0])  # module docstrings say how the command is called
+    line = re.sub(r"^`.*?`: *", "", doc.strip().partition("\n")[0])  # module docstrings say how the command is called
     return line[:1].upper() + line[1:] or f"from {entry.distribution} {entry.version}"
 
 

@@ -54,6 +54,7 @@ class Run:
     console: "Console | None"
     stop: Stop
     parameters: int = 0
+    paused: float = 0.0
     save: Callable[[], Any] = field(default=lambda: None)
     hooks: Sequence[Hook] = ()
     trackers: Sequence[Tracker] = ()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,11 @@ class Component:
     understands (ranges by `annotated_types`), and a docstring below it. They define `build`, whose parameters are
     fixed by the group (`forge_core.groups`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
     """
+
+    if TYPE_CHECKING:
+
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            """Makes the real thing; the registry compares the signature with the group's when it loads the class."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Slot:
         return dataclasses.field(default=None)
 
 
+Class = type
+"""`FieldInfo` has a field called `type`, inside which the builtin cannot be named."""
+
+
 @dataclass(frozen=True)
 class FieldInfo:
     """One field of a section or component, as the configuration sees it."""
@@ -58,15 +67,16 @@ class FieldInfo:
     type: Any
     required: bool
     default: Any
-    doc: str
+    owner: "Class"
+
+    @property
+    def doc(self) -> str:
+        """The docstring below the field; read from the source only when asked for."""
+        return _docs_of(self.owner).get(self.name, "")
 
 
 def fields_of(cls: type) -> tuple[FieldInfo, ...]:
-    """The fields of a section or component with resolved types and docstrings.
-
-    Docstrings are read from the source only here, so importing a component costs nothing.
-    """
-    docs = _docs_of(cls)
+    """The fields of a section or component with resolved types."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(
         FieldInfo(
@@ -74,7 +84,7 @@ def fields_of(cls: type) -> tuple[FieldInfo, ...]:
             type=hints[item.name],
             required=item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING,
             default=_default_of(item),
-            doc=docs.get(item.name, ""),
+            owner=cls,
         )
         for item in dataclasses.fields(cls)
         if item.init

@@ -55,15 +55,33 @@ GROUPS = MappingProxyType({group.name: group for group in _TABLE})
 
 KNOWN_ELSEWHERE: MappingProxyType[tuple[str, str], str] = MappingProxyType(
     {
+        ("forge.attentions", "gqa"): "forge-models",
+        ("forge.hooks", "evaluate"): "forge-train",
+        ("forge.hooks", "log"): "forge-train",
+        ("forge.hooks", "progress"): "forge-train",
+        ("forge.hooks", "sample"): "forge-train",
+        ("forge.hooks", "save"): "forge-train",
+        ("forge.mlps", "swiglu"): "forge-models",
         ("forge.models", "decoder"): "forge-models",
-        ("forge.transforms", "shard"): "forge-parallel",
+        ("forge.norms", "rmsnorm"): "forge-models",
+        ("forge.objectives", "cross_entropy"): "forge-models",
         ("forge.optimizers", "adamw"): "forge-parallel",
+        ("forge.presets", "debug"): "forge-train",
+        ("forge.presets", "demo"): "forge-train",
+        ("forge.schedules", "constant"): "forge-train",
+        ("forge.schedules", "cosine"): "forge-train",
+        ("forge.schedules", "linear"): "forge-train",
+        ("forge.schedules", "wsd"): "forge-train",
+        ("forge.sources", "random"): "forge-data",
+        ("forge.sources", "stdlib"): "forge-data",
         ("forge.sources", "store"): "forge-data",
         ("forge.sources", "text"): "forge-data",
-        ("forge.tokenizers", "bpe"): "forge-data",
+        ("forge.sources", "tokens"): "forge-data",
         ("forge.stores", "local"): "forge-ckpt",
-        ("forge.schedules", "cosine"): "forge-train",
-        ("forge.presets", "demo"): "forge-train",
+        ("forge.tokenizers", "bpe"): "forge-data",
+        ("forge.tokenizers", "bytes"): "forge-data",
+        ("forge.trackers", "jsonl"): "forge-train",
+        ("forge.transforms", "shard"): "forge-parallel",
     }
 )
 """Names that a sibling distribution offers, so that an unknown name can say what to install."""

@@ -8,6 +8,7 @@ A name in a recipe is one of
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from forge_core.component import Component
+from forge_core.component import Component, fields_of
 from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, did_you_mean
 from forge_core.groups import GROUPS, KNOWN_ELSEWHERE
 
@@ -45,13 +46,25 @@ def installed() -> Iterator[Entry]:
     """Entries of every `forge.*` group of every installed distribution; a distribution found twice counts once."""
     seen: set[str] = set()
     for distribution in distributions():
-        name = distribution.name
-        if not name or name.lower() in seen:
+        try:
+            if "forge." not in (distribution.read_text("entry_points.txt") or ""):
+                continue  # most distributions: reading the metadata of each would cost a tenth of a second
+            metadata = distribution.metadata
+            name, version = metadata["Name"], metadata["Version"]
+            points = list(distribution.entry_points)
+        except Exception:  # noqa: BLE001 - damaged metadata of a stranger's package must not break a run that does not ask for it
             continue
-        seen.add(name.lower())
-        for point in distribution.entry_points:
+        if not name or canonical(name) in seen:
+            continue
+        seen.add(canonical(name))
+        for point in points:
             if point.group in GROUPS:
-                yield Entry(point.group, point.name, name, distribution.version, point.value)
+                yield Entry(point.group, point.name, name, version or "unknown", point.value)
+
+
+def canonical(distribution: str) -> str:
+    """A distribution's name as packaging compares it: `Forge_Extra` is `forge-extra`."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 @dataclass
@@ -70,7 +83,8 @@ class Registry:
     def of(self, group: str) -> list[Entry]:
         """Entries of one group, sorted by name."""
         if group not in GROUPS:
-            raise UnknownComponent(f"there is no plugin group {group!r}; groups: {', '.join(GROUPS)}")
+            hint = did_you_mean(group, list(GROUPS)) or f"groups: {', '.join(GROUPS)}"
+            raise UnknownComponent(f"there is no plugin group {group!r}; {hint}")
         return sorted((e for e in self.entries if e.group == group), key=lambda e: (e.name, e.distribution))
 
     def find(self, group: str, name: str) -> Entry:
@@ -84,7 +98,11 @@ class Registry:
         if ".py:" in name:
             return _file_entry(group, name)
         distribution, _, bare = name.rpartition(":")
-        matches = [e for e in self.of(group) if e.name == bare and (not distribution or e.distribution == distribution)]
+        matches = [
+            e
+            for e in self.of(group)
+            if e.name == bare and (not distribution or canonical(e.distribution) == canonical(distribution))
+        ]
         if len(matches) > 1:
             claims = " and ".join(f"{e.distribution} {e.version}" for e in matches)
             choices = " or ".join(repr(e.qualified) for e in matches)
@@ -112,7 +130,7 @@ class Registry:
                 _conform(entry, loaded)
             except BrokenPlugin:
                 raise
-            except Exception as cause:  # whatever a stranger's module raises on import
+            except (Exception, SystemExit) as cause:  # whatever a stranger's module raises on import; scripts call sys.exit
                 raise BrokenPlugin(
                     f"{GROUPS[entry.group].kind} {entry.name!r} of {entry.distribution} {entry.version} "
                     f"({entry.target}) cannot be loaded: {type(cause).__name__}: {cause}"
@@ -182,14 +200,18 @@ def _conform(entry: Entry, loaded: Any) -> None:
         raise refuse("is not a forge_core.component.Component")
     if "__dataclass_fields__" not in vars(loaded):
         raise refuse("is not a dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
+    fields_of(loaded)  # raises where a field's type cannot be resolved; the caller says whose plugin it is
     build = getattr(loaded, "build", None)
     if not callable(build):
         raise refuse("has no build method")
-    found = [
-        parameter.name
-        for parameter in list(inspect.signature(build).parameters.values())[1:]
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    positional = [item for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    given = positional[: len(group.build)]
+    needed = [
+        item
+        for item in parameters
+        if item not in given and item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
     ]
-    if tuple(found) != group.build:
+    if tuple(item.name for item in given) != group.build or needed:
         wanted = ", ".join(("self", *group.build))
-        raise refuse(f"has build(self{''.join(', ' + name for name in found)}); its group calls build({wanted})")
+        raise refuse(f"has build{inspect.signature(build)}; its group calls build({wanted})")

@@ -1,1 +1,1 @@
-"""Decoder blocks, loss head and generation."""
+"""Decoder blocks, loss head, generation and inner values; one process's share of a model, free of parallel code."""

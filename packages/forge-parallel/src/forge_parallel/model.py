@@ -1,8 +1,9 @@
 """What `realize` returns: the only thing that a step or an optimizer accepts."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -36,6 +37,12 @@ class ParallelModel:
     topology: Topology
     compute: torch.dtype
 
+    @cached_property
+    def _tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Collected while every parameter is sharded: later a module may show a gathered copy in its place."""
+        self.reshard()
+        return tuple(named for part in self.parts for named in (*part.named_parameters(), *_persistent_buffers(part)))
+
     @property
     def part(self) -> nn.Module:
         """The only part.
@@ -49,18 +56,36 @@ class ParallelModel:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Global name and live tensor of every local parameter and persistent buffer; a tied copy is not repeated."""
-        for part in self.parts:
-            yield from part.named_parameters()
-            yield from ((name, buffer) for name, buffer in part.named_buffers() if name in part.state_dict())
+        yield from self._tensors
 
     def trainable(self) -> list[NamedTensor]:
         """Every local parameter that takes a gradient, once."""
         return [
-            NamedTensor(name, parameter, self.specs.tensors[name].group)
-            for part in self.parts
-            for name, parameter in part.named_parameters()
-            if parameter.requires_grad
+            NamedTensor(name, tensor, self.specs.tensors[name].group)
+            for name, tensor in self._tensors
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
         ]
+
+    def reshard(self) -> None:
+        """Frees gathered parameters. After a forward without backward they would linger, and the next one use them."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind."""
+        training = [module for part in self.parts for module in part.modules() if module.training]
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.no_grad(), self.computing():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+            self.reshard()
 
     def pieces(self) -> Iterator[Piece]:
         """The local boxes of all parameters and buffers under `model/<global name>`, for a checkpoint."""
@@ -89,3 +114,8 @@ class ParallelModel:
         owned = sum(local_box(p).local.numel() for _, p, _ in self.trainable() if owns(p, self.topology))
         count = torch.tensor(owned, dtype=torch.int64, device=self.topology.device)
         return int(self.topology.all_reduce(count))
+
+
+def _persistent_buffers(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    kept = part.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in part.named_buffers() if name in kept)

@@ -105,22 +105,14 @@ class Step:
             **batch.extras,
         )
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
         """Mean loss without gradients. Every rank must bring the same number of batches."""
         topology = self.model.topology
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
-        modes = [part.training for part in self.model.parts]
-        for part in self.model.parts:
-            part.eval()
-        try:
-            with self.model.computing():
-                for batch in batches:
-                    terms = self._forward(batch.to(str(topology.device)))
-                    total += torch.stack([terms.sum.double(), terms.count.double()])
-        finally:
-            for part, mode in zip(self.model.parts, modes, strict=True):
-                part.train(mode)
+        with self.model.inference():
+            for batch in batches:
+                terms = self._forward(batch.to(str(topology.device)))
+                total += torch.stack([terms.sum.double(), terms.count.double()])
         loss, count = topology.all_reduce(total if speaks(topology) else torch.zeros_like(total)).tolist()
         return Evaluation(loss / max(count, 1.0), int(count))
 

@@ -44,7 +44,7 @@ class SampleHook(Hook):
         self.sampled = run.state.step
         tokenizer = run.data.tokenizer
         prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.config.prompts]
-        with pause(run), run.model.computing():
+        with pause(run), run.model.inference():
             generated = generate(
                 run.model.part,
                 prompts,

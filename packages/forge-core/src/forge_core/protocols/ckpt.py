@@ -16,7 +16,7 @@ class Piece:
         name: global name, unique in the checkpoint, such as `model/blocks.0.attention.q.weight`.
         shape: of the global tensor.
         offset: of the box, one entry per dimension.
-        local: the live tensor, shaped as the box; saving reads it, loading fills it.
+        local: the live tensor, a plain one shaped as the box; saving reads it, loading fills it.
         owned: this rank writes the box. Every element of the global tensor is owned by exactly one rank.
     """
 
@@ -30,8 +30,11 @@ class Piece:
 class World(Protocol):
     """The few collectives that a checkpoint needs; bytes travel as tensors, never as pickled objects."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order, on every rank."""
@@ -46,7 +49,11 @@ class Store(Protocol):
     """Where checkpoint files live. Paths are relative, with `/`; a directory appears whole by `rename`."""
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Writes a new file and returns when it is durable."""
+        """Writes a new file and returns when it and its directory entry are durable.
+
+        `chunks` that can be iterated again (a list, not a generator) let the store start the file anew after a
+        transient fault.
+        """
         ...
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -54,10 +61,21 @@ class Store(Protocol):
 
         Raises:
             FileNotFoundError: there is no such file.
+            CheckpointError: it is no plain file, or ends before `offset + length`.
         """
         ...
 
-    def size(self, path: str) -> int: ...
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` (writable bytes) from a file; raises as `read` does."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Length of a file in bytes; raises as `read` does."""
+        ...
+
+    def free(self) -> int | None:
+        """Bytes that may still be written; None when the store cannot tell."""
+        ...
 
     def rename(self, source: str, target: str) -> None:
         """Atomically gives a file or directory its final name, durably; replaces a file, never a directory."""

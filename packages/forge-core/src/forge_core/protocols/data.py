@@ -1,9 +1,9 @@
 """What sources, tokenizers and the trainer agree on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from annotated_types import Ge
 
@@ -15,34 +15,72 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text to token ids and back. `fingerprint` is the sha256 of `dump()`, in hexadecimal."""
 
+    name: str
     vocab_size: int
     eos: int | None
     fingerprint: str
 
     def encode(self, text: str) -> "np.ndarray":
-        """Token ids without any special token added."""
+        """Token ids without any special token added; text that spells a special token is ordinary text."""
         ...
 
-    def decode(self, ids: "list[int]") -> str: ...
+    def decode(self, ids: "Sequence[int]") -> str: ...
+
+    def dump(self) -> bytes:
+        """The whole tokenizer as a JSON file; a store keeps a copy, so that it can be read alone."""
+        ...
 
 
 class Source(Protocol):
     """Tokens with random access: one long stream cut into documents.
 
-    `ends()` is a (documents,) uint64 array, possibly memory-mapped, of where each document ends in the stream.
+    Attributes:
+        name: for messages.
+        fingerprint: equal for equal tokens and document borders, wherever they lie.
+        tokens: length of the stream.
+        vocab_size: of the tokenizer that made the tokens, where it is known.
+        max_id: the largest token id, or None when only reading everything would tell; then every row is checked.
+        tokenizer: fingerprint of the tokenizer that made the tokens, where it is known.
     """
 
     name: str
     fingerprint: str
     tokens: int
     vocab_size: int | None
+    max_id: int | None
+    tokenizer: str | None
 
-    def ends(self) -> "np.ndarray": ...
+    def ends(self, start: int = 0, stop: int | None = None) -> "np.ndarray":
+        """Document ends e with start < e <= stop, ascending uint64: token e - 1 is the last of its document."""
+        ...
+
+    def borders(self, starts: "np.ndarray", length: int) -> "tuple[np.ndarray, np.ndarray]":
+        """Document ends inside many windows at once: `forge_data.packing.borders_in` does it from an array of ends.
+
+        Args:
+            starts: (N,) uint64 first tokens of the windows.
+            length: of each window.
+
+        Returns:
+            (rows, columns), int64, sorted by row then column: window r has a document end e with
+            column = e - starts[r] and 1 <= column <= length.
+        """
+        ...
 
     def read(self, start: int, stop: int) -> "np.ndarray":
         """Token ids [start, stop) of the stream, in the stored dtype."""
+        ...
+
+
+class Texts(Protocol):
+    """Documents as text, in a fixed order, readable as often as needed. `fingerprint` changes with the text."""
+
+    fingerprint: str
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of every document."""
         ...
 
 
@@ -56,21 +94,32 @@ class SourceComponent(Component):
     """Name of the source in logs and phases; by default derived from the component's name."""
 
 
+@runtime_checkable
+class TextComponent(Protocol):
+    """A source component that has text: a tokenizer can be trained on it."""
+
+    def texts(self) -> Texts: ...
+
+
 @dataclass(frozen=True)
 class SourceContext:
     """What a source or tokenizer may use while it is built.
 
     Attributes:
         workspace: a directory of the run where prepared data may be kept.
-        tokenizer: of `[data.tokenizer]`, or None.
+        tokenizer: of `[data.tokenizer]`, or None; None while the tokenizer itself is built.
         sequence_length: tokens of one sample.
         report: called with progress messages.
+        texts: of the recipe's text-like training sources; what a tokenizer is trained on by default.
+        workers: threads that may prepare data; the result does not depend on it.
     """
 
     workspace: Path
     tokenizer: Tokenizer | None
     sequence_length: int
-    report: Any
+    report: Callable[[str], None]
+    texts: tuple[Texts, ...] = ()
+    workers: int = 1
 
 
 Cursor = Mapping[str, Any]
@@ -78,7 +127,19 @@ Cursor = Mapping[str, Any]
 
 
 class Stream(Protocol):
-    """What the loop reads: endless, or ending after the last full global batch of the last epoch."""
+    """What the loop reads: endless, or ending after the last full global batch of the last epoch.
+
+    Attributes:
+        tokenizer: what the tokens were made with, or None when nothing says.
+        fingerprint: of everything that fixes the order of samples.
+        tokens: in all sources together, each counted once.
+        steps: until the stream ends, counted from step 0; None = endless.
+    """
+
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    tokens: int
+    steps: int | None
 
     def start(self) -> Cursor:
         """The cursor of step 0."""
@@ -90,4 +151,30 @@ class Stream(Protocol):
         Raises:
             DataError: the cursor belongs to other data; names the difference.
         """
+        ...
+
+    def describe(self, steps: int | None = None) -> Mapping[str, Any]:
+        """What is read, JSON as it stands; with `steps` also tokens and epochs of each source in so many steps."""
+        ...
+
+    def entropy(self) -> float:
+        """Unigram entropy of the mixture in nats per token: the loss of a model that knows token frequencies only."""
+        ...
+
+
+class EvaluationSet(Protocol):
+    """Held-out rows, each read exactly once.
+
+    Attributes:
+        tokens: in the set.
+        text_bytes: of the text behind them, where it is known; turns nats per token into bits per byte.
+    """
+
+    name: str
+    tokens: int
+    rows: int
+    text_bytes: int | None
+
+    def batches(self, rank: int, ranks: int, micro_batch: int) -> "Iterator[Batch]":
+        """This rank's share: equally many batches on every rank, filler rows carry no label."""
         ...

@@ -1,0 +1,1 @@
+"""The Lion optimizer as a plugin of Forge."""

@@ -1,0 +1,28 @@
+"""What a recipe says about Lion. Importing this needs no torch, so `forge-train check` stays quick."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt, Lt
+
+from forge_core.component import Component
+
+if TYPE_CHECKING:
+    from forge_core.protocols.model import Optimizer, TrainableModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Component):
+    """Sign of an interpolated momentum, with decoupled weight decay (Chen et al., 2023)."""
+
+    lr: Annotated[float, Gt(0)] = 1e-4
+    """Peak learning rate: what every weight moves by in one step; the schedule multiplies it."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.99)
+    """Weight of the momentum in the update, and its own decay."""
+    weight_decay: Annotated[float, Ge(0)] = 0.3
+    """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
+
+    def build(self, model: "TrainableModel") -> "Optimizer":
+        from forge_lionize.lion import Lion as Built
+
+        return Built(model, self.lr, self.betas, self.weight_decay)

@@ -1,0 +1,184 @@
+"""Everything that is run on this repository: `nox -l` lists it, `nox -s NAME -- arguments` runs one.
+
+Sessions that use the seven distributions share one environment, `.nox/workshop`: torch is large, and installing it once
+is most of the time of a first run. It is brought up to date only when a requirement changed. `lint` needs no torch;
+`isolation` makes an environment per wheel.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PROJECTS = (*sorted((ROOT / "packages").iterdir()), *sorted((ROOT / "apps").iterdir()))
+EXAMPLE = ROOT / "examples" / "forge-lionize"
+CONSTRAINTS = ROOT / "constraints.txt"
+TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist", "safetensors", "transformers")
+WORKSHOP = ROOT / ".nox" / "workshop"
+SUPPORTED = ((3, 11), (3, 12))
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.needs_version = ">=2024.4"
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Train a small model on real text: corpus, tokenizer, training, report. Run again, it resumes; `-- --fresh` starts over."""
+    _workshop(session)
+    session.run(_tool("forge-train"), "run", "demo", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Everything that needs no accelerator and no patience."""
+    _pytest(session, "not gpu and not slow")
+
+
+@nox.session(venv_backend="none")
+def slow(session: nox.Session) -> None:
+    """The tests that take minutes."""
+    none_collected = 5
+    _pytest(session, "slow and not gpu", success=(0, none_collected))
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and its formatting."""
+    session.install("-q", "-c", str(CONSTRAINTS), "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Pyright over the sources."""
+    _workshop(session)
+    session.run(_tool("pyright"), "--pythonpath", _tool("python"), *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Links and code blocks of the documentation."""
+    _workshop(session)
+    session.run(_tool("python"), "-m", "pytest", "-q", "tests/repository/test_docs.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """The scripts of `benchmarks/` given as arguments; without any, their names."""
+    if not session.posargs:
+        for script in sorted((ROOT / "benchmarks").rglob("*.py")):
+            session.log(str(script.relative_to(ROOT)))
+        return
+    _workshop(session)
+    for script in session.posargs:
+        session.run(_tool("python"), script, external=True)
+
+
+@nox.session(venv_backend="none")
+def build(session: nox.Session) -> None:
+    """Wheels of all distributions into `dist/`."""
+    _build(session, ROOT / "dist", *PROJECTS)
+
+
+@nox.session(venv_backend="none")
+def isolation(session: nox.Session) -> None:
+    """Each wheel alone with what it declares, in a clean environment, imported and used. Arguments name packages."""
+    chosen = [project for project in PROJECTS if not session.posargs or project.name in session.posargs]
+    spent = {}
+    with tempfile.TemporaryDirectory(prefix="forge-isolation-") as directory:
+        place, wheels = Path(directory), Path(directory) / "wheels"
+        _build(session, wheels, *PROJECTS, EXAMPLE)
+        with_torch = place / "with-torch"
+        _install(session, _new_environment(session, with_torch), "torch")
+        for project in chosen:
+            start = time.monotonic()
+            here = place / project.name
+            if project.name == "forge-core":
+                _new_environment(session, here)
+            else:  # closure.py shows that the wheel would have brought everything that is in the copy
+                shutil.copytree(with_torch, here, symlinks=True, copy_function=os.link)
+            _try_alone(session, here, wheels, project.name)
+            if project.name == "forge-train":
+                _try_alone(session, here, wheels, EXAMPLE.name)
+            shutil.rmtree(here)
+            spent[project.name] = time.monotonic() - start
+    for name, seconds in spent.items():
+        session.log(f"{name:15} {seconds:5.0f} s")
+
+
+def _try_alone(session: nox.Session, place: Path, wheels: Path, name: str) -> None:
+    """Installs one wheel and runs its script, away from the sources."""
+    python, module = str(place / "bin" / "python"), name.replace("-", "_")
+    scripts = ROOT / "tests" / "repository" / "isolation"
+    _install(session, python, "--find-links", wheels, next(wheels.glob(f"{module}-*.whl")))
+    session.run(python, "-m", "pip", "check", external=True, silent=True)
+    with session.chdir(place):
+        if name != EXAMPLE.name:
+            session.run(python, "-I", scripts / "closure.py", name, external=True)
+        # forge-models needs no numpy; torch mentions that it is absent
+        strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")
+        session.run(python, "-I", *strict, scripts / f"{module}.py", external=True)
+
+
+def _install(session: nox.Session, python: str, *arguments: str | Path) -> None:
+    session.run(python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *arguments, external=True)
+
+
+def _pytest(session: nox.Session, which: str, success: tuple[int, ...] = (0,)) -> None:
+    _workshop(session)
+    environment = {"HF_HUB_OFFLINE": "1"}
+    arguments = ("-m", which, *session.posargs)
+    session.run(_tool("python"), "-m", "pytest", *arguments, external=True, env=environment, success_codes=list(success))
+
+
+def _workshop(session: nox.Session) -> None:
+    """The shared environment with every distribution, editable, and the test tools."""
+    wanted = sha256(sys.version.encode())
+    for file in (CONSTRAINTS, *(project / "pyproject.toml" for project in PROJECTS), Path(__file__)):
+        wanted.update(file.read_bytes())
+    stamp = WORKSHOP / "installed"
+    if stamp.exists() and stamp.read_text() == wanted.hexdigest():
+        return
+    stamp.unlink(missing_ok=True)
+    python = _tool("python") if Path(_tool("python")).exists() else _new_environment(session, WORKSHOP)
+    editable = [argument for project in PROJECTS for argument in ("-e", str(project))]
+    session.log("installing the distributions and the test tools; the first time takes minutes")
+    _install(session, python, *editable, *TOOLS)
+    stamp.write_text(wanted.hexdigest())
+
+
+def _build(session: nox.Session, into: Path, *projects: Path) -> None:
+    _workshop(session)
+    for old in into.glob("forge_*.whl"):
+        old.unlink()
+    without = ("--no-deps", "--no-build-isolation")  # hatchling is in the workshop
+    session.run(_tool("python"), "-m", "pip", "wheel", "-qq", *without, "-w", into, *map(str, projects), external=True)
+
+
+def _new_environment(session: nox.Session, place: Path) -> str:
+    """Makes an environment and returns its interpreter."""
+    # nox brings virtualenv, and the venv module of some systems comes without pip
+    session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", "-p", _interpreter(session), place, external=True)
+    return str(place / "bin" / "python")
+
+
+def _interpreter(session: nox.Session) -> str:
+    """A supported Python: the one that runs nox, else one on the path."""
+    if sys.version_info[:2] in SUPPORTED:
+        return sys.executable
+    names = [f"python{major}.{minor}" for major, minor in SUPPORTED]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        session.error(f"Forge runs on {' and '.join(names)}; this is Python {sys.version.split()[0]} and neither is on the path")
+    return str(found)
+
+
+def _tool(name: str) -> str:
+    return str(WORKSHOP / "bin" / name)

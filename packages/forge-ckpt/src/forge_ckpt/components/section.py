@@ -1,0 +1,29 @@
+"""The recipe table `[checkpoint]`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from forge_core.component import Component, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When checkpoints are written, how many are kept, and what a start does with those it finds."""
+
+    every: Annotated[int, Ge(0)] = 500
+    """Optimizer steps between saves; 0 saves at the end only."""
+
+    keep: Annotated[int, Ge(0)] = 3
+    """Newest checkpoints that are kept; 0 keeps all. Nothing is deleted unless a kept one was verified."""
+
+    mode: Literal["sync"] = "sync"
+    """How a save runs: `sync` stops training until the checkpoint is durable."""
+
+    store: Annotated[Component, Slot("forge.stores", default="local")] = Slot.unset()
+    """Where the files live."""
+
+    resume: Literal["auto", "never", "require"] = "auto"
+    """A start takes up the newest verified checkpoint if there is one (`auto`), must find one (`require`), or ignores
+    all (`never`)."""

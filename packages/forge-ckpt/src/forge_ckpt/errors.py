@@ -1,0 +1,11 @@
+"""Two refusals that a search for a usable checkpoint tells apart from all others."""
+
+from forge_core.errors import CheckpointError
+
+
+class Damaged(CheckpointError):
+    """The files are not what was written: a search takes the next older checkpoint."""
+
+
+class NewerFormat(CheckpointError):
+    """Written by a later version: sound, but not ours to read, skip or move."""

@@ -1,0 +1,302 @@
+"""Finding the checkpoint to continue from, and loading it: verified first, then copied, on any layout."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from forge_ckpt.boxes import meeting
+from forge_ckpt.codec import decode
+from forge_ckpt.collective import describe_error, from_rank_0
+from forge_ckpt.errors import Damaged, NewerFormat
+from forge_ckpt.format import copy_box, dtype_name
+from forge_ckpt.manifest import Manifest
+from forge_ckpt.names import DAMAGED, SUPERSEDED, Committed, committed, free_name, is_safe
+from forge_ckpt.verify import agreed_fault, open_manifest
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Piece, Store, World
+
+_log = logging.getLogger(__name__)
+_VISIBLE_SECONDS = 60.0
+_SHOWN = 30
+Select = Callable[[str], bool] | None
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that was passed over, and why; `name` is what it is called now."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose every byte was verified.
+
+    Attributes:
+        name: its directory in the store.
+        manifest: what it holds; `manifest.meta` is what the trainer put there.
+        skipped: newer ones that were not usable.
+    """
+
+    name: str
+    manifest: Manifest
+    skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self.manifest.meta
+
+
+def newest(store: Store, world: World, policy: Literal["auto", "never", "require"] = "auto") -> Found | None:
+    """The newest checkpoint that verifies; collective, the same on every rank. Rank 0's listing counts.
+
+    Damaged ones are renamed to `damaged-...`, never removed, and named in `skipped` and in the log.
+
+    Args:
+        policy: `auto` returns None when nothing was ever saved; `require` raises then; `never` returns None without looking.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is usable: a run must not start over silently.
+        NewerFormat: a later version of forge-ckpt wrote the newest one.
+    """
+    if policy == "never":
+        return None
+    names = from_rank_0(world, lambda: list(store.list()))
+    skipped: list[Skipped] = []
+    for entry in committed(names):
+        try:
+            return Found(entry.name, _verified(store, entry.name, world), tuple(skipped))
+        except Damaged as cause:
+            moved = from_rank_0(world, partial(_quarantine, store, entry))
+            if world.rank == 0:
+                _log.warning("%s is damaged and was skipped: %s (now %s)", entry.name, cause, moved)
+            skipped.append(Skipped(moved, str(cause)))
+        except NewerFormat:
+            raise
+        except CheckpointError as cause:  # unreadable for now; it stays where it is
+            if world.rank == 0:
+                _log.warning("%s could not be read and was skipped: %s", entry.name, cause)
+            skipped.append(Skipped(entry.name, str(cause)))
+    spoiled = skipped or _set_aside(names)
+    if spoiled:
+        reasons = "\n  ".join(f"{entry.name}: {entry.reason}" for entry in spoiled[:_SHOWN])
+        raise CheckpointError(
+            f"there is no usable checkpoint, only:\n  {reasons}\nto start over, move these directories away "
+            "or set checkpoint.resume = 'never'"
+        )
+    if policy == "require":
+        raise CheckpointError("a checkpoint to resume from is required, but none was ever saved here; is the path right?")
+    return None
+
+
+def _set_aside(names: Iterable[str]) -> list[Skipped]:
+    """What earlier starts and saves renamed: it cannot be resumed from, but shows that a run has a history."""
+    reasons = {DAMAGED: "found damaged earlier", SUPERSEDED: "left behind when the run went back before it"}
+    return [Skipped(name, reason) for name in names for prefix, reason in reasons.items() if name.startswith(prefix)]
+
+
+def load(
+    store: Store,
+    which: Found | str | int,
+    pieces: Iterable[Piece],
+    world: World,
+    *,
+    strict: bool = True,
+    select: Select = None,
+) -> Mapping[str, Any]:
+    """Fills live tensors from a checkpoint written by any layout; collective. Returns the checkpoint's `meta`.
+
+    Everything that any rank reads is verified before any rank changes a tensor.
+
+    Args:
+        which: what `newest` found, a directory name, or a step.
+        pieces: the boxes that live on this rank, owned or not; all are filled.
+        strict: tensors of the checkpoint that no rank wants are an error.
+        select: consider only tensors, live and stored, whose name it accepts (weights only: `lambda n: n.startswith("model/")`).
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged, or does not fit: one error with every missing and unexpected
+            name, shape and dtype. No tensor was changed, on any rank.
+    """
+    name = which.name if isinstance(which, Found) else resolve(store, which, world)
+    manifest = _opened(store, name, world)
+    live: list[Piece] = []
+    error = None
+    try:
+        live = [piece for piece in pieces if select is None or select(piece.name)]
+    except Exception as cause:  # noqa: BLE001 (the caller's pieces may raise anything; every rank must learn of it)
+        error = f"rank {world.rank}: {describe_error(cause)}"
+    wanted = _fitting(manifest, live, error, world, strict, select, name)
+    fault = agreed_fault(store, name, manifest, world, wanted)
+    if fault:
+        raise Damaged(f"{name} is damaged, nothing was loaded: {fault}")
+    try:
+        for piece in live:
+            _fill(store, name, manifest, piece)
+    except Exception as cause:  # noqa: BLE001 (as above)
+        error = describe_error(cause)
+    # Also keeps every rank from going on, or removing files, while another still reads.
+    for rank, failed in enumerate(world.all_gather((error or "").encode())):
+        if failed:
+            raise CheckpointError(
+                f"{name} was verified, but then could not be read on rank {rank}: {failed.decode()}; "
+                "live tensors are partly overwritten: load a checkpoint again before using them"
+            )
+    return manifest.meta
+
+
+def _verified(store: Store, name: str, world: World) -> Manifest:
+    manifest = _opened(store, name, world)
+    fault = agreed_fault(store, name, manifest, world)
+    if fault:
+        raise Damaged(fault)
+    return manifest
+
+
+def _opened(store: Store, name: str, world: World) -> Manifest:
+    """Rank 0's manifest on every rank, once every rank sees the files."""
+    kinds = {"damaged": Damaged, "newer": NewerFormat, "error": CheckpointError}
+    reply = b""
+    if world.rank == 0:
+        try:
+            reply = b"=" + open_manifest(store, name)[1]
+        except Damaged as cause:
+            reply = b"damaged:" + str(cause).encode()
+        except NewerFormat as cause:
+            reply = b"newer:" + f"{name}: {cause}".encode()
+        except (OSError, CheckpointError) as cause:
+            reply = b"error:" + f"{name} cannot be read: {cause}".encode()
+    reply = world.broadcast(reply if world.rank == 0 else None)
+    if reply[:1] != b"=":
+        kind, _, text = reply.decode().partition(":")
+        raise kinds[kind](text)
+    manifest = decode(reply[1:])
+    if world.rank:
+        _await_files(store, name, manifest)
+    return manifest
+
+
+def _await_files(store: Store, name: str, manifest: Manifest) -> None:
+    """Another node's cache may not show yet what rank 0 has seen; what stays missing is found by the verification."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    for file, length in manifest.files:
+        while time.monotonic() < deadline:
+            try:
+                if store.size(f"{name}/{file}") == length:
+                    break
+            except (OSError, CheckpointError):
+                pass
+            time.sleep(0.05)
+
+
+def resolve(store: Store, which: str | int | None, world: World) -> str:
+    """The directory of a step (its last generation), of a name, or of the newest when None; collective.
+
+    Raises:
+        CheckpointError: there is none; names the steps on offer.
+    """
+    names = from_rank_0(world, lambda: list(store.list()))
+    if isinstance(which, str) and which in names and is_safe(which):
+        return which
+    steps = committed(names)
+    for entry in steps:
+        if which is None or entry.step == which:
+            return entry.name
+    offered = ", ".join(str(entry.step) for entry in steps[:_SHOWN]) or "none"
+    wanted = "" if which is None else f" {which!r}"
+    raise CheckpointError(f"there is no checkpoint{wanted}; steps on offer: {offered}")
+
+
+def _fitting(
+    manifest: Manifest,
+    live: list[Piece],
+    error: str | None,
+    world: World,
+    strict: bool,
+    select: Callable[[str], bool] | None,
+    name: str,
+) -> np.ndarray:
+    """Indices of the tensors that some rank reads.
+
+    Raises:
+        CheckpointError: on every rank, with all that does not fit on any of them.
+    """
+    faults: dict[str, None] = {error: None} if error else {}
+    wanted = np.zeros(len(manifest.tensors), dtype=np.uint8)
+    for piece in live:
+        index = manifest.index.get(piece.name)
+        if index is None:
+            faults[f"{piece.name}: missing in the checkpoint"] = None
+            continue
+        wanted[index] = 1
+        faults.update(dict.fromkeys(_misfits(manifest, index, piece)))
+    reply = json.dumps(list(faults)).encode() + b"\n" + np.packbits(wanted).tobytes()
+    replies = [payload.split(b"\n", 1) for payload in world.all_gather(reply)]
+    merged = dict.fromkeys(fault for head, _ in replies for fault in json.loads(head))
+    for _, bits in replies:
+        wanted |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(wanted))
+    if strict:
+        for index in np.flatnonzero(wanted == 0).tolist():
+            tensor = manifest.tensors[index].name
+            if select is None or select(tensor):
+                merged[f"{tensor}: in the checkpoint, but not in the model or optimizer"] = None
+    if merged:
+        listed = "\n  ".join(sorted(merged))
+        raise CheckpointError(f"{name} does not fit, nothing was loaded:\n  {listed}")
+    return np.flatnonzero(wanted)
+
+
+def _misfits(manifest: Manifest, index: int, piece: Piece) -> list[str]:
+    info, shape = manifest.tensors[index], tuple(int(size) for size in piece.shape)
+    faults = []
+    if shape != info.shape:
+        faults.append(f"{piece.name}: shape {shape}, in the checkpoint {info.shape}")
+    try:
+        dtype = dtype_name(piece.local, piece.name)
+    except CheckpointError as cause:
+        return [*faults, str(cause)]
+    if dtype != info.dtype:
+        faults.append(f"{piece.name}: dtype {dtype}, in the checkpoint {info.dtype}")
+    box = tuple(piece.local.shape)
+    fits = len(box) == len(shape) == len(piece.offset) and all(
+        low >= 0 and low + size <= whole for low, size, whole in zip(piece.offset, box, shape, strict=True)
+    )
+    if not fits:
+        faults.append(f"{piece.name}: a box of {box} at {tuple(piece.offset)} is not inside shape {shape}")
+    return faults
+
+
+def _fill(store: Store, name: str, manifest: Manifest, piece: Piece) -> None:
+    if not piece.local.numel():
+        return
+    columns, dims = manifest.pieces, len(piece.shape)
+    order, borders = manifest.by_tensor
+    index = manifest.index[piece.name]
+    stored = order[borders[index] : borders[index + 1]]
+    low = np.array(piece.offset, dtype=np.int64)
+    high = low + np.array(piece.local.shape, dtype=np.int64)
+    for at in stored[meeting(columns.offset[stored, :dims], columns.extent[stored, :dims], low, high)].tolist():
+        box = columns.offset[at, :dims].tolist(), columns.extent[at, :dims].tolist()
+        path = f"{name}/{manifest.files[int(columns.file[at])][0]}"
+        copy_box(store, path, int(columns.start[at]), box, piece.local, [int(start) for start in piece.offset])
+
+
+def _quarantine(store: Store, entry: Committed) -> str:
+    """Puts a damaged checkpoint aside; where even that fails it stays, and is judged again at the next start."""
+    try:
+        moved = free_name(f"{DAMAGED}{entry.name}", store.list())
+        store.rename(entry.name, moved)
+    except (OSError, CheckpointError) as cause:
+        _log.warning("%s could not be renamed: %s", entry.name, cause)
+        return entry.name
+    return moved

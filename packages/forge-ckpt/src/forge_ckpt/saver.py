@@ -1,0 +1,197 @@
+"""Synchronous saves: all ranks' files, a manifest that covers every tensor exactly, then one rename.
+
+Until that rename nothing that was there has changed; after it the checkpoint is complete and durable. Every rank learns the
+fate of every other before anything is committed.
+"""
+
+import errno
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from forge_ckpt.codec import check_meta, encode
+from forge_ckpt.collective import describe_error, from_rank_0
+from forge_ckpt.format import RankFile
+from forge_ckpt.names import LATEST, MANIFEST, SAVING, SUPERSEDED, committed, free_name, next_name, rank_file
+from forge_ckpt.retention import retain, sweep
+from forge_ckpt.table import RankTable, join, of_pieces, pack, unpack
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Piece, Store, World
+
+_log = logging.getLogger(__name__)
+_EMPTY = RankTable((), np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int64), np.ones((0, 1), dtype=np.int64))
+_VISIBLE_SECONDS = 60.0
+"""How long rank 0 waits for a file of another node to appear (network file systems cache listings)."""
+
+
+def save(store: Store, pieces: Iterable[Piece], meta: Mapping[str, Any], step: int, world: World, *, keep: int = 0) -> str:
+    """Writes a checkpoint; collective. Returns its directory name on every rank when it is durable.
+
+    Args:
+        pieces: this rank's boxes; those it owns are written, all of them say which tensors there must be.
+        meta: JSON kept beside the tensors (configuration, cursor, counters, ...); rank 0's counts.
+        step: the optimizer step; saving a step again puts a new generation in place of the old.
+        keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
+
+    Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
+
+    Raises:
+        CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
+            intact, and what was written is removed.
+    """
+    # Each phase ends in a collective that every rank reaches, whatever happened to it: a rank that left early would
+    # leave the others waiting.
+    table, written, error = _EMPTY, [], None
+    try:
+        table, written = of_pieces(list(pieces))
+        if world.rank == 0:
+            _check_step(step)
+            check_meta(dict(meta))
+    except Exception as cause:  # noqa: BLE001 (the caller's pieces may raise anything; every rank must learn of it)
+        error = describe_error(cause)
+    intent = {"error": error, "step": step, "bytes": table.bytes, "digest": table.digest}
+    intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
+    _raise_first(step, [found["error"] for found in intents])
+    if {found["step"] for found in intents} != {step}:
+        raise CheckpointError(f"ranks do not save the same step: {sorted({found['step'] for found in intents})}")
+
+    needed = sum(found["bytes"] for found in intents)
+    refusal = partial(_refusal, step, store)
+    opening = from_rank_0(world, lambda: _open(store, step, needed), lambda cause: refusal(0, cause, needed))
+    temporary = opening["temporary"]
+
+    reply = b""
+    try:
+        if written:
+            file = RankFile(written)
+            store.write(f"{temporary}/{rank_file(world.rank)}", file)
+            table = replace(table, checksum=b"".join(file.checksums))
+        first = [found["digest"] for found in intents].index(table.digest)
+        reply = b"=" + pack(table, with_signature=first == world.rank)
+    except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; every rank must learn of it)
+        reply = b"!" + _describe(cause, store, table.bytes).encode()
+    replies = world.all_gather(reply)
+    errors = [found[1:].decode() if found[:1] == b"!" else None for found in replies]
+
+    def commit() -> str:
+        try:
+            _raise_first(step, errors)
+            manifest = join(unpack([found[1:] for found in replies]), step=step, generation=opening["generation"], meta=meta)
+            _await_files(store, temporary, manifest.files)
+            store.write(f"{temporary}/{MANIFEST}", [encode(manifest)])
+            return _commit(store, temporary, step)
+        except Exception:
+            _discard(store, temporary)
+            raise
+
+    def describe(cause: Exception) -> str:
+        return str(cause) if any(errors) else refusal(0, cause, 0)
+
+    name = from_rank_0(world, commit, describe)
+    _tidy(store, world, name, keep)
+    return name
+
+
+def _open(store: Store, step: int, needed: int) -> dict[str, str]:
+    """Rank 0, before anybody writes: removes left-overs, looks for space, names the temporary directory."""
+    sweep(store)
+    free = store.free()
+    if free is not None and needed > free:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    generation = secrets.token_hex(16)
+    return {"generation": generation, "temporary": f"{SAVING}step-{step:08d}-{generation}"}
+
+
+def _commit(store: Store, temporary: str, step: int) -> str:
+    """The one moment at which the checkpoint comes to exist."""
+    names = list(store.list())
+    for entry in committed(names):
+        if entry.step > step:
+            aside = free_name(f"{SUPERSEDED}{entry.name}", names)
+            _log.warning("%s is of a history that this run has left at step %d: renamed to %s", entry.name, step, aside)
+            store.rename(entry.name, aside)
+    name = next_name(step, names)
+    store.rename(temporary, name)
+    return name
+
+
+def _tidy(store: Store, world: World, name: str, keep: int) -> None:
+    """After the commit: `latest`, then retention. The checkpoint stands, so a fault here is a warning."""
+    if world.rank == 0:
+        try:
+            pending = f"{SAVING}{LATEST}"
+            store.remove(pending)
+            store.write(pending, [name.encode() + b"\n"])
+            store.rename(pending, LATEST)
+        except (OSError, CheckpointError) as cause:
+            _log.warning("%s is committed, but %r could not be moved to it: %s", name, LATEST, cause)
+    try:
+        retain(store, world, keep)
+    except (OSError, CheckpointError) as cause:
+        _log.warning("%s is committed, but older checkpoints could not be removed: %s", name, cause)
+
+
+def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]]) -> None:
+    """Rank 0 commits only what it sees itself, at its full length."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    for name, length in files:
+        while True:
+            try:
+                found = store.size(f"{temporary}/{name}")
+            except FileNotFoundError:
+                found = None
+            if found == length:
+                break
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{name} has {found} bytes on rank 0, not {length}: do all ranks see the same directory?")
+            time.sleep(0.05)
+
+
+def _discard(store: Store, temporary: str) -> None:
+    try:
+        store.remove(temporary)
+    except (OSError, CheckpointError) as cause:  # the next save sweeps it
+        _log.warning("%s could not be removed: %s", temporary, cause)
+
+
+def _raise_first(step: int, errors: list[str | None]) -> None:
+    """The first failing rank's error, in the same words on every rank."""
+    failed = [(rank, error) for rank, error in enumerate(errors) if error]
+    if failed:
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise CheckpointError(_failed(step, *failed[0], others))
+
+
+def _refusal(step: int, store: Store, rank: int, cause: Exception, needed: int) -> str:
+    return _failed(step, rank, _describe(cause, store, needed))
+
+
+def _failed(step: int, rank: int, error: str, others: str = "") -> str:
+    return f"the checkpoint of step {step} was not saved: rank {rank}: {error}{others}; earlier checkpoints are as they were"
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise CheckpointError(f"step {step!r} is no step: give a whole number from 0")
+
+
+def _describe(cause: Exception, store: Store, needed: int) -> str:
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = store.free()
+        need = f"needs {_size(needed)}, " if needed else ""
+        return f"no space left: {need}free {_size(free) if free is not None else 'unknown'}"
+    return describe_error(cause)
+
+
+def _size(count: int) -> str:
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"

@@ -1,0 +1,158 @@
+"""What one rank tells rank 0 about its file, and how rank 0 joins the tables of all ranks.
+
+Names, dtypes and shapes are the bulk of a table and mostly the same on every rank: they travel once per distinct list (its
+*signature*), the boxes and checksums as plain int64 arrays.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from forge_ckpt.format import DTYPES, dtype_name
+from forge_ckpt.manifest import Manifest, TensorInfo, build, check_tensor
+from forge_ckpt.names import rank_file
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Piece
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """The tensors that a rank knows, and the boxes that it writes, in the order of their bytes.
+
+    `tensor` indexes `tensors`; `offset` and `extent` are (pieces, D) int64; `checksum` is empty until the file is written.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    tensor: np.ndarray
+    offset: np.ndarray
+    extent: np.ndarray
+    checksum: bytes = b""
+
+    @property
+    def signature(self) -> bytes:
+        return json.dumps([[info.name, info.dtype, info.shape] for info in self.tensors]).encode()
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.signature)
+
+    @property
+    def bytes(self) -> int:
+        itemsize = np.array([DTYPES[info.dtype].itemsize for info in self.tensors], dtype=np.int64)
+        return int((self.extent.prod(axis=1) * itemsize[self.tensor]).sum()) if len(self.tensor) else 0
+
+
+def of_pieces(pieces: Sequence[Piece]) -> tuple[RankTable, list[Piece]]:
+    """The table of a rank before its checksums are known, and the pieces that it writes.
+
+    Raises:
+        CheckpointError: a piece cannot be stored, or two pieces disagree about a tensor.
+    """
+    known: dict[str, int] = {}
+    tensors: list[TensorInfo] = []
+    written: list[Piece] = []
+    for piece in pieces:
+        shape = tuple(int(size) for size in piece.shape)
+        info = TensorInfo(piece.name, dtype_name(piece.local, piece.name), shape)
+        try:
+            check_tensor(info.name, info.dtype, info.shape)
+        except ValueError as cause:
+            raise CheckpointError(str(cause)) from cause
+        if len(shape) != piece.local.dim() or len(shape) != len(piece.offset):
+            raise CheckpointError(f"{piece.name}: shape {shape}, offset {tuple(piece.offset)} and box {tuple(piece.local.shape)}")
+        if known.setdefault(info.name, len(tensors)) == len(tensors):
+            tensors.append(info)
+        elif tensors[known[info.name]] != info:
+            raise CheckpointError(f"{info.name}: two pieces disagree: {tensors[known[info.name]]} and {info}")
+        if piece.owned and piece.local.numel():
+            written.append(piece)
+    dims = max([1, *(len(info.shape) for info in tensors)])
+    offset = np.zeros((len(written), dims), dtype=np.int64)
+    extent = np.ones((len(written), dims), dtype=np.int64)
+    for row, piece in enumerate(written):
+        offset[row, : len(piece.shape)] = [int(low) for low in piece.offset]
+        extent[row, : len(piece.shape)] = piece.local.shape
+    tensor = np.array([known[piece.name] for piece in written], dtype=np.int64)
+    return RankTable(tuple(tensors), tensor, offset, extent), written
+
+
+def pack(table: RankTable, with_signature: bool) -> bytes:
+    """A table as bytes; without its signature when another rank sends the same."""
+    count, dims = table.offset.shape
+    signature = table.signature if with_signature else b""
+    head = {"digest": table.digest, "pieces": count, "dims": dims, "signature": len(signature)}
+    columns = b"".join(array.astype("<i8").tobytes() for array in (table.tensor, table.offset, table.extent))
+    return json.dumps(head).encode() + b"\n" + signature + columns + table.checksum
+
+
+def unpack(payloads: Sequence[bytes]) -> list[RankTable]:
+    """The tables of all ranks, in rank order; each signature is parsed once."""
+    known: dict[str, tuple[TensorInfo, ...]] = {}
+    rows = []
+    for payload in payloads:
+        line, _, rest = payload.partition(b"\n")
+        head = json.loads(line)
+        if head["signature"]:
+            entries = json.loads(rest[: head["signature"]])
+            known[head["digest"]] = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in entries)
+        rows.append((head, memoryview(rest)[head["signature"] :]))
+    tables = []
+    for head, rest in rows:
+        count, dims = head["pieces"], head["dims"]
+        numbers = np.frombuffer(rest[: 8 * count * (1 + 2 * dims)], dtype="<i8").astype(np.int64, copy=False)
+        tensor, boxes = numbers[:count], numbers[count:]
+        offset, extent = boxes[: count * dims].reshape(count, dims), boxes[count * dims :].reshape(count, dims)
+        tables.append(RankTable(known[head["digest"]], tensor, offset, extent, bytes(rest[8 * count * (1 + 2 * dims) :])))
+    return tables
+
+
+def join(tables: Sequence[RankTable], *, step: int, generation: str, meta: Mapping[str, Any]) -> Manifest:
+    """The manifest of all ranks' tables; a rank that writes nothing has no file.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or their boxes do not cover every tensor exactly once.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    position: dict[str, int] = {}
+    placed: dict[int, np.ndarray] = {}  # by identity: ranks with one signature share one tuple
+    for rank, table in enumerate(tables):
+        if id(table.tensors) in placed:
+            continue
+        for info in table.tensors:
+            if tensors.setdefault(info.name, info) != info:
+                raise CheckpointError(f"ranks disagree about a tensor: {tensors[info.name]} and, on rank {rank}, {info}")
+            position.setdefault(info.name, len(position))
+        placed[id(table.tensors)] = np.array([position[info.name] for info in table.tensors], dtype=np.int64)
+    dims = max([1, *(len(info.shape) for info in tensors.values())])
+    writing = [(rank, replace(table, **_padded(table, dims))) for rank, table in enumerate(tables) if len(table.tensor)]
+    empty = np.zeros((0, dims), dtype=np.int64)
+    tensor = np.concatenate([empty[:, 0], *(placed[id(table.tensors)][table.tensor] for _, table in writing)])
+    extent = np.concatenate([empty, *(table.extent for _, table in writing)])
+    counts = [len(table.tensor) for _, table in writing]
+    itemsize = np.array([DTYPES[info.dtype].itemsize for info in tensors.values()], dtype=np.int64)
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(extent.prod(axis=1) * itemsize[tensor])])
+    sizes = np.diff(ends[np.cumsum([0, *counts])]).tolist()
+    return build(
+        step=step,
+        generation=generation,
+        world=len(tables),
+        tensors=tuple(tensors.values()),
+        files=[(rank_file(rank), size) for (rank, _), size in zip(writing, sizes, strict=True)],
+        tensor=tensor,
+        file=np.repeat(np.arange(len(writing), dtype=np.int64), counts),
+        offset=np.concatenate([empty, *(table.offset for _, table in writing)]),
+        extent=extent,
+        checksum=b"".join(table.checksum for _, table in writing),
+        meta=meta,
+    )
+
+
+def _padded(table: RankTable, dims: int) -> dict[str, np.ndarray]:
+    if table.offset.shape[1] == dims:
+        return {}
+    missing = [(0, 0), (0, dims - table.offset.shape[1])]
+    return {"offset": np.pad(table.offset, missing), "extent": np.pad(table.extent, missing, constant_values=1)}

@@ -1,0 +1,116 @@
+"""Is a checkpoint what was written? The work is shared over the ranks, the verdict is everyone's."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from forge_ckpt import codec
+from forge_ckpt.collective import describe_error
+from forge_ckpt.errors import Damaged
+from forge_ckpt.format import CHUNK_BYTES, checksum
+from forge_ckpt.manifest import Manifest
+from forge_ckpt.names import MANIFEST, committed
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Store, World
+
+_THREADS = 4
+
+
+def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
+    """Reads one checkpoint's manifest and compares it with the directory's name and the files' lengths; no data is read.
+
+    Raises:
+        Damaged: the manifest is missing or wrong, or a file is missing or of another length.
+        NewerFormat: a later version wrote it.
+    """
+    try:
+        size = store.size(f"{directory}/{MANIFEST}")
+        if size > codec.MAX_BYTES:
+            raise Damaged(f"{MANIFEST} has {size} bytes; at most {codec.MAX_BYTES} are read")
+        data = store.read(f"{directory}/{MANIFEST}", 0, size)
+    except FileNotFoundError as cause:
+        raise Damaged(f"it has no {MANIFEST}") from cause
+    except Damaged:
+        raise
+    except CheckpointError as cause:  # a link, a pipe: what the store does not open
+        raise Damaged(str(cause)) from cause
+    manifest = codec.decode(data)
+    named = committed([directory.rpartition("/")[2]])
+    if named and named[0].step != manifest.step:
+        raise Damaged(f"the manifest is of step {manifest.step}, not of {directory}")
+    for name, length in manifest.files:
+        try:
+            found = store.size(f"{directory}/{name}")
+        except FileNotFoundError as cause:
+            raise Damaged(f"{name} is missing") from cause
+        except CheckpointError as cause:
+            raise Damaged(str(cause)) from cause
+        if found != length:
+            raise Damaged(f"{name} has {found} bytes, not {length}")
+    return manifest, data
+
+
+def first_fault(store: Store, directory: str, manifest: Manifest, pieces: np.ndarray) -> str | None:
+    """Reads the given pieces; says which of them is not what was written."""
+    workers = min(_THREADS, os.cpu_count() or 1, len(pieces))
+    if workers < 1:
+        return None
+    size = manifest.pieces.length[pieces]
+    parts = _even_parts(size, workers)
+    with ThreadPoolExecutor(workers) as pool:  # reading and hashing release the interpreter lock
+        faults = list(pool.map(lambda part: _fault_in(store, directory, manifest, pieces[part]), parts))
+    return next((fault for fault in faults if fault), None)
+
+
+def _fault_in(store: Store, directory: str, manifest: Manifest, pieces: np.ndarray) -> str | None:
+    columns = manifest.pieces
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max([1, *columns.length[pieces].tolist()]))))
+    for piece in pieces.tolist():
+        name = manifest.files[int(columns.file[piece])][0]
+        start, length = int(columns.start[piece]), int(columns.length[piece])
+        try:
+            found = checksum(store, f"{directory}/{name}", start, length, buffer)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except CheckpointError as cause:
+            return str(cause)
+        if found != columns.checksum[16 * piece : 16 * piece + 16]:
+            tensor = manifest.tensors[int(columns.tensor[piece])].name
+            return f"{name}, bytes {start} to {start + length} ({tensor}): checksum does not fit"
+    return None
+
+
+def agreed_fault(store: Store, directory: str, manifest: Manifest, world: World, tensors: np.ndarray | None = None) -> str | None:
+    """The first fault that any rank finds, told to all; collective. Every rank reads its share of the bytes.
+
+    Args:
+        tensors: verify only pieces of these tensors, the same on every rank; all when None.
+
+    Raises:
+        CheckpointError: a rank could not read, which is not proof of damage.
+    """
+    pieces = np.arange(len(manifest.pieces))
+    if tensors is not None:
+        pieces = pieces[np.isin(manifest.pieces.tensor, tensors)]
+    share = pieces[_even_parts(manifest.pieces.length[pieces], world.size)[world.rank]]
+    verdict: dict[str, str | None]
+    try:
+        verdict = {"fault": first_fault(store, directory, manifest, share), "error": None}
+    except Exception as cause:  # noqa: BLE001 (stores are plugins and may raise anything; every rank must learn of it)
+        verdict = {"fault": None, "error": describe_error(cause)}
+    verdicts = [json.loads(payload) for payload in world.all_gather(json.dumps(verdict).encode())]
+    for rank, found in enumerate(verdicts):
+        if found["error"]:
+            raise CheckpointError(f"{directory} cannot be read on rank {rank}: {found['error']}")
+    return next((found["fault"] for found in verdicts if found["fault"]), None)
+
+
+def _even_parts(length: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Positions split into runs of about equal bytes."""
+    ends = np.cumsum(length)
+    total = int(ends[-1]) if len(ends) else 0
+    middle = ends - length // 2
+    borders = np.searchsorted(middle, [total * part / parts for part in range(1, parts)])
+    return np.split(np.arange(len(length)), borders)

@@ -1,0 +1,67 @@
+"""Collectives of a checkpoint: one process, or the default process group."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A world of one process."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        if payload is None:
+            raise ValueError("rank 0 must give what it broadcasts")
+        return payload
+
+
+class Group:
+    """The ranks of a `torch.distributed` group; bytes travel as uint8 tensors, two collectives a call.
+
+    `device` is where the group's backend works: `cpu` for gloo, the rank's own device for NCCL.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | None" = None, device: "torch.device | str" = "cpu") -> None:
+        import torch.distributed as dist
+
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        import torch
+        import torch.distributed as dist
+
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self.group)
+        sizes = [int(found.item()) for found in lengths]
+        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self.device)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.group)
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(every, sizes, strict=True)]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == 0 and payload is None:
+            raise ValueError("rank 0 must give what it broadcasts")
+        length = torch.tensor([len(payload or b"")], dtype=torch.int64, device=self.device)
+        dist.broadcast(length, group_src=0, group=self.group)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        if self.rank == 0 and payload:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if data.numel():
+            dist.broadcast(data, group_src=0, group=self.group)
+        return data.cpu().numpy().tobytes()

@@ -1,0 +1,151 @@
+"""Reads a recipe's layers, lowest first, and merges them: `base` files, the recipe, the command line."""
+
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from forge_core.config.merge import merge
+from forge_core.config.overrides import parse_overrides
+from forge_core.config.scan import key_lines
+from forge_core.config.tree import DEFAULT, Leaf, Table, build
+from forge_core.errors import ConfigError, Fault, PluginError
+from forge_core.registry import Registry
+
+PRESETS = "forge.presets"
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A merged recipe: `faults` are those of merging; typing may find more.
+
+    Attributes:
+        tree: what the layers say; keys that none of them gives are absent.
+        files: every file that was read, the recipe last.
+    """
+
+    tree: Table
+    faults: tuple[Fault, ...]
+    files: tuple[Path, ...]
+
+
+def load_layers(
+    recipe: str | Path, overrides: Sequence[str], schema: type, registry: Registry, folder: Path | None = None
+) -> Layered:
+    """Merges the recipe (a TOML file or a preset's name) with its bases and the command line.
+
+    Args:
+        recipe: path of a TOML file, or name of a preset.
+        overrides: arguments `--section.key=value`.
+        schema: dataclass of the whole recipe; tells which tables hold components.
+        registry: finds presets and components.
+        folder: what plugin files named in overrides are relative to; the working directory by default.
+
+    Raises:
+        ConfigError: a file is missing, is not TOML, or the bases form a circle.
+    """
+    path = find_recipe(str(recipe), registry, "RECIPE", "command line", Path())
+    layers: list[tuple[Path, Table]] = []
+    chain: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        if following in chain:
+            circle = " -> ".join(_shown(file) for file in [*chain[chain.index(following) :], following])
+            raise ConfigError([Fault("base", f"the bases form a circle: {circle}", _shown(chain[-1]))])
+        chain.append(following)
+        table = read(following)
+        layers.append((following, table))
+        following = _base(table, following, registry)
+    tree, faults = Table({}, DEFAULT), []
+    extra, wrong = parse_overrides(overrides, folder or Path.cwd())
+    for layer in [*(table for _, table in reversed(layers)), extra]:
+        tree, found = merge(tree, layer, schema, registry)
+        faults += found
+    return Layered(tree, (*wrong, *faults), tuple(file for file, _ in reversed(layers)))
+
+
+def read(path: Path) -> Table:
+    """One TOML file as a tree whose origins are its lines.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML.
+    """
+    shown = _shown(path)
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError([Fault(shown, f"cannot be read: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Fault(shown, f"is not UTF-8 text (byte {error.start})")]) from error
+    try:
+        parsed = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([_syntax(shown, text, error)]) from error
+    lines = key_lines(text)
+
+    def origin(at: tuple[str | int, ...]) -> str:
+        return f"{shown}:{lines[at]}" if at in lines else shown
+
+    table = build(parsed, (), origin, path.parent)
+    assert isinstance(table, Table)
+    return table
+
+
+def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: Path) -> Path:
+    """The absolute path of a TOML file (relative to `folder`) or of a preset.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if recipe.endswith(".toml") or "/" in recipe:
+        path = (folder / recipe).resolve()
+        if not path.is_file():
+            near = {file.stem: file.name for file in path.parent.glob("*.toml")} if path.parent.is_dir() else {}
+            close = get_close_matches(path.stem, near, n=1)
+            hint = f"did you mean {near[close[0]]!r}?" if close else ""
+            raise ConfigError([Fault(key, f"there is no file {recipe}", origin, hint)])
+        return path
+    if recipe.startswith("-"):
+        raise ConfigError([Fault(key, f"expected a recipe before {recipe!r}", origin, "overrides come after the recipe")])
+    try:
+        found = registry.load(PRESETS, recipe)
+    except PluginError as error:
+        hint = "a recipe is a .toml file or the name of a preset"
+        raise ConfigError([Fault(key, str(error), origin, hint)]) from error
+    path = Path(str(found() if callable(found) else found))
+    if not path.is_file():
+        raise ConfigError([Fault(key, f"preset {recipe!r} points at {path}, which is not a file", origin)])
+    return path.resolve()
+
+
+def _base(table: Table, path: Path, registry: Registry) -> Path | None:
+    """The layer below; takes `base` out of the table."""
+    base: Any = table.items.pop("base", None)
+    if base is None:
+        return None
+    if not isinstance(base, Leaf) or not isinstance(base.value, str):
+        raise ConfigError([Fault("base", "expected the path of a TOML file or the name of a preset", base.origin)])
+    return find_recipe(base.value, registry, "base", base.origin, path.parent)
+
+
+def _syntax(shown: str, text: str, error: tomllib.TOMLDecodeError) -> Fault:
+    at = re.search(r"\(at line (\d+), column (\d+)\)|\(at end of document\)", str(error))
+    line = int(at[1]) if at and at[1] else max(len(text.splitlines()), 1)
+    written = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
+    hint = ""
+    if "Invalid value" in str(error):
+        hint = "text needs quotes; booleans are true and false"
+    elif "overwrite" in str(error) or "twice" in str(error):
+        hint = "a key may be given once"
+    message = f"is not valid TOML: {str(error).split(' (at ')[0]}" + (f" in `{written}`" if written else "")
+    return Fault(shown, message, f"{shown}:{line}", hint)
+
+
+def _shown(path: Path) -> str:
+    """The path as a user knows it: relative when it lies below the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

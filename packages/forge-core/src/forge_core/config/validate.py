@@ -1,0 +1,249 @@
+"""From the merged tree to typed values: walks the schema's dataclasses and reports every fault at once.
+
+Leaves are typed by pydantic, strictly and in JSON mode: its Python mode is lax or refuses dictionaries, and its lax
+mode turns "yes" into True and "3" into 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from forge_core.component import Component, FieldInfo
+from forge_core.config.leaf import read_leaf, written
+from forge_core.config.merge import merge_node
+from forge_core.config.shape import Shape, shapes_in
+from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at
+from forge_core.config.words import describe_shape, literals
+from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
+from forge_core.registry import Registry
+
+
+class Bad:
+    """Stands for a value that could not be made; its faults are listed."""
+
+
+BAD = Bad()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a walk over a tree found.
+
+    Attributes:
+        value: instance of the schema, or `BAD` when there are faults.
+        parts: fields of the schema by name: those that are right, even when others are not.
+        tree: every key with its value and origin, defaults and chosen names included; loads again to an equal value.
+        used: (group, name) of every chosen component, for `Registry.used`.
+        fields: per dotted key, the field behind it.
+        faults: everything wrong.
+    """
+
+    value: Any
+    parts: Mapping[str, Any]
+    tree: Table
+    used: tuple[tuple[str, str], ...]
+    fields: Mapping[str, FieldInfo]
+    faults: tuple[Fault, ...]
+
+
+def resolve(schema: type, tree: Table, registry: Registry) -> Outcome:
+    """The typed value of a merged tree, in an `Outcome` without faults.
+
+    Raises:
+        ConfigError: all faults.
+    """
+    outcome = walk(schema, tree, registry)
+    if outcome.faults:
+        raise ConfigError(outcome.faults)
+    return outcome
+
+
+def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
+    """As `resolve`, but returns the faults and what could be made in spite of them."""
+    walker = _Walker(registry)
+    value, resolved = walker.section("", tree, schema, component=False)
+    return Outcome(
+        BAD if walker.faults else value, walker.parts, resolved, tuple(walker.used), walker.fields, tuple(walker.faults)
+    )
+
+
+@dataclass
+class _Walker:
+    registry: Registry
+    faults: list[Fault] = field(default_factory=list)
+    used: list[tuple[str, str]] = field(default_factory=list)
+    fields: dict[str, FieldInfo] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
+        """An instance of a section or component class from its table, and the table with all defaults."""
+        fields = shapes_in(cls)
+        values: dict[str, Any] = {}
+        resolved: dict[str, Node] = {"name": node.items["name"]} if component else {}
+        for name, item in node.items.items():
+            if name not in fields and not (component and name == "name"):
+                self.fault(join(key, name), "unknown key", item.origin, did_you_mean(name, list(fields)))
+        for name, (info, shape) in fields.items():
+            if component and name == "name":
+                continue
+            at = join(key, name)
+            before = len(self.faults)
+            self.fields[at] = info
+            given = node.items.get(name)
+            if given is None:
+                value, made = self.absent(at, info, shape, node.origin)
+            else:
+                value, made = self.value(at, self.over_default(at, info, shape, given), shape)
+            values[name] = value
+            if made is not None:
+                resolved[name] = made
+            if not key and len(self.faults) == before:
+                self.parts[name] = value
+        whole = Table(resolved, node.origin)
+        if any(value is BAD for value in values.values()):
+            return BAD, whole
+        try:
+            return cls(**values), whole
+        except ValueError as error:
+            self.rule(key, cls, whole, str(error))
+            return BAD, whole
+
+    def over_default(self, key: str, info: FieldInfo, shape: Shape, given: Node) -> Node:
+        """A table laid over the default instance of its field, which may differ from its class's own defaults."""
+        if shape.kind not in ("section", "component") or info.default is None or not isinstance(given, Table):
+            return given
+        default = self.defaults(key, info.default, shape)
+        assert isinstance(default, Table)
+        return merge_node(key, default, given, shape, self.registry)
+
+    def rule(self, key: str, cls: type, whole: Table, message: str) -> None:
+        """A `ValueError` of `__post_init__`: blamed on the field that it names first, else on the section."""
+        first = message.split(maxsplit=1)[0].strip("`'\":,") if message else ""
+        at = join(key, first) if first in shapes_in(cls) else key
+        origin = origin_at(whole, first) if at != key else given_at(whole)
+        self.fault(at or cls.__name__, message or f"refused by {cls.__name__}", origin)
+
+    def absent(self, key: str, info: FieldInfo, shape: Shape, origin: str) -> tuple[Any, Node | None]:
+        """The default of a key that no layer gives."""
+        if shape.kind == "component" and info.default is None and shape.slot is not None and shape.slot.default is not None:
+            return self.component(key, Table({}, DEFAULT), shape)
+        if shape.kind == "section" and info.required:
+            return self.section(key, Table({}, origin), shape.type, component=False)
+        if info.required or (info.default is None and shape.kind == "component" and not shape.optional):
+            names = self.registry.names(shape.slot.group) if shape.slot is not None else []
+            self.fault(key, f"is missing; expected {describe_shape(shape)}", origin, did_you_mean("", names))
+            return BAD, None
+        made = self.defaults(key, info.default, shape)
+        if shape.kind == "leaf":
+            return info.default, made
+        return self.value(key, made, shape)
+
+    def defaults(self, key: str, value: Any, shape: Shape) -> Node:
+        """The tree of a default value, as if a layer had given it."""
+        inner = shape.inner
+        if value is None:
+            return Leaf(UNSET, DEFAULT)
+        if shape.kind == "leaf":
+            return _leaf(written(value, shape.type))
+        if shape.kind in ("list", "tuple") and inner is not None:
+            return Array([self.defaults(join(key, str(i)), item, inner) for i, item in enumerate(value)], DEFAULT)
+        if shape.kind == "dict" and inner is not None:
+            return Table({name: self.defaults(join(key, name), item, inner) for name, item in value.items()}, DEFAULT)
+        items: dict[str, Node] = {}
+        if shape.slot is not None:
+            items["name"] = Leaf(self.name_of(shape.slot.group, type(value)), DEFAULT)
+        for name, (_, below) in shapes_in(type(value)).items():
+            item = getattr(value, name)
+            if item is not None or below.kind != "component":  # an unset slot is filled as if the key were absent
+                items[name] = self.defaults(join(key, name), item, below)
+        return Table(items, DEFAULT)
+
+    def name_of(self, group: str, cls: type) -> str:
+        """The name under which a class that is a default is registered."""
+        target = f"{cls.__module__}:{cls.__qualname__}"
+        return next((e.name for e in self.registry.of(group) if e.target == target), target)
+
+    def value(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
+        """A value that a layer gave."""
+        if shape.optional and isinstance(node, Leaf) and node.value == UNSET and UNSET not in literals(shape.type):
+            return None, node
+        if shape.kind == "leaf":
+            value, faults = read_leaf(key, node, shape)
+            self.faults += faults
+            return (BAD, node) if faults else (value, node)
+        if shape.kind in ("list", "tuple"):
+            return self.items(key, node, shape)
+        if not isinstance(node, Table):
+            hint = ""
+            if shape.kind == "component" and isinstance(node, Leaf) and isinstance(node.value, str):
+                hint = f"write {key}.name = {node.value!r}"
+            self.fault(key, f"expected {describe_shape(shape)}, not {_shown(node)}", node.origin, hint)
+            return BAD, node
+        if shape.kind == "section":
+            return self.section(key, node, shape.type, component=False)
+        if shape.kind == "component":
+            return self.component(key, node, shape)
+        made = {name: self.entry(join(key, name), name, item, shape) for name, item in node.items.items()}
+        made = {name: pair for name, pair in made.items() if pair is not None}
+        whole = Table({name: pair[1] for name, pair in made.items()}, node.origin)
+        bad = any(pair[0] is BAD for pair in made.values())
+        return BAD if bad else {name: pair[0] for name, pair in made.items()}, whole
+
+    def entry(self, key: str, name: str, node: Node, shape: Shape) -> tuple[Any, Node] | None:
+        """One item of a dictionary; `none` takes away what a lower layer put there."""
+        if isinstance(node, Leaf) and node.value == UNSET:
+            return None
+        inner = cast(Shape, shape.inner)
+        if isinstance(node, Table) and inner.slot is not None and inner.slot.named_by_key:
+            node = Table({"name": Leaf(name, node.origin), **node.items}, node.origin)
+        return self.value(key, node, inner)
+
+    def items(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
+        if not isinstance(node, Array):
+            self.fault(key, f"expected {describe_shape(shape)}, not {_shown(node)}", node.origin)
+            return BAD, node
+        inner = cast(Shape, shape.inner)
+        pairs = [self.value(join(key, str(index)), item, inner) for index, item in enumerate(node.items)]
+        whole = Array([pair[1] for pair in pairs], node.origin)
+        if any(pair[0] is BAD for pair in pairs):
+            return BAD, whole
+        values = [pair[0] for pair in pairs]
+        return (tuple(values) if shape.kind == "tuple" else values), whole
+
+    def component(self, key: str, node: Table, shape: Shape) -> tuple[Any, Node]:
+        slot = shape.slot
+        assert slot is not None
+        given = node.items.get("name", Leaf(slot.default, DEFAULT))
+        at = join(key, "name")
+        if not isinstance(given, Leaf) or not isinstance(given.value, str):
+            names = did_you_mean("", self.registry.names(slot.group))
+            what = "is missing" if given == Leaf(None, DEFAULT) else f"expected text, not {_shown(given)}"
+            self.fault(at, what, node.origin, names)
+            return BAD, node
+        try:
+            cls = self.registry.load(slot.group, given.value)
+        except PluginError as error:
+            self.fault(at if "name" in node.items else key, str(error), given.origin if "name" in node.items else node.origin)
+            return BAD, node
+        if shape.type is not Component and not issubclass(cls, shape.type):
+            self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
+            return BAD, node
+        self.used.append((slot.group, given.value))
+        return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+
+    def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:
+        self.faults.append(Fault(key, message, origin, hint))
+
+
+def _leaf(value: Any) -> Node:
+    if isinstance(value, dict):
+        return Table({str(name): _leaf(item) for name, item in value.items()}, DEFAULT)
+    if isinstance(value, list):
+        return Array([_leaf(item) for item in value], DEFAULT)
+    return Leaf(value, DEFAULT)
+
+
+def _shown(node: Node) -> str:
+    if isinstance(node, Table):
+        return "a table"
+    return "a list" if isinstance(node, Array) else repr(node.value)

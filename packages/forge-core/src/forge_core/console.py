@@ -1,0 +1,116 @@
+"""How commands speak: tables and progress for people, one JSON document for programs, errors without tracebacks."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from forge_core.errors import ConfigError, ForgeError
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+
+class Console:
+    """What one command prints. With `as_json` only `document` and `error` write to standard output.
+
+    Colors follow rich: none when `NO_COLOR` is set or the stream is no terminal.
+    """
+
+    def __init__(self, *, as_json: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self.as_json = as_json
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+
+    def text(self, message: str = "") -> None:
+        """A line for people, on standard output, as it is: no markup, no wrapping."""
+        if not self.as_json:
+            print(message, file=self._out)
+
+    def note(self, message: str) -> None:
+        """A remark beside the result, on standard error."""
+        print(message, file=self._err)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+        """A table for people. Off a terminal it is tab-separated without truncation, so that it can be piped."""
+        if self.as_json:
+            return
+        if not self._out.isatty():
+            for row in [columns, *rows]:
+                print("\t".join(str(cell) for cell in row), file=self._out)
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        drawn = Table(*columns, title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+        for row in rows:
+            drawn.add_row(*(Text(str(cell)) for cell in row))
+        _rich(self._out).print(drawn)
+
+    def document(self, value: Any) -> None:
+        """The result for programs: exactly one JSON document on standard output."""
+        print(json.dumps(value, indent=2, ensure_ascii=False, default=str), file=self._out)
+
+    def error(self, error: ForgeError) -> int:
+        """Prints a refusal, without a traceback, and returns the exit code."""
+        if self.as_json:
+            self.document(failure(error))
+        else:
+            _rich(self._err).print("error:", style="bold red", end=" ", highlight=False)
+            print(error, file=self._err)
+        return error.exit_code
+
+    @contextmanager
+    def progress(self, description: str, total: float | None = None) -> "Iterator[Progress]":
+        """A progress bar on standard error; off a terminal, a line at the end only."""
+        yield from _progress(self._err, description, total)
+
+
+class Progress:
+    """Handle of a running progress bar."""
+
+    def __init__(self, bar: Any = None, task: Any = None) -> None:
+        self._bar, self._task = bar, task
+        self.done = 0.0
+
+    def advance(self, amount: float = 1) -> None:
+        self.done += amount
+        if self._bar is not None:
+            self._bar.advance(self._task, amount)
+
+    def say(self, description: str) -> None:
+        """Changes the text beside the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=description)
+
+
+def failure(error: ForgeError) -> dict[str, Any]:
+    """A refusal as JSON: `{ok: false, error, faults}`."""
+    faults = error.faults if isinstance(error, ConfigError) else ()
+    return {
+        "ok": False,
+        "error": type(error).__name__,
+        "message": str(error),
+        "faults": [{"key": f.key, "message": f.message, "origin": f.origin, "hint": f.hint} for f in faults],
+    }
+
+
+def _rich(stream: TextIO) -> "RichConsole":
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=stream, markup=False, soft_wrap=not stream.isatty())
+
+
+def _progress(stream: TextIO, description: str, total: float | None) -> Iterator[Progress]:
+    if not stream.isatty():
+        progress = Progress()
+        yield progress
+        print(f"{description}: {progress.done:g}" + (f" of {total:g}" if total is not None else ""), file=stream)
+        return
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with RichProgress(*columns, console=_rich(stream), transient=True) as bar:
+        yield Progress(bar, bar.add_task(description, total=total))

@@ -1,0 +1,184 @@
+"""Portraits and diagnoses of plugins: what each takes, whether it loads, and whether it keeps its group's promises."""
+
+import dataclasses
+import inspect
+import sys
+import tomllib
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from forge_core.component import Component, Slot, fields_of
+from forge_core.config.leaf import read_leaf, written
+from forge_core.config.shape import shape_of
+from forge_core.config.tree import DEFAULT, Leaf, Table, build, plain
+from forge_core.config.validate import walk
+from forge_core.config.words import describe_shape
+from forge_core.config.write import to_toml, value_text
+from forge_core.errors import BrokenPlugin, UnknownComponent, did_you_mean
+from forge_core.groups import GROUPS
+from forge_core.registry import Entry, Registry
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that a component takes; `default` as TOML text, None for a required one."""
+
+    name: str
+    expected: str
+    default: str | None
+    doc: str
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """What a plugin is."""
+
+    entry: Entry
+    doc: str
+    keys: tuple[Key, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.entry.as_json(),
+            "target": self.entry.target,
+            "doc": self.doc,
+            "keys": [dataclasses.asdict(key) for key in self.keys],
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """The health of one plugin; no problems means sound."""
+
+    entry: Entry
+    problems: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.entry.as_json(), "problems": list(self.problems)}
+
+
+def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entry]:
+    """Every plugin that `name` may mean, in one group or in all of them.
+
+    Raises:
+        UnknownComponent: there is none.
+    """
+    if group or ".py:" in name:
+        wanted = group if group.startswith("forge.") else f"forge.{group}"
+        if not group:
+            raise UnknownComponent(f"{name!r} may be of any group; say which with --group")
+        return [registry.find(wanted, name)]
+    found = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
+    if not found:
+        hint = did_you_mean(name, sorted({entry.name for entry in registry.entries}))
+        raise UnknownComponent(f"no plugin is called {name!r}" + (f"; {hint}" if hint else ""))
+    return sorted(found, key=lambda entry: (entry.group, entry.distribution))
+
+
+def portrait(entry: Entry, registry: Registry) -> Portrait:
+    """A plugin's docstring and keys.
+
+    Raises:
+        BrokenPlugin: it cannot be loaded.
+    """
+    loaded = registry.load_entry(entry)
+    if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
+        return Portrait(entry, (inspect.getdoc(loaded) or "").partition("\n\n")[0] if callable(loaded) else str(loaded), ())
+    keys = []
+    for info in fields_of(loaded):
+        shape = shape_of(info.type)
+        default = None
+        if shape.slot is not None and shape.slot.default is not None:
+            default = shape.slot.default
+        elif not info.required:
+            default = "none" if info.default is None else repr(info.default)
+            if shape.kind == "leaf" and info.default is not None:
+                default = value_text(written(info.default, shape.type))
+        keys.append(Key(info.name, describe_shape(shape), default, info.doc))
+    return Portrait(entry, " ".join((inspect.getdoc(loaded) or "").split()), tuple(keys))
+
+
+def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> list[Report]:
+    """Loads every plugin (or those of one name) and says what is wrong with each.
+
+    Raises:
+        UnknownComponent: no plugin has this name.
+    """
+    entries = find_everywhere(registry, name) if name else [entry for group in GROUPS for entry in registry.of(group)]
+    return [Report(entry, tuple(_problems(entry, registry, conform))) for entry in entries]
+
+
+def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
+    rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
+    problems = [f"the name is also claimed by {other.distribution} {other.version}" for other in rivals]
+    before = "torch" in sys.modules
+    try:
+        loaded = registry.load_entry(entry)
+    except BrokenPlugin as error:
+        return [*problems, str(error)]
+    if not before and "torch" in sys.modules:
+        problems.append("imports torch when it is only looked at; import it inside build")
+    if inspect.isclass(loaded) and issubclass(loaded, Component):
+        problems += _describes_itself(loaded)
+        problems += _defaults_fit(loaded)
+        if conform:
+            problems += _conforms(entry, loaded, registry)
+    elif callable(loaded) and not inspect.getdoc(loaded):
+        problems.append("has no docstring")
+    return problems
+
+
+def _describes_itself(cls: type) -> list[str]:
+    """What a component owes whoever reads a recipe."""
+    problems = []
+    parameters = typing.cast(Any, cls).__dataclass_params__
+    if not parameters.frozen:
+        problems.append("is not frozen: decorate it with @dataclass(frozen=True, kw_only=True)")
+    if not cls.__doc__ or cls.__doc__.startswith(f"{cls.__name__}("):  # what dataclass writes when there is none
+        problems.append("has no docstring")
+    problems += [
+        f"field {item.name!r} is not keyword-only" for item in dataclasses.fields(typing.cast(Any, cls)) if not item.kw_only
+    ]
+    for info in fields_of(cls):
+        if info.name == "name":
+            problems.append("field 'name' clashes with the key that chooses the component")
+        if not info.doc:
+            problems.append(f"field {info.name!r} has no docstring below it")
+        if shape_of(info.type).type is Component and shape_of(info.type).slot is None:
+            problems.append(f"field {info.name!r} holds a component without a Slot, so no group is known")
+    return problems
+
+
+def _defaults_fit(cls: type) -> list[str]:
+    """Defaults that a recipe could not have given: of another type, or out of range."""
+    problems = []
+    for info in fields_of(cls):
+        shape = shape_of(info.type)
+        if shape.kind != "leaf" or info.required or (info.default is None and shape.optional):
+            continue
+        try:
+            _, faults = read_leaf(info.name, Leaf(written(info.default, shape.type), DEFAULT), shape)
+        except (TypeError, ValueError) as error:  # what pydantic and json raise for what they cannot write
+            problems.append(f"default of {info.name!r}: {error}")
+        else:
+            problems += [f"default of {info.name!r}: {fault.message}" for fault in faults]
+    return problems
+
+
+def _conforms(entry: Entry, cls: type, registry: Registry) -> list[str]:
+    """Description conformance, the same for every group: the defaults make an instance, and its description reads back equal."""
+    slot = Annotated[Component, Slot(entry.group, default=entry.qualified)]
+    holder = dataclasses.make_dataclass("Holder", [("plugin", slot, Slot.unset())], frozen=True)
+    required = {f"plugin.{info.name}" for info in fields_of(cls) if info.required}
+    first = walk(holder, Table({}, DEFAULT), registry)
+    missing = {fault.key.removesuffix(".name") for fault in first.faults}
+    problems = [f"defaults: {fault}" for fault in first.faults if fault.key.removesuffix(".name") not in required]
+    if not missing:
+        described = tomllib.loads(to_toml(plain(first.tree)))
+        tree = build(described, (), lambda _: "description", Path())
+        again = walk(holder, typing.cast(Table, tree), registry)
+        if again.faults or again.value != first.value:
+            problems.append("its description does not read back as an equal component")
+    return problems

@@ -1,0 +1,22 @@
+"""`python -m forge_data`: the commands of this distribution without the trainer."""
+
+import sys
+
+import typer
+
+from forge_core.errors import ForgeError
+from forge_data.commands import app
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command, by default that of the command line; a refusal is one message and exit code 2."""
+    try:
+        app(arguments, prog_name="python -m forge_data")
+    except ForgeError as error:
+        typer.echo(f"error: {error}", err=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

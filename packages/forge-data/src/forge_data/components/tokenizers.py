@@ -1,0 +1,44 @@
+"""Tokenizers that a recipe selects by `[data.tokenizer]`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
+
+from forge_core.component import Component
+
+if TYPE_CHECKING:
+    from forge_core.protocols.data import SourceContext, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes(Component):
+    """UTF-8 bytes as tokens 0 to 255, end of document 256. Nothing to train."""
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.bytes import ByteTokenizer
+
+        return ByteTokenizer()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bpe(Component):
+    """Byte-level byte-pair encoding (Sennrich et al., 2016; bytes as in GPT-2), trained once or loaded from a file."""
+
+    vocab_size: Annotated[int, Ge(257)] = 4096
+    """Largest vocabulary of a trained tokenizer: 256 bytes, the end of document, and merges."""
+    path: str | None = None
+    """A `tokenizer.json` of the `tokenizers` library to load instead of training."""
+    files: tuple[str, ...] = ()
+    """Text files or patterns to train on; by default the recipe's text sources."""
+    eos: str = "<|endoftext|>"
+    """The token that ends a document; in a loaded tokenizer it must exist."""
+    min_frequency: Annotated[int, Ge(1)] = 2
+    """A pair that occurs less often is not merged."""
+    train_bytes: Annotated[int, Ge(1)] = 1_000_000_000
+    """Training reads documents in order until it has seen so much text."""
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.bpe import load, train
+
+        return load(self.path, self.eos) if self.path is not None else train(self, context)

@@ -1,0 +1,80 @@
+"""A random order of n rows without storing it: a counter-based permutation.
+
+A Feistel network (Luby and Rackoff, 1988) on b bits, 2^(b-1) < n <= 2^b, is a bijection of [0, 2^b); where it leaves
+[0, n) it is applied again until it comes back ("cycle walking", Black and Rogaway, 2002), fewer than two times on
+average, which makes it a bijection of [0, n). The key is derived from (seed, source, epoch), so every epoch of every
+source has an order of its own, and row i of the order is found in O(1) time and memory.
+"""
+
+from hashlib import blake2b
+
+import numpy as np
+
+ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_A = np.uint64(0xBF58476D1CE4E5B9)
+_B = np.uint64(0x94D049BB133111EB)
+
+
+def key_of(*parts: object) -> int:
+    """A 64-bit key from anything printable; equal on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 whose output bits look random (finaliser of SplitMix64, Steele et al., 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * _A
+    values = (values ^ (values >> np.uint64(27))) * _B
+    return values ^ (values >> np.uint64(31))
+
+
+def permute(indices: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.ndarray:
+    """Where a random order of `size` rows puts each index.
+
+    Args:
+        indices: (N,) integers in [0, size).
+        size: number of rows.
+        key: of (seed, source).
+        epochs: (N,) epoch of each index; every epoch is a permutation of its own.
+
+    Returns:
+        (N,) int64 rows in [0, size).
+    """
+    if size < 1:
+        raise ValueError(f"an order needs at least one row, got {size}")
+    found = np.asarray(indices).astype(np.uint64)
+    if size == 1 or not len(found):
+        return found.astype(np.int64)
+    bits = max(2, (size - 1).bit_length())
+    keys = _round_keys(key, np.asarray(epochs).astype(np.uint64))
+    found = _feistel(found, bits, keys)
+    outside = np.flatnonzero(found >= size)
+    while len(outside):
+        own = keys if keys.shape[1] == 1 else keys[:, outside]
+        walked = _feistel(found[outside], bits, own)
+        found[outside] = walked
+        outside = outside[walked >= size]
+    return found.astype(np.int64)
+
+
+def _round_keys(key: int, epochs: np.ndarray) -> np.ndarray:
+    """(ROUNDS, N) keys, or (ROUNDS, 1) when all indices are of one epoch."""
+    if (epochs == epochs[0]).all():
+        epochs = epochs[:1]
+    rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64)[:, None]
+    return mix(mix(np.array([key], dtype=np.uint64) + epochs * _GOLDEN) + rounds * _GOLDEN)
+
+
+def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+    """One pass over both halves, which may differ by a bit; each round changes one half by a function of the other."""
+    low = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    left, right = values >> low, values & low_mask
+    for number in range(ROUNDS):
+        if number % 2 == 0:
+            left = left ^ (mix(right + keys[number]) & high_mask)
+        else:
+            right = right ^ (mix(left + keys[number]) & low_mask)
+    return (left << low) | right

@@ -1,0 +1,120 @@
+"""Cutting a stream of documents into rows, and telling each token its document and its place inside it.
+
+A packing offers `rows` and `cut`: the windows of some rows and the document ends inside them. `concatenate` cuts every
+T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
+goes on in another row, where it counts as a document of its own.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Source
+
+
+class Cut(NamedTuple):
+    """Windows of N rows.
+
+    Attributes:
+        windows: (N, T + 1) token ids in the stored dtype.
+        rows: (K,) int64 row of each document end, ascending.
+        columns: (K,) int64 its column, 1 <= column <= T: token `column` of the window begins another document.
+    """
+
+    windows: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+
+class Concatenated:
+    """Rows of T tokens cut from one source, back to back.
+
+    Attributes:
+        rows: full rows; the last fewer than T + 1 tokens are in none.
+        ragged: rows that reach the last token too, the last one perhaps short: what evaluation reads.
+    """
+
+    def __init__(self, source: Source, length: int) -> None:
+        self.source = source
+        self.length = length
+        self.rows = max(0, (source.tokens - 1) // length)
+        self.ragged = -(-max(0, source.tokens - 1) // length)
+
+    def cut(self, numbers: np.ndarray) -> Cut:
+        """The windows of full rows `numbers` (N,) int64."""
+        source, wide = self.source, self.length + 1
+        starts = numbers * self.length
+        first = source.read(int(starts[0]), int(starts[0]) + wide)
+        windows = np.empty((len(starts), wide), dtype=first.dtype)
+        windows[0] = first
+        for row, start in enumerate(starts.tolist()[1:], 1):
+            windows[row] = source.read(start, start + wide)
+        rows, columns = source.borders(starts.astype(np.uint64), self.length)
+        return Cut(windows, rows, columns)
+
+    def cut_last(self) -> tuple[Cut, int]:
+        """The short last row, filled up with token 0, and how many of its columns have a label."""
+        start = self.rows * self.length
+        found = self.source.read(start, self.source.tokens)
+        windows = np.zeros((1, self.length + 1), dtype=found.dtype)
+        windows[0, : len(found)] = found
+        columns = (self.source.ends(start, self.source.tokens) - np.uint64(start)).astype(np.int64)
+        return Cut(windows, np.zeros(len(columns), dtype=np.int64), columns), len(found) - 1
+
+
+def places(cut: Cut, positions: np.ndarray, documents: np.ndarray) -> None:
+    """Writes the place of each token inside its document, and the number of the document inside its row.
+
+    Args:
+        cut: N windows of T + 1 tokens.
+        positions: (N, T) int32, written; 0 at the first token of the row and of every document.
+        documents: (N, T) int32, written; 0 for the first document of a row, then 1, 2, ...
+    """
+    count, length = positions.shape
+    # An end after a row's last token makes a segment of length 0, which writes nothing.
+    rows, columns = cut.rows, cut.columns
+    ends_in_row = np.bincount(rows, minlength=count)
+    before = np.cumsum(ends_in_row) - ends_in_row
+    # A segment is what one document has in one row; segments are sorted, each row's first begins at column 0.
+    starts = np.empty(count + len(rows), dtype=np.int64)
+    numbers = np.zeros(count + len(rows), dtype=np.int32)
+    heads = before + np.arange(count)
+    starts[heads] = np.arange(count) * length
+    own = np.arange(len(rows)) + rows + 1
+    starts[own] = rows * length + columns
+    numbers[own] = np.arange(len(rows)) - before[rows] + 1
+    lengths = np.diff(starts, append=count * length)
+    documents.reshape(-1)[:] = np.repeat(numbers, lengths)
+    flat = positions.reshape(-1)
+    np.subtract(np.arange(count * length, dtype=np.int32), np.repeat(starts.astype(np.int32), lengths), out=flat)
+
+
+def borders_in(ends: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Source.borders` from a sorted uint64 array of document ends, which may be memory-mapped.
+
+    Touches O(log documents) pages per window: both sides of the search are uint64, else numpy would convert the whole
+    array first.
+    """
+    starts = starts.astype(np.uint64)
+    low = np.searchsorted(ends, starts, side="right")
+    high = np.searchsorted(ends, starts + np.uint64(length), side="right")
+    counts = high - low
+    rows = np.repeat(np.arange(len(starts)), counts)
+    if not len(rows):
+        return rows, rows.copy()
+    places_in_ends = np.arange(len(rows)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+    return rows, (ends[places_in_ends] - starts[rows]).astype(np.int64)
+
+
+def refuse_short(source: Source, label: str, length: int) -> None:
+    """Refuses a corpus that has no full row.
+
+    Raises:
+        DataError: with the numbers.
+    """
+    if source.tokens <= length:
+        raise DataError(
+            f"source {label!r} ({source.name}) has {source.tokens} tokens, fewer than the {length + 1} of one sample "
+            f"(sequence_length = {length} and the last label); give it more text or lower data.sequence_length"
+        )

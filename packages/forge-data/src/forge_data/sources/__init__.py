@@ -1,0 +1,1 @@
+"""Where tokens come from: each module reads one format behind `forge_core.protocols.data.Source`."""

@@ -1,0 +1,139 @@
+"""What a token store says about itself: `manifest.json`, the only file that is read when a store is opened.
+
+    manifest.json      this
+    shard-00000.bin    token ids, raw little-endian, of the manifest's dtype
+    shard-00000.doc.npy  uint64 ends of the shard's documents, counted from the shard's start
+    counts.npy         uint64 occurrences of every token id
+    tokenizer.json     copy of the tokenizer, where the writer had one
+
+Documents never cross a shard. The manifest is written last: a directory without one is no store.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import DataError
+
+FORMAT = "forge-token-store"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+COUNTS = "counts.npy"
+DTYPES = ("uint8", "uint16", "uint32", "uint64")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the store: name, size in bytes and XXH3-128 of its content."""
+
+    file: str
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokens and document ends of one shard; `max_id` is its largest token id."""
+
+    tokens: int
+    documents: int
+    max_id: int
+    data: FileEntry
+    ends: FileEntry
+
+
+@dataclass(frozen=True)
+class TokenizerEntry:
+    """Which tokenizer made the tokens."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    eos: int | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known about a store. `text_bytes` is the size of the text behind the tokens."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    text_bytes: int | None
+    tokenizer: TokenizerEntry | None
+    shards: tuple[Shard, ...]
+    counts: FileEntry
+    source: str
+    creator: str
+
+    @property
+    def max_id(self) -> int:
+        return max((shard.max_id for shard in self.shards), default=-1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens, borders and tokenizer, wherever the store lies and however it was made."""
+        parts = [self.dtype, self.tokenizer.sha256 if self.tokenizer else ""]
+        parts += [f"{shard.data.xxh3} {shard.ends.xxh3}" for shard in self.shards]
+        return sha256("\n".join(parts).encode()).hexdigest()
+
+    def as_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a store.
+
+    Raises:
+        DataError: there is none, or it is not one that this version reads.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "is no token store: it has no manifest.json" if directory.is_dir() else "does not exist"
+        raise DataError(f"{directory} {what}; write one with `data prepare`") from None
+    except NotADirectoryError:
+        raise DataError(f"{directory} is a file, not a token store; a single file of tokens is source 'tokens'") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    try:
+        return _parse(content, path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__} {error}; write the store again") from error
+
+
+def _parse(content: dict[str, Any], path: Path) -> Manifest:
+    if content["format"] != FORMAT or content["version"] != VERSION:
+        found = f"{content['format']} version {content['version']}"
+        raise DataError(f"{path} is of {found}; this Forge reads {FORMAT} version {VERSION}")
+    if content["dtype"] not in DTYPES:
+        raise DataError(f"{path}: unknown dtype {content['dtype']!r}; known: {', '.join(DTYPES)}")
+    for shard in content["shards"]:
+        for name in (shard["data"]["file"], shard["ends"]["file"]):
+            if Path(name).name != name:
+                raise DataError(f"{path} names the file {name!r}, which is not inside the store")
+    tokenizer = content["tokenizer"]
+    return Manifest(
+        dtype=content["dtype"],
+        tokens=content["tokens"],
+        documents=content["documents"],
+        text_bytes=content["text_bytes"],
+        tokenizer=TokenizerEntry(**tokenizer) if tokenizer else None,
+        shards=tuple(
+            Shard(
+                tokens=shard["tokens"],
+                documents=shard["documents"],
+                max_id=shard["max_id"],
+                data=FileEntry(**shard["data"]),
+                ends=FileEntry(**shard["ends"]),
+            )
+            for shard in content["shards"]
+        ),
+        counts=FileEntry(**content["counts"]),
+        source=content["source"],
+        creator=content["creator"],
+    )

@@ -1,0 +1,45 @@
+"""Uniform random tokens as a `Source`: each is a function of (seed, position), nothing is stored."""
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.components.sources import Random
+from forge_data.order import key_of, mix
+
+
+class RandomSource:
+    """A stream of `component.tokens` tokens; the modulo bias is below vocab_size / 2^64."""
+
+    text_bytes: int | None = None
+    tokenizer: str | None = None
+
+    def __init__(self, component: Random) -> None:
+        self.name = f"random tokens of seed {component.seed}"
+        self.tokens = component.tokens
+        self.vocab_size: int | None = component.vocab_size
+        self.max_id: int | None = component.vocab_size - 1
+        self.document = component.document or component.tokens
+        self.fingerprint = f"random-{component.seed}-{component.tokens}-{component.vocab_size}-{self.document}"
+        self._key = np.uint64(key_of("random tokens", component.seed))
+        if component.vocab_size > 1 << 32:
+            raise DataError(f"a vocabulary of {component.vocab_size} does not fit 32 bits")
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.tokens} in {self.name}")
+        positions = np.arange(start, stop, dtype=np.uint64)
+        return (mix(mix(positions + self._key)) % np.uint64(self.vocab_size or 1)).astype(np.uint32)
+
+    def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Document ends e with start < e <= stop."""
+        stop = self.tokens if stop is None else min(stop, self.tokens)
+        first = (start // self.document + 1) * self.document
+        found = np.arange(first, stop + 1, self.document, dtype=np.uint64)
+        ragged = stop == self.tokens > start and self.tokens % self.document
+        return np.append(found, np.uint64(stop)) if ragged else found
+
+    def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Document ends inside many windows; see `Source.borders`."""
+        found = [(self.ends(start, start + length) - np.uint64(start)).astype(np.int64) for start in starts.tolist()]
+        rows = np.repeat(np.arange(len(found)), [len(columns) for columns in found])
+        return rows, np.concatenate([*found, np.empty(0, dtype=np.int64)])

@@ -1,0 +1,31 @@
+"""UTF-8 bytes as tokens."""
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+
+KIND = "forge-bytes"
+
+
+class ByteTokenizer:
+    """Token i is byte i; 256 ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos: int | None = 256
+
+    def __init__(self) -> None:
+        self.fingerprint = sha256(self.dump()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """(bytes,) int64."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; the end of a document is left out, broken characters become U+FFFD."""
+        return bytes(index for index in ids if 0 <= index < 256).decode("utf-8", errors="replace")
+
+    def dump(self) -> bytes:
+        return (json.dumps({"type": KIND, "version": 1}) + "\n").encode()

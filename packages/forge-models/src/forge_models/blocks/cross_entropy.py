@@ -1,0 +1,148 @@
+"""Projection to the vocabulary and cross-entropy in one, so that the logits of a whole batch never exist.
+
+Rows are taken in chunks. While a chunk's logits exist its gradients are computed too, so the backward only scales them:
+for row n with logits c, log partition function L = logsumexp(c) and label y,
+
+    loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forge_core.batch import IGNORE
+
+LOGITS = 2**24
+"""Logits of one chunk at most, unless that is fewer than 256 rows: 64 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class ChunkedCrossEntropy:
+    """The loss head of one process. `rows` of a chunk; chosen from the vocabulary when None."""
+
+    rows: int | None = None
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(total with graph, nll, z): sums over valid labels in fp32 (fp64 for fp64 inputs).
+
+        Args:
+            hidden: (N, embed).
+            weight: (vocab, embed).
+            labels: (N,) int64; `IGNORE` = no loss.
+            z_loss: weight of the squared log partition function.
+            soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
+        """
+        # 256 rows keep the products with `weight` bound by arithmetic, not by reading the weight once per chunk.
+        rows = self.rows or max(256, min(512, LOGITS // weight.shape[0]))
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, rows)
+        sums, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))
+        return sums
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, needs)
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(nll, z)
+        return total, nll, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_grad, weight_grad = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            None if hidden_grad is None else hidden_grad * scale,
+            None if weight_grad is None else (weight_grad * scale).to(ctx.weight_dtype),
+            *(None,) * 4,
+        )
+
+
+def _chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    soft_cap: float | None,
+    rows: int,
+    needs: tuple[bool, bool],
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    """The three sums, and the gradients of the total with respect to `hidden` and `weight` where `needs` says so."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    count, vocab = hidden.shape[0], weight.shape[0]
+    nll = torch.zeros((), dtype=wide, device=hidden.device)
+    z = torch.zeros_like(nll)
+    hidden_grad = torch.empty_like(hidden) if needs[0] else None
+    weight_sum = _WeightGradient(weight, wide) if needs[1] else None
+    # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
+    buffer = torch.empty(min(rows, count), vocab, dtype=wide, device=hidden.device)
+    narrow = buffer if hidden.dtype == wide else torch.empty_like(buffer, dtype=hidden.dtype)
+    for start in range(0, count, rows):
+        x, label = hidden[start : start + rows], labels[start : start + rows]
+        logits, low = buffer[: x.shape[0]], narrow[: x.shape[0]]
+        torch.mm(x, weight.T, out=low)
+        if low is not logits:
+            logits.copy_(low)
+        valid = (label != IGNORE).to(wide)
+        index = label.where(label != IGNORE, 0).unsqueeze(1)
+        slope = _cap(logits, soft_cap)
+        chosen = logits.gather(1, index).squeeze(1)
+        partition, log_partition = _exponentiate(logits)
+        nll += ((log_partition - chosen) * valid).sum()
+        z += (log_partition.square() * valid).sum()
+        if hidden_grad is None and weight_sum is None:
+            continue
+        # d loss / d logits = softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - max)
+        factor = valid * (1 + 2 * z_loss * log_partition) / partition
+        logits.mul_(factor.unsqueeze(1)).scatter_add_(1, index, -valid.unsqueeze(1))
+        if slope is not None:
+            logits.mul_(slope)
+        if low is not logits:
+            low.copy_(logits)
+        if hidden_grad is not None:
+            torch.mm(low, weight, out=hidden_grad[start : start + rows])
+        if weight_sum is not None:
+            weight_sum.add(low, x)
+    return (nll + z_loss * z, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
+
+
+def _cap(logits: Tensor, soft_cap: float | None) -> Tensor | None:
+    """Caps `logits` in place and returns the derivative of the cap, or None without one."""
+    if soft_cap is None:
+        return None
+    bounded = logits.div_(soft_cap).tanh_()
+    slope = 1 - bounded.square()
+    logits.mul_(soft_cap)
+    return slope
+
+
+def _exponentiate(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns `logits` in place into exp(logits - max); returns their sum and log partition function, each (rows,)."""
+    top = logits.amax(dim=1)
+    partition = logits.sub_(top.unsqueeze(1)).exp_().sum(dim=1)
+    return partition, top + partition.log()
+
+
+class _WeightGradient:
+    """Sum over chunks of gradient.T @ x, kept in `wide` whatever the dtype of the products."""
+
+    def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
+        self.total = torch.zeros_like(weight, dtype=wide)
+        self._product = None if weight.dtype == wide else torch.empty_like(weight)
+
+    def add(self, gradient: Tensor, x: Tensor) -> None:
+        if self._product is None:
+            torch.addmm(self.total, gradient.T, x, out=self.total)
+        else:
+            self.total.add_(torch.mm(gradient.T, x, out=self._product))

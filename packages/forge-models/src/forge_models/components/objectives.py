@@ -1,0 +1,24 @@
+"""What is minimised, chosen by `[objective]`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge
+
+from forge_core.component import Component
+
+if TYPE_CHECKING:
+    from forge_core.protocols.model import Objective
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Component):
+    """Negative log-likelihood of the next token, summed over valid positions."""
+
+    z_loss: Annotated[float, Ge(0)] = 0.0
+    """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""
+
+    def build(self) -> "Objective":
+        from forge_models.objectives import CrossEntropy as Objective
+
+        return Objective(self.z_loss)

@@ -1,0 +1,45 @@
+"""What a decoder tells the components that build its parts. Plain data: importing it needs no torch."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+from forge_core.component import Component
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockContext:
+    """Sizes and choices of a decoder, all resolved, as `build(context)` of an attention or MLP component sees them.
+
+    Attributes:
+        dim: width of the residual stream.
+        layers: number of blocks in the whole model.
+        layer: index of the block that is being built.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: width of one head.
+        ffn_dim: hidden width of the feed-forward part.
+        max_length: longest sequence in tokens.
+        rope_theta: base of the rotary angles.
+        init_std: standard deviation of hidden matrices.
+        norm: component that builds a norm of a given width.
+    """
+
+    dim: int
+    layers: int
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    max_length: int
+    rope_theta: float
+    init_std: float
+    norm: Component
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of projections that write to the residual stream: init_std / sqrt(2 * layers).
+
+        Each block adds two terms, so the stream's variance stays the same for every depth (Radford et al., 2019).
+        """
+        return self.init_std / sqrt(2 * self.layers)

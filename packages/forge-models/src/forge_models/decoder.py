@@ -1,0 +1,188 @@
+"""The decoder as a module: embedding, blocks, norm, head. It holds no buffers and no parallel code."""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.protocols.model import LossTerms, Objective
+from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
+from forge_models.blocks.block import Block
+from forge_models.blocks.head import Head
+from forge_models.blocks.layers import Embedding
+from forge_models.blocks.rope import Rotation, rotation
+from forge_models.cache import KVCache
+from forge_models.components.decoder import Decoder as DecoderComponent
+from forge_models.interp.tap import scope, tap
+
+TIED = ("head.weight", "embed.weight")
+"""A tied head's name, and the name of the table that it uses."""
+
+
+class Decoder(nn.Module):
+    """Decoder of the Llama shape.
+
+    `embed`, `norm` and `head` may be None and `blocks` may hold fewer entries (under their own names): a pipeline part
+    is this module with the rest removed. The first part takes tokens, later ones hidden states.
+    """
+
+    def __init__(self, config: DecoderComponent) -> None:
+        super().__init__()
+        self.config = config
+        norm: Any = config.resolved_norm
+        embed = Embedding(config.vocab_size, config.dim)
+        head = Head(config.dim, config.vocab_size, self._head_std(), config.soft_cap)
+        if config.tied_embeddings:
+            head.weight = embed.weight  # type: ignore[assignment]
+        self.embed: Embedding | None = embed
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
+        self.norm: nn.Module | None = norm.build(config.dim)
+        self.head: Head | None = head
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        labels: Tensor | None = None,
+        objective: Objective | None = None,
+        cache: KVCache | None = None,
+        at: Tensor | None = None,
+        **extras: Tensor,
+    ) -> Tensor | LossTerms:
+        """Logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
+
+        Args:
+            x: (B, T) int64 tokens, or hidden states (B, T, dim) when an earlier part embedded them.
+            positions: (B, T) position of each token in its document; None = 0 .. T - 1, or the cache's next ones.
+            documents: (B, T) document of each token; attention stays inside. None = each row is one document.
+            labels: (B, T) int64, already shifted; needed by an objective.
+            objective: what is minimised.
+            cache: keys and values of earlier tokens, which this call extends.
+            at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
+            extras: refused; a decoder of text has no further inputs.
+
+        Raises:
+            ValueError: for inputs that do not go together or are longer than `max_length`.
+        """
+        self._check(x, documents, labels, objective, cache, extras)
+        length = x.shape[1]
+        if cache is not None:
+            positions = cache.advance(positions, length)
+        elif positions is None:
+            positions = torch.arange(length, device=x.device)
+        turn = rotation(positions, self.config.resolved_head_dim, self.config.rope_theta)
+        shared = self._shared(documents, length, x.device, cache)
+        if self.embed is not None:
+            x = self.embed(x)
+        x = self._run_blocks(x, turn, shared, cache)
+        if at is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.head is None else self.head(x, labels, objective)
+
+    def _run_blocks(self, x: Tensor, turn: Rotation, shared: dict[int | None, Any], cache: KVCache | None) -> Tensor:
+        for name, block in self.blocks.items():
+            with scope(f"blocks.{name}."):
+                x = block(x, turn, shared[_window(block)], None if cache is None else cache.layers[name])
+        with scope(""):
+            return tap("residual", x) if self.head is not None else x
+
+    def _shared(
+        self, documents: Tensor | None, length: int, device: torch.device, cache: KVCache | None
+    ) -> dict[int | None, Any]:
+        """Per window, what the attention cores share for this batch: built once, used by every layer."""
+        shared: dict[int | None, Any] = {}
+        for block in self.blocks.values():
+            window = _window(block)
+            if window in shared:
+                continue
+            core = _attention(block).core
+            if cache is None:
+                shared[window] = core.prepare(documents, length, window, device)
+            elif hasattr(core, "prepare_cached"):
+                shared[window] = core.prepare_cached(cache.slots, cache.extent, window)
+            else:
+                raise ValueError(f"the attention core {type(core).__name__} cannot use a cache; generate without it")
+        return shared
+
+    def _check(
+        self,
+        x: Tensor,
+        documents: Tensor | None,
+        labels: Tensor | None,
+        objective: Objective | None,
+        cache: KVCache | None,
+        extras: dict[str, Tensor],
+    ) -> None:
+        if extras:
+            raise ValueError(f"a decoder of text takes no {', '.join(sorted(extras))}")
+        if x.shape[1] > self.config.max_length:
+            raise ValueError(f"{x.shape[1]} tokens in a row are more than max_length {self.config.max_length}")
+        if objective is not None and labels is None:
+            raise ValueError("an objective needs labels")
+        if labels is not None and objective is None:
+            raise ValueError("labels without an objective: say what to minimise, or leave them out for logits")
+        if cache is not None and documents is not None:
+            raise ValueError("a cache holds one document a row: leave documents out")
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters."""
+        return KVCache(self.blocks, batch, capacity, next(self.parameters()).device)
+
+    def specs(self) -> Specs:
+        """All that strategies know about this model."""
+        config = self.config
+        stream: tuple[Dim, ...] = ("batch", "sequence", "embed")
+        tensors: dict[str, TensorSpec] = {}
+        modules: dict[str, ModuleSpec] = {}
+        if self.embed is not None:
+            tensors["embed.weight"] = TensorSpec(("vocab", "embed"), Init("normal", self._embed_std()), "embedding")
+            modules["embed"] = ModuleSpec((("batch", "sequence"),), (stream,))
+        if self.norm is not None:
+            modules["norm"] = ModuleSpec((stream,), (stream,))
+        for path, module in self.named_modules():
+            for name, spec in getattr(module, "tensor_specs", dict)().items():
+                tensors[_join(path, name)] = spec
+            for name, layout in getattr(module, "module_specs", dict)().items():
+                modules[_join(path, name)] = layout
+        tied = config.tied_embeddings and self.head is not None
+        if tied and self.embed is not None:
+            del tensors[TIED[0]]
+        return Specs(
+            tensors=tensors,
+            modules=modules,
+            blocks=tuple(f"blocks.{name}" for name in self.blocks),
+            units={
+                "embed": config.dim,
+                "heads": config.heads,
+                "kv_heads": config.resolved_kv_heads,
+                "ffn": config.resolved_ffn_dim,
+                "vocab": config.vocab_size,
+            },
+            ties=dict([TIED]) if tied else {},
+        )
+
+    def _head_std(self) -> float:
+        """At most 1 / (2 sqrt(dim)): normed hidden states have length sqrt(dim), so logits start with variance <= 1/4
+        and the loss at most 1/8 above ln vocab_size, for every width."""
+        return min(self.config.init_std, 0.5 / sqrt(self.config.dim))
+
+    def _embed_std(self) -> float:
+        """A tied table also scores a token against itself, with a logit of up to dim * std: kept below 2."""
+        return min(self.config.init_std, 2 / self.config.dim) if self.config.tied_embeddings else self.config.init_std
+
+
+def _attention(block: Any) -> Any:
+    return block.attention
+
+
+def _window(block: nn.Module) -> int | None:
+    return _attention(block).window
+
+
+def _join(path: str, name: str) -> str:
+    return ".".join(part for part in (path, name) if part)

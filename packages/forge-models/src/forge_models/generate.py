@@ -1,0 +1,177 @@
+"""Cached generation: prompts of any lengths in one batch, greedy or sampled, token by token."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from forge_core.errors import ForgeError
+from forge_models.cache import KVCache
+from forge_models.decoder import Decoder
+from forge_models.sampling import Sampler
+
+
+class GenerationError(ForgeError):
+    """Prompts or settings from which nothing can be generated."""
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos: int | Collection[int] | None = None,
+    seed: int = 0,
+    prefill: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """Continues each prompt; returns the new tokens of each row, with its end-of-sequence token if it came to one.
+
+    Args:
+        model: a whole decoder; its training mode is as before afterwards.
+        prompts: token ids of each row, none empty; lengths may differ.
+        max_tokens: new tokens of a row at most.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_k: draw among the k most likely tokens only.
+        top_p: then among the fewest of these that hold this probability together.
+        eos: id or ids at which a row stops.
+        seed: of the draws. Row r of a batch of n gets the same draws whatever the other rows hold.
+        prefill: prompt tokens taken at once at most; None = all. It bounds memory and changes no result.
+        on_token: called with (row, token) for each new token.
+
+    Raises:
+        GenerationError: for an empty prompt, ids outside of the vocabulary, more tokens than `max_length`, or sampling
+            settings out of range.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    steps = stream(
+        model,
+        prompts,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos=eos,
+        seed=seed,
+        prefill=prefill,
+    )
+    for step in steps:
+        for row, token in enumerate(step):
+            if token is not None:
+                rows[row].append(token)
+                if on_token is not None:
+                    on_token(row, token)
+    return rows
+
+
+def stream(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos: int | Collection[int] | None = None,
+    seed: int = 0,
+    prefill: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Like `generate`, one step at a time: yields each row's new token, None once the row has stopped.
+
+    Faults are raised at the call, before the first step is asked for.
+    """
+    sampler = _sampler(temperature, top_k, top_p, seed)
+    _check(model, prompts, max_tokens, prefill)
+    stops = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, sampler, stops, prefill)
+
+
+def _steps(
+    model: Decoder,
+    prompts: list[list[int]],
+    max_tokens: int,
+    sampler: Sampler,
+    stops: frozenset[int],
+    prefill: int | None,
+) -> Iterator[list[int | None]]:
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = max(len(prompt) for prompt in prompts)
+    cache = model.new_cache(len(prompts), longest + max_tokens)
+    # A shorter row is filled up with token 0; the cache's rule "slot = position" keeps these out of every result.
+    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+    logits = _prefill(model, tokens, lengths, cache, prefill or longest)
+    running = [True] * len(prompts)
+    for step in range(max_tokens):
+        chosen = sampler(logits)
+        found = chosen.tolist()
+        yield [token if runs else None for token, runs in zip(found, running, strict=True)]
+        running = [runs and token not in stops for token, runs in zip(found, running, strict=True)]
+        if not any(running) or step + 1 == max_tokens:
+            return
+        logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
+
+
+def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int) -> Tensor:
+    """Runs the prompts through the cache; returns the logits (B, vocab) at the last token of each row."""
+    last: Tensor | None = None
+    for start in range(0, tokens.shape[1], chunk):
+        part = tokens[:, start : start + chunk]
+        at = lengths - 1 - start
+        here = (at >= 0) & (at < part.shape[1])
+        logits = _forward(model, part, None, cache, at.clamp(0, part.shape[1] - 1))[:, 0]
+        last = logits if last is None else torch.where(here.unsqueeze(1), logits, last)
+    assert last is not None
+    return last
+
+
+def _forward(model: Decoder, tokens: Tensor, positions: Tensor | None, cache: KVCache, at: Tensor | None = None) -> Tensor:
+    # Mode and gradients are set around each forward only, so an abandoned iterator leaves nothing behind.
+    with torch.no_grad(), _evaluating(model):
+        logits = model(tokens, positions=positions, cache=cache, at=at)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _sampler(temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Sampler:
+    try:
+        return Sampler(temperature, top_k, top_p, seed)
+    except ValueError as fault:
+        raise GenerationError(str(fault)) from fault
+
+
+def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
+    config = model.config
+    if not prompts:
+        raise GenerationError("there is no prompt")
+    if max_tokens < 1:
+        raise GenerationError(f"max_tokens {max_tokens} must be at least 1")
+    if prefill is not None and prefill < 1:
+        raise GenerationError(f"prefill {prefill} must be at least 1 token")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise GenerationError(f"prompt {row} is empty; begin it with the tokenizer's beginning-of-text token")
+        wrong = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+        if wrong is not None:
+            raise GenerationError(f"prompt {row} holds token {wrong}; the vocabulary has {config.vocab_size}")
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_tokens > config.max_length:
+        raise GenerationError(
+            f"a prompt of {longest} tokens and {max_tokens} new ones do not fit max_length {config.max_length}; "
+            f"ask for at most {max(0, config.max_length - longest)} new tokens"
+        )

@@ -1,0 +1,1 @@
+"""Reading and editing inner values of a running model."""

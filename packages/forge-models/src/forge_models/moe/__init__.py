@@ -1,0 +1,1 @@
+"""Mixture of experts: the seam that brings tokens to their experts."""

@@ -1,0 +1,106 @@
+"""The commands, and the recipe table."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ckpt.ranks import sample, whole
+from forge_ckpt.commands import app
+from forge_ckpt.components.section import Checkpoint
+from forge_ckpt.components.stores import Local
+from forge_ckpt.saver import save
+from forge_ckpt.store import LocalStore
+from forge_ckpt.world import Alone
+from forge_core.component import fields_of
+from forge_core.config.tree import Table, build
+from forge_core.config.validate import resolve
+from forge_core.errors import ConfigError
+from forge_core.registry import Registry
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        save(LocalStore(tmp_path / "c"), whole(sample(step)), {"cursor": 17}, step, Alone())
+    return tmp_path / "c"
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_list_show_verify(root: Path) -> None:
+    rows = json.loads(run("list", root, "--json").stdout)
+    assert [(row["name"], row["state"]) for row in rows] == [("step-00000002", "complete"), ("step-00000001", "complete")]
+    shown = json.loads(run("show", root, "1", "--json").stdout)
+    assert shown["meta"] == {"cursor": 17} and shown["step"] == 1
+    state = sample(1)
+    assert {t["name"]: (t["shape"], t["bytes"]) for t in shown["tensors"]} == {
+        name: (list(tensor.shape), tensor.numel() * tensor.element_size()) for name, tensor in state.items()
+    }
+    assert "model/head.weight" in run("show", root).stdout
+    result = run("verify", root)
+    assert result.exit_code == 0 and "step-00000002 is what was written" in result.stdout
+
+
+def test_damage_is_exit_code_1_and_nothing_is_moved(root: Path) -> None:
+    file = root / "step-00000002/rank-00000.bin"
+    file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    result = run("verify", root, "2", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["verified"] is False
+    file.unlink()
+    assert run("verify", root, "2").exit_code == 1
+    assert [row["state"] for row in json.loads(run("list", root, "--json").stdout)] == ["unusable", "complete"]
+    assert sorted(path.name for path in root.glob("step*")) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list", "nowhere"), ("show", "nowhere"), ("verify", "{root}", "9"), ("show", "{root}", "../x")]
+)
+def test_bad_input_is_exit_code_2_with_one_message(root: Path, arguments: tuple[str, ...]) -> None:
+    result = run(*(argument.format(root=root) for argument in arguments))
+    assert result.exit_code == 2 and "error:" in result.output and "Traceback" not in result.output
+
+
+def test_the_local_store_is_found_and_built_by_name(tmp_path: Path) -> None:
+    store = Registry().load("forge.stores", "local")().build(tmp_path / "c")
+    store.write("x", [b"y"])
+    assert store.read("x") == b"y"
+
+
+def test_the_section_describes_every_field_and_names_its_slot() -> None:
+    fields = {field.name: field for field in fields_of(Checkpoint)}
+    assert set(fields) == {"every", "keep", "mode", "store", "resume"} and all(field.doc for field in fields.values())
+    assert fields["store"].type.__metadata__[0].default == "local"
+
+
+def resolved(values: dict) -> Checkpoint:
+    tree = build(values, (), lambda keys: "recipe.toml", Path())
+    assert isinstance(tree, Table)
+    return resolve(Checkpoint, tree, Registry()).value
+
+
+def test_the_section_is_read_with_its_store() -> None:
+    section = resolved({"every": 10, "store": {"shared": True}})
+    assert (section.every, section.keep, section.mode, section.resume) == (10, 3, "sync", "auto")
+    assert section.store == Local(shared=True)
+
+
+@pytest.mark.parametrize(
+    "values", [{"mode": "async"}, {"every": -1}, {"keep": -1}, {"resume": "maybe"}, {"keep": 2.5}, {"store": {"name": "s3"}}]
+)
+def test_what_the_section_cannot_do_is_refused(values: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        resolved(values)
+
+
+def test_torch_is_not_needed_to_describe() -> None:
+    import subprocess
+    import sys
+
+    modules = "forge_ckpt.components.section, forge_ckpt.components.stores, forge_ckpt.commands"
+    code = f"import {modules}, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

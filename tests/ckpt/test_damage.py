@@ -1,0 +1,210 @@
+"""Damage is found before any live tensor changes, and a start never goes on without saying so."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
+from forge_ckpt.errors import Damaged, NewerFormat
+from forge_ckpt.resume import load, newest
+from forge_ckpt.saver import save
+from forge_ckpt.store import LocalStore
+from forge_ckpt.world import Alone
+from forge_core.errors import CheckpointError
+
+
+class Bomb:
+    def __init__(self, sentinel: Path) -> None:
+        self.sentinel = sentinel
+
+    def __reduce__(self):
+        return (Path.touch, (self.sentinel,))
+
+
+def full(seed: int) -> torch.Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def two_checkpoints(root: Path) -> LocalStore:
+    """Steps 100 and 200, each written by two ranks: rank files of 8 KiB."""
+    store = LocalStore(root)
+    for step in (100, 200):
+
+        def saving(world, step=step):
+            save(store, [shards("w", full(step), 0, 2)[world.rank]], {"step": step}, step, world)
+
+        on_ranks(2, saving)
+    return store
+
+
+def change(file: Path, at: int, data: bytes) -> None:
+    content = bytearray(file.read_bytes())
+    content[at : at + len(data)] = data
+    file.write_bytes(content)
+
+
+def flip(file: Path, at: int) -> None:
+    change(file, at, bytes([file.read_bytes()[at] ^ 1]))
+
+
+def swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def pickled(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Bomb(file.parent.parent.parent / "executed")))
+
+
+def linked(file: Path) -> None:
+    file.rename(file.parent.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent.parent / "elsewhere")
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "first byte flipped": lambda d: flip(d / "rank-00000.bin", 0),
+    "last byte flipped": lambda d: flip(d / "rank-00001.bin", 8191),
+    "page zeroed": lambda d: change(d / "rank-00001.bin", 4096, bytes(4096)),
+    "truncated": lambda d: os.truncate(d / "rank-00000.bin", 8191),
+    "emptied": lambda d: os.truncate(d / "rank-00000.bin", 0),
+    "longer": lambda d: change(d / "rank-00000.bin", 8192, b"x"),
+    "shards swapped": lambda d: swap(d / "rank-00000.bin", d / "rank-00001.bin"),
+    "shard missing": lambda d: (d / "rank-00001.bin").unlink(),
+    "stale shard": lambda d: shutil.copy(d.parent / "step-00000100/rank-00000.bin", d),
+    "stale manifest": lambda d: shutil.copy(d.parent / "step-00000100/manifest.json", d),
+    "manifest missing": lambda d: (d / "manifest.json").unlink(),
+    "manifest emptied": lambda d: os.truncate(d / "manifest.json", 0),
+    "manifest truncated": lambda d: os.truncate(d / "manifest.json", 200),
+    "manifest flipped": lambda d: flip(d / "manifest.json", 150),
+    "pickle as manifest": lambda d: pickled(d / "manifest.json"),
+    "pickle as shard": lambda d: pickled(d / "rank-00000.bin"),
+    "link as shard": lambda d: linked(d / "rank-00000.bin"),
+    "link as manifest": lambda d: linked(d / "manifest.json"),
+    "pipe as shard": lambda d: ((d / "rank-00000.bin").unlink(), os.mkfifo(d / "rank-00000.bin")),
+    "directory as shard": lambda d: ((d / "rank-00000.bin").unlink(), (d / "rank-00000.bin").mkdir()),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_path: Path, kind: str) -> None:
+    store = two_checkpoints(tmp_path / "c")
+    DAMAGE[kind](tmp_path / "c/step-00000200")
+
+    def starting(world):
+        mine = shards("w", torch.full((64, 64), 7.0), 1, 2)[world.rank]
+        before = digest([mine.local])
+        try:
+            load(store, 200, [mine], world)
+        except Damaged as cause:
+            assert digest([mine.local]) == before
+            message = str(cause)
+        else:
+            raise AssertionError("damage was loaded")
+        found = newest(store, world)
+        assert found is not None
+        assert load(store, found, [mine], world) == {"step": 100}
+        assert torch.equal(mine.local, shards("w", full(100), 1, 2)[world.rank].local)
+        return message, found.name, found.skipped
+
+    results = on_ranks(2, starting)
+    assert results[0] == results[1] and not isinstance(results[0], Exception), results
+    _, name, skipped = results[0]
+    assert name == "step-00000100"
+    assert [entry.name for entry in skipped] == ["damaged-step-00000200"] and skipped[0].reason
+    assert (tmp_path / "c/damaged-step-00000200").is_dir()  # put aside, not deleted
+    assert not (tmp_path / "executed").exists()
+
+
+def test_found_by_newest_and_damaged_before_load(tmp_path: Path) -> None:
+    store, state = LocalStore(tmp_path / "c"), sample()
+    save(store, whole(state), {}, 1, Alone())
+    found = newest(store, Alone())
+    assert found is not None
+    flip(tmp_path / "c/step-00000001/rank-00000.bin", 3)
+    live = {name: torch.ones_like(t) for name, t in state.items()}
+    before = digest(list(live.values()))
+    with pytest.raises(Damaged, match=r"rank-00000.bin.*checksum"):
+        load(store, found, whole(live), Alone())
+    assert digest(list(live.values())) == before
+
+
+def test_a_weights_only_load_does_not_care_about_other_bytes(tmp_path: Path) -> None:
+    store, state = LocalStore(tmp_path / "c"), sample()
+    save(store, whole(state), {}, 1, Alone())
+    size = sum(state[name].numel() * state[name].element_size() for name in state if name.startswith("model/"))
+    flip(tmp_path / "c/step-00000001/rank-00000.bin", size)
+    weights = blank({name: t for name, t in state.items() if name.startswith("model/")})
+    load(store, 1, whole(weights), Alone(), strict=False)
+    assert equal(weights, {name: state[name] for name in weights})
+    with pytest.raises(Damaged):
+        load(store, 1, whole(blank(state)), Alone())
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    from forge_ckpt.codec import decode
+
+    save(LocalStore(tmp_path / "c"), whole({"t": torch.ones(2)}), {"a": 1}, 1, Alone())
+    data = (tmp_path / "c/step-00000001/manifest.json").read_bytes()
+    assert decode(data).step == 1
+    for at in range(len(data)):
+        with pytest.raises(Damaged):
+            decode(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(Damaged):
+            decode(data[:at])
+
+
+def test_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "c")
+    save(store, whole(sample()), {}, 1, Alone())
+    flip(tmp_path / "c/step-00000001/rank-00000.bin", 3)
+    for _ in range(2):  # the second start sees only what the first one put aside
+        for policy in ("auto", "require"):
+            with pytest.raises(CheckpointError, match="no usable checkpoint"):
+                newest(store, Alone(), policy)
+    assert newest(store, Alone(), "never") is None
+
+
+def test_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "c")
+    save(store, whole(sample()), {}, 1, Alone())
+    store.rename("step-00000001", "superseded-step-00000001")
+    with pytest.raises(CheckpointError, match="superseded-step-00000001: left behind"):
+        newest(store, Alone())
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "c")
+    assert newest(store, Alone()) is None
+    with pytest.raises(CheckpointError, match="is the path right"):
+        newest(store, Alone(), "require")
+    with pytest.raises(CheckpointError, match="no checkpoint 5"):
+        load(store, 5, [], Alone())
+    assert not (tmp_path / "c").exists()  # looking creates nothing
+
+
+def test_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "c")
+    save(store, whole(sample()), {}, 1, Alone())
+    file = tmp_path / "c/step-00000001/manifest.json"
+    rest = file.read_bytes().split(b"\n", 1)[1].replace(b'"version":1', b'"version":2')
+    file.write_bytes(b'{"seal": "' + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n' + rest)
+    for call in (lambda: newest(store, Alone()), lambda: load(store, 1, whole(sample()), Alone())):
+        with pytest.raises(NewerFormat, match="format version 2"):
+            call()
+    assert "step-00000001" in store.list()
+
+
+def test_tombstones_and_half_saves_are_not_loadable(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "c")
+    save(store, whole(sample()), {}, 1, Alone())
+    for name in (".removed-step-00000002", ".saving-step-00000003-x", "damaged-step-00000004", "step-5", "step-00000006.tmp"):
+        shutil.copytree(tmp_path / "c/step-00000001", tmp_path / "c" / name)
+    found = newest(store, Alone())
+    assert found is not None and found.step == 1 and found.skipped == ()

@@ -1,0 +1,34 @@
+"""Fixtures of all tests, and the table of where the minutes go."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from harness.pool import World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Runs functions on several gloo processes; how is told at the head of `harness/pool.py`."""
+    pool = World()
+    yield pool
+    pool.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints minutes and numbers of tests per folder of `tests/`."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for outcome in ("passed", "failed", "error", ""):
+        for report in terminalreporter.stats.get(outcome, ()):
+            if isinstance(report, pytest.TestReport):
+                folder = report.nodeid.split("/")[1] if report.nodeid.count("/") > 1 else "."
+                seconds[folder] += report.duration
+                tests[folder] += report.when == "call"
+    if sum(tests.values()) < 2:
+        return
+    terminalreporter.section("minutes per package")
+    for folder, spent in seconds.most_common():
+        terminalreporter.write_line(f"{folder:12} {spent / 60:6.2f} min {tests[folder]:6} tests")
+    terminalreporter.write_line(f"{'all':12} {sum(seconds.values()) / 60:6.2f} min {sum(tests.values()):6} tests")

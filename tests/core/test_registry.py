@@ -1,0 +1,221 @@
+"""Registry rules: lazy, explicit about conflicts, strict about what it loads."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core import sample
+from forge_core.config.shape import shapes_in
+from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent
+from forge_core.groups import GROUPS, KNOWN_ELSEWHERE
+from forge_core.inspection import diagnose, find_everywhere, portrait
+from forge_core.registry import Entry, Registry, installed
+
+GOOD = """
+from dataclasses import dataclass
+from forge_core.component import Component
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Component):
+    '''Mine.'''
+    rate: float = 1.0
+    '''Rate.'''
+    def build(self, model):
+        return model
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the import path; what was imported from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def plugin(modules: Path, name: str, source: str, attribute: str = "Mine", group: str = "optimizers") -> Registry:
+    (modules / f"{name}.py").write_text(source)
+    return Registry([sample.entry(group, "mine", f"{name}:{attribute}", "stranger", "3.1")])
+
+
+def test_names_come_without_importing_anything(modules: Path) -> None:
+    registry = plugin(modules, "lazy_one", "raise RuntimeError")
+    assert registry.names("forge.optimizers") == ["mine"]
+    assert registry.find("forge.optimizers", "mine").version == "3.1"
+    assert "lazy_one" not in sys.modules
+
+
+def test_a_conflict_names_both_and_a_distribution_chooses() -> None:
+    registry = sample.registry(sample.entry("optimizers", "adam", "Muon", "rival_dist", "7"))
+    with pytest.raises(PluginConflict) as caught:
+        registry.load("forge.optimizers", "adam")
+    for word in ("sample 1.0", "rival_dist 7", "'sample:adam'", "'rival_dist:adam'"):
+        assert word in str(caught.value)
+    assert registry.load("forge.optimizers", "sample:adam") is sample.Adam
+    assert registry.load("forge.optimizers", "rival_dist:adam") is sample.Muon
+    assert registry.load("forge.optimizers", "Rival-Dist:adam") is sample.Muon  # as packaging compares names
+    assert registry.load("forge.optimizers", "muon") is sample.Muon
+    assert registry.names("forge.optimizers") == ["muon", "rival_dist:adam", "sample:adam"]
+
+
+def test_an_unknown_name_gets_the_closest_ones() -> None:
+    with pytest.raises(UnknownComponent, match=r"no optimizer 'adma'; did you mean 'adam'\?"):
+        sample.registry().find("forge.optimizers", "adma")
+    with pytest.raises(UnknownComponent, match=r"did you mean 'forge\.optimizers'"):
+        sample.registry().of("forge.optimisers")
+
+
+def test_an_unknown_name_of_a_sibling_says_what_to_install() -> None:
+    with pytest.raises(UnknownComponent, match=r"no optimizer 'adamw'; pip install forge-parallel$"):
+        sample.registry().find("forge.optimizers", "adamw")
+
+
+def test_names_said_to_be_elsewhere_are_there() -> None:
+    """The hints of `pip install` against what is really installed."""
+    found = {(entry.group, entry.name): entry.distribution for entry in installed()}
+    assert {key: found.get(key) for key in KNOWN_ELSEWHERE} == dict(KNOWN_ELSEWHERE)
+
+
+def test_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> None:
+    registry = plugin(modules, "broken_one", "import a_module_that_is_nowhere")
+    registry.entries += sample.registry().entries
+    assert registry.load("forge.optimizers", "adam") is sample.Adam
+    with pytest.raises(BrokenPlugin) as caught:
+        registry.load("forge.optimizers", "mine")
+    for word in ("'mine'", "stranger 3.1", "broken_one:Mine", "ModuleNotFoundError", "a_module_that_is_nowhere"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise SystemExit(3)", "SystemExit"),
+        ("def (", "SyntaxError"),
+        ("class Other: pass", "AttributeError"),
+        ("class Mine: pass", "is not a forge_core.component.Component"),
+        ("Mine = 3", "is not a forge_core.component.Component"),
+        (GOOD.replace("@dataclass(frozen=True, kw_only=True)\n", ""), "is not a dataclass"),
+        (GOOD.replace("def build(self, model)", "def make(self, model)"), "has no build method"),
+        (GOOD.replace("self, model", "self, params, lr"), "has build(self, params, lr); its group calls build(self, model)"),
+        (GOOD.replace("self, model", "self"), "has build(self); its group calls build(self, model)"),
+        (GOOD.replace("self, model", "self, *, model"), "has build(self, *, model); its group calls build(self, model)"),
+        (GOOD.replace("self, model", "self, model, *, lr"), "its group calls build(self, model)"),
+        (GOOD.replace("rate: float", "rate: 'Nowhere'"), "Nowhere"),
+    ],
+)
+def test_what_does_not_keep_its_groups_promise_is_refused(source: str, words: str, modules: Path) -> None:
+    name = f"bad_{abs(hash(source))}"
+    with pytest.raises(BrokenPlugin, match=r"stranger 3\.1") as caught:
+        plugin(modules, name, source).load("forge.optimizers", "mine")
+    assert words in str(caught.value)
+
+
+def test_build_may_take_more_with_defaults(modules: Path) -> None:
+    for number, parameters in enumerate(["self, model, extra=1, *rest, **more", "self, model=None", "self, model, *, extra=1"]):
+        source = GOOD.replace("self, model", parameters)
+        assert plugin(modules, f"generous{number}", source).load("forge.optimizers", "mine").__name__ == "Mine"
+
+
+def test_a_file_is_a_plugin_of_every_group_with_build(tmp_path: Path) -> None:
+    for number, group in enumerate(group for group in GROUPS.values() if group.build is not None):
+        path = tmp_path / f"mine{number}.py"
+        path.write_text(GOOD.replace("self, model", ", ".join(("self", *(group.build or ())))))
+        registry = Registry([])
+        cls = registry.load(group.name, f"{path}:Mine")
+        assert cls(rate=2.0).rate == 2.0
+        assert registry.load(group.name, f"{path}:Mine") is cls
+        entry = registry.used([(group.name, f"{path}:Mine")])[0]
+        assert entry["version"].startswith("sha256:")
+        assert shapes_in(cls)["rate"][0].doc == "Rate."
+
+
+def test_files_that_hold_no_plugin(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    registry = Registry([])
+    with pytest.raises(BrokenPlugin, match=r"has no 'Mein'; did you mean 'Mine'\?"):
+        registry.load("forge.optimizers", f"{path}:Mein")
+    with pytest.raises(UnknownComponent, match="there is no file"):
+        registry.load("forge.optimizers", f"{tmp_path}/nowhere.py:Mine")
+    with pytest.raises(UnknownComponent, match=r"write file\.py:ClassName"):
+        registry.load("forge.optimizers", f"{path}:")
+
+
+def test_damaged_metadata_of_a_stranger_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, points in [
+        ("bad", "[forge.optimizers]\nno equals sign\n"),
+        ("good", "[forge.optimizers]\nnice = core.sample:Adam\n"),
+    ]:
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(points)
+    (tmp_path / "empty-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = Registry()
+    assert registry.load("forge.optimizers", "nice") is sample.Adam
+    assert registry.find("forge.optimizers", "nice") == Entry("forge.optimizers", "nice", "good", "1.0", "core.sample:Adam")
+
+
+def test_used_names_distribution_and_version() -> None:
+    assert sample.registry().used([("forge.optimizers", "muon")]) == [
+        {"group": "forge.optimizers", "name": "muon", "distribution": "sample", "version": "1.0"}
+    ]
+
+
+def test_doctor_finds_what_is_wrong_and_nothing_else(modules: Path) -> None:
+    assert not [report for report in diagnose(sample.registry(), conform=True) if report.problems]
+    careless = """
+from dataclasses import dataclass
+from typing import Annotated
+from annotated_types import Gt
+from forge_core.component import Component
+
+
+@dataclass(frozen=True)
+class Mine(Component):
+    rate: Annotated[float, Gt(0)] = 0.0
+    '''Rate.'''
+    kind: str = None
+    def build(self, model): ...
+"""
+    registry = plugin(modules, "careless", careless)
+    registry.entries += [sample.entry("optimizers", "mine", "Adam"), sample.entry("optimizers", "gone", "no_module_here:X")]
+    reports = {report.entry.qualified: " ".join(report.problems) for report in diagnose(registry, conform=True)}
+    for words in (
+        "also claimed by sample 1.0",
+        "has no docstring",
+        "'kind' has no docstring below",
+        "'rate' is not keyword-only",
+    ):
+        assert words in reports["stranger:mine"]
+    assert "default of 'rate': expected a number greater than 0" in reports["stranger:mine"]
+    assert "default of 'kind'" in reports["stranger:mine"]
+    assert "no_module_here" in reports["sample:gone"]
+
+
+def test_a_portrait_shows_keys_with_types_defaults_and_docs() -> None:
+    registry = sample.registry()
+    keys = {key.name: key for key in portrait(registry.find("forge.optimizers", "adam"), registry).keys}
+    assert (keys["lr"].expected, keys["lr"].default, keys["lr"].doc) == ("a number greater than 0", "0.001", "Learning rate.")
+    assert keys["betas"].default == "[0.9, 0.95]"
+    source = portrait(find_everywhere(registry, "text")[0], registry)
+    assert source.keys[0].default is None
+    with pytest.raises(UnknownComponent, match="did you mean 'recompute'"):
+        find_everywhere(registry, "recompte")
+
+
+def test_every_installed_plugin_is_sound() -> None:
+    reports = diagnose(Registry(), conform=True)
+    assert len(reports) > 20
+    assert {report.entry.qualified: report.problems for report in reports if report.problems} == {}
+
+
+def test_every_component_of_ours_has_its_hint() -> None:
+    siblings = set(KNOWN_ELSEWHERE.values())
+    ours = {(e.group, e.name) for e in installed() if e.distribution in siblings}
+    assert {key for key in ours if key[0] not in ("forge.commands", "forge.checks")} <= set(KNOWN_ELSEWHERE)

@@ -1,0 +1,100 @@
+"""`data prepare | inspect | verify` as a user calls them, and descriptions without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge_core.component import fields_of
+from forge_core.groups import GROUPS
+from forge_core.registry import Registry
+from forge_data.__main__ import main
+from forge_data.components.section import Data
+
+GROUPS_HERE = ("forge.sources", "forge.tokenizers")
+
+
+def data(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forge_data", *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_prepare_inspect_and_verify(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text("the quick brown fox " * (number + 1))
+    made = data("prepare", "--path", tmp_path / "*.txt", "--out", tmp_path / "store", "--tokenizer", "bytes", "--json")
+    assert made.returncode == 0, made.stderr
+    answer = json.loads(made.stdout)
+    assert answer["documents"] == 8 and answer["tokens"] == 20 * 36 + 8
+
+    looked = json.loads(data("inspect", tmp_path / "store", "--json").stdout)
+    assert (
+        looked["dtype"] == "uint16" and looked["lengths"]["longest"] == 161 and looked["sample"]["text"].startswith("the quick")
+    )
+    assert sum(bin_["documents"] for bin_ in looked["histogram"]) == 8
+    drawn = data("inspect", tmp_path / "store").stdout
+    assert "█" in drawn and "728 tokens in 8 documents" in drawn
+
+    assert data("verify", tmp_path / "store").returncode == 0
+    shard = tmp_path / "store" / "shard-00000.bin"
+    shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
+    damaged = data("verify", tmp_path / "store")
+    assert damaged.returncode == 2 and "shard-00000.bin" in damaged.stderr and "Traceback" not in damaged.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nowhere"], "nowhere does not exist"),
+        (["inspect", "raw.bin"], "dtype is unknown"),
+        (["inspect", "raw.bin", "--dtype", "int7"], "unknown dtype 'int7'"),
+        (["prepare", "--path", "nowhere", "--out", "out"], "nowhere does not exist"),
+        (["prepare", "--path", "text.txt", "--out", "."], "not empty"),
+        (["prepare", "--path", "text.txt"], "--out"),
+        (["prepare", "--out", "out"], "--path"),
+        (["prepare", "--path", "text.txt", "--out", "out", "--unknown=1"], "--unknown"),
+        (["prepare", "--path", "text.txt", "--out", "/proc/none/out", "--tokenizer", "bytes"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    tmp_path: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.arange(6, dtype="<u2").tofile(tmp_path / "raw.bin")
+    (tmp_path / "text.txt").write_text("text")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before  # nothing half-written
+
+
+def registered() -> list[Any]:
+    registry = Registry()
+    entries = [entry for group in GROUPS_HERE for entry in registry.of(group) if entry.distribution == "forge-data"]
+    assert len(entries) >= 7
+    return [pytest.param(registry.load_entry(entry), entry.group, id=entry.name) for entry in entries]
+
+
+@pytest.mark.parametrize(("component", "group"), registered())
+def test_components_load_and_every_key_has_a_docstring(component: Any, group: str) -> None:
+    assert GROUPS[group].build == ("context",)
+    assert component.__doc__
+    for field in fields_of(component):
+        assert field.doc, f"{component.__name__}.{field.name} has no docstring"
+
+
+def test_the_section_is_documented_and_has_defaults() -> None:
+    assert Data() == Data(sequence_length=1024)
+    assert all(field.doc for field in fields_of(Data))
+
+
+def test_descriptions_import_no_heavy_library() -> None:
+    names = ["section", "sources", "tokenizers"]
+    script = f"import sys\nfor name in {names}: __import__('forge_data.components.' + name)\nimport forge_data.commands\n"
+    script += "print([name for name in ('torch', 'numpy', 'tokenizers', 'xxhash') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

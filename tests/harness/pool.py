@@ -1,0 +1,284 @@
+"""Runs a function on several gloo processes that are kept between tests.
+
+    def gradients(layout: str, seed: int) -> dict[str, torch.Tensor]:   # at module level of the test file
+        ...                                                             # runs on every rank, default group is ready
+
+    def test_fsdp_equals_one_process(world):                            # `world`: fixture, one pool per pytest process
+        per_rank = world.run(gradients, 4, "dp4", seed=7, timeout=60)   # results in rank order
+        assert torch.equal(per_rank[0]["w"], expected)
+
+- Each call has a fresh default group of exactly `size` ranks; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+  are set. `group=False` leaves making the group to the function. `fresh=True` forks new processes for this call.
+- Arguments and results are plain data, numpy arrays and tensors (by value); classes of the test file are fine.
+- Workers have one thread, seed 0 and warnings as errors; environment, directory, default dtype are put back after a call.
+- When a rank raises, dies or the time is up: `WorldFailed` names the first cause, then every rank's traceback or stack
+  and its last output. The other ranks are killed, and the next call gets new workers.
+"""
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from harness import wire
+from harness.worker import DUMP
+
+START = 120.0
+"""Seconds within which a process must have started, on however loaded a machine."""
+
+GRACE = 1.0
+"""Seconds that the other ranks have for an error of their own after the first one."""
+
+
+class WorldFailed(Exception):
+    """A rank raised, died or did not answer in time; the message has every rank's story, the first cause on top."""
+
+
+@dataclass
+class _Worker:
+    pid: int
+    connection: "Connection[Any, Any]"
+    files: Path
+
+    def output(self) -> str:
+        """The end of what this worker printed."""
+        with contextlib.suppress(OSError):
+            return self.files.with_suffix(".out").read_bytes()[-4000:].decode(errors="replace").strip("\0\n ")
+        return ""
+
+    def stacks(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.files.with_suffix(".stack").read_text(errors="replace").strip()
+        return ""
+
+
+@dataclass
+class World:
+    """The pool. Starts at the first call, grows when a call needs more ranks, ends with `close` or with this process."""
+
+    _directory: Path | None = None
+    _listener: wire.Listener | None = None
+    _forker: "subprocess.Popen[bytes] | None" = None
+    _control: "Connection[Any, Any] | None" = None
+    _workers: list[_Worker] = field(default_factory=list)
+    _calls: int = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *args: Any,
+        timeout: float = 120.0,
+        group: bool = True,
+        fresh: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Results of `function(*args, **kwargs)` on `size` ranks, in rank order.
+
+        Raises:
+            WorldFailed: see there.
+            TypeError: `function` is no module-level function.
+        """
+        __tracebackhide__ = True
+        module, name = function.__module__, function.__qualname__
+        if "<" in name or not hasattr(sys.modules.get(module), name.split(".")[0]):
+            raise TypeError(f"{name} runs in other processes: define it at module level of a test file")
+        if fresh:
+            self._discard()
+        self._grow(size)
+        self._calls += 1
+        assert self._directory is not None
+        file = sys.modules[module].__file__
+        assert file is not None
+        port, arguments = _free_port(), pickle.dumps((args, kwargs))
+        team = self._workers[:size]
+        for rank, worker in enumerate(team):
+            worker.files.with_suffix(".stack").write_text("")
+            wire.send(
+                worker.connection,
+                wire.Call(
+                    file=file,
+                    module=module,
+                    function=name,
+                    arguments=arguments,
+                    rank=rank,
+                    size=size,
+                    store=str(self._directory / f"store-{self._calls}"),
+                    port=port,
+                    group=group,
+                    timeout=timeout + 60,
+                    sys_path=tuple(sys.path),
+                ),
+            )
+        answers = self._collect(f"{name} on {size} ranks", team, time.monotonic() + timeout, timeout)
+        results = [pickle.loads(answer.result or b"") for answer in answers]
+        self._release(team, fresh)
+        return results
+
+    def close(self) -> None:
+        """Ends every process."""
+        self._discard()
+        if self._control is not None:
+            self._control.close()
+        if self._forker is not None:
+            try:
+                self._forker.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._forker.kill()
+                self._forker.wait()
+        if self._listener is not None:
+            self._listener.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory = self._listener = self._forker = self._control = None
+
+    def pids(self) -> list[int]:
+        """Processes of the pool: the forker, then the workers."""
+        return [*([self._forker.pid] if self._forker else []), *(worker.pid for worker in self._workers)]
+
+    def _collect(self, title: str, team: list[_Worker], deadline: float, timeout: float) -> list[wire.Answer]:
+        """Every rank's answer, or `WorldFailed` as soon as one failed."""
+        __tracebackhide__ = True
+        answers: dict[int, wire.Answer] = {}
+        dead: dict[int, str] = {}
+        trouble = False
+        while len(answers) + len(dead) < len(team):
+            open_ranks = [rank for rank in range(len(team)) if rank not in answers and rank not in dead]
+            ready = wait([team[rank].connection for rank in open_ranks], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in (rank for rank in open_ranks if team[rank].connection in ready):
+                try:
+                    answers[rank] = wire.receive(team[rank].connection)
+                except (EOFError, OSError):
+                    dead[rank] = self._end([team[rank].pid])[team[rank].pid]
+                if not trouble and (rank in dead or answers[rank].result is None):
+                    trouble = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if not trouble and len(answers) == len(team):
+            return [answers[rank] for rank in range(len(team))]
+        message = self._story(title, team, answers, dead, None if trouble else timeout)
+        self._discard()
+        raise WorldFailed(message)
+
+    def _story(
+        self, title: str, team: list[_Worker], answers: dict[int, wire.Answer], dead: dict[int, str], timeout: float | None
+    ) -> str:
+        waiting = [rank for rank in range(len(team)) if rank not in answers and rank not in dead]
+        for rank in waiting:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(team[rank].pid, DUMP)
+        if waiting:
+            time.sleep(0.3)  # the handler of a busy worker runs within microseconds, on a loaded machine a little later
+        errors = sorted((answer.when, rank) for rank, answer in answers.items() if answer.result is None)
+        lines = []
+        for rank, how in sorted(dead.items()):
+            lines.append(f"rank {rank} died: {how}")
+        for _, rank in errors:
+            lines.append(f"rank {rank} raised {answers[rank].error}")
+        if timeout is not None:
+            lines.append(f"no answer within {timeout:g} s from {_listed(waiting)}")
+        first = f"{title}: {lines[0]}"
+        parts = [first, *(f"  {line}" for line in lines[1:])]
+        for rank in [*sorted(dead), *(rank for _, rank in errors), *waiting]:
+            parts.append(f"\n===== rank {rank} =====")
+            if rank in answers:
+                parts.append(answers[rank].traceback.rstrip())
+            elif text := team[rank].stacks():
+                parts.append(text)
+            if output := team[rank].output():
+                parts.append(f"----- output of rank {rank} -----\n{output}")
+        done = [rank for rank, answer in answers.items() if answer.result is not None]
+        if done:
+            parts.append(f"\n{_listed(sorted(done))} returned")
+        return "\n".join(parts)
+
+    def _release(self, team: list[_Worker], fresh: bool) -> None:
+        """Lets the ranks take down their group; whoever cannot within seconds is replaced."""
+        if fresh:
+            self._discard()
+            return
+        try:
+            for worker in team:
+                wire.send(worker.connection, "release")
+            for worker in team:
+                if not worker.connection.poll(20):
+                    raise TimeoutError
+                wire.receive(worker.connection)
+        except (EOFError, OSError):
+            self._discard()
+
+    def _grow(self, size: int) -> None:
+        if self._forker is not None and self._forker.poll() is not None:
+            self.close()
+        if self._forker is None:
+            self._start()
+        assert self._control is not None
+        assert self._listener is not None
+        assert self._directory is not None
+        while len(self._workers) < size:
+            wire.send(self._control, ("fork", str(self._directory)))
+            pid = wire.receive(self._control)
+            connection = self._listener.accept(START)
+            assert wire.receive(connection) == pid
+            self._workers.append(_Worker(pid, connection, self._directory / str(pid)))
+
+    def _start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="forge-world-"))
+        path = self._directory / "socket"
+        self._listener = wire.Listener(path)
+        here = str(Path(__file__).parents[1])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._forker = subprocess.Popen(
+            [sys.executable, "-m", "harness.forker", str(path)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to pytest alone, which then closes the pool
+        )
+        self._control = self._listener.accept(START)
+        assert wire.receive(self._control) == "ready"
+
+    def _discard(self) -> None:
+        """Kills the workers; the forker stays and makes new ones."""
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+        if self._workers and self._control is not None:
+            self._end([worker.pid for worker in self._workers])
+        for worker in self._workers:
+            worker.connection.close()
+            for suffix in (".out", ".stack"):
+                worker.files.with_suffix(suffix).unlink(missing_ok=True)
+        self._workers = []
+
+    def _end(self, pids: list[int]) -> dict[int, str]:
+        assert self._control is not None
+        wire.send(self._control, ("end", pids))
+        return wire.receive(self._control)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    named = list(ranks)
+    return f"rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"

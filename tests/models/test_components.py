@@ -1,0 +1,82 @@
+"""The descriptions: defaults, cross-field rules, registration, and no torch."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+
+from forge_core.component import Slot, fields_of
+from forge_core.groups import GROUPS
+from forge_models.components.blocks import GQA, RMSNorm, SwiGLU
+from forge_models.components.decoder import Decoder
+
+OURS = [
+    point
+    for group in GROUPS
+    for point in entry_points(group=group)
+    if point.dist is not None and point.dist.name == "forge-models"
+]
+
+
+def test_what_is_offered():
+    assert {(point.group, point.name) for point in OURS} >= {
+        ("forge.models", "decoder"),
+        ("forge.attentions", "gqa"),
+        ("forge.mlps", "swiglu"),
+        ("forge.norms", "rmsnorm"),
+        ("forge.objectives", "cross_entropy"),
+    }
+
+
+@pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
+def test_every_field_is_documented(point):
+    for field in fields_of(point.load()):
+        assert field.doc, field.name
+
+
+@pytest.mark.parametrize("point", OURS, ids=lambda point: point.name)
+def test_components_import_no_torch(point):
+    code = f"import sys, {point.module}; assert not {{'torch', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_slots_without_a_choice_are_the_defaults_of_the_recipe():
+    config = Decoder()
+    chosen = (config.resolved_attention, config.resolved_mlp, config.resolved_norm)
+    assert chosen == (GQA(), SwiGLU(), RMSNorm())
+    loaded = {(point.group, point.name): point.load() for point in OURS}
+    slots = {
+        field.name: next(m for m in field.type.__metadata__ if isinstance(m, Slot))
+        for field in fields_of(Decoder)
+        if field.name in ("attention", "mlp", "norm")
+    }
+    for name, part in zip(("attention", "mlp", "norm"), chosen, strict=True):
+        assert loaded[slots[name].group, slots[name].default] is type(part)
+
+
+def test_heads_follow_when_kv_heads_is_absent():
+    assert Decoder(dim=4096, heads=64).resolved_kv_heads == 64
+    assert Decoder(dim=4096, heads=16).resolved_kv_heads == 16
+    assert Decoder(dim=4096, heads=16, kv_heads=4).resolved_kv_heads == 4
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(192, 512), (256, 704), (320, 896), (4096, 10944)])
+def test_feed_forward_width_is_two_thirds_of_four_dim_rounded_up(dim, expected):
+    # 8/3 * 192 = 512 exactly; 682.7, 853.3 and 10922.7 go up to the next multiple of 64.
+    assert Decoder(dim=dim, heads=2).resolved_ffn_dim == expected
+    assert Decoder(dim=dim, heads=2, ffn_dim=100).resolved_ffn_dim == 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": 8, "kv_heads": 3}, "kv_heads 3 must divide heads 8"),
+        ({"dim": 100, "heads": 8}, "dim 100 must be a multiple of heads 8"),
+        ({"head_dim": 7}, "head_dim 7 must be even"),
+        ({"dim": 24, "heads": 8}, "dim 24 / heads 8 = head_dim 3 must be even"),
+    ],
+)
+def test_rules_between_fields(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(**fields)

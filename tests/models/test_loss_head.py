@@ -1,0 +1,159 @@
+"""The chunked loss head against torch's cross_entropy on whole logits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forge_core.protocols.model import LossHead
+from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
+from forge_models.components.objectives import CrossEntropy
+
+HEAD = ChunkedCrossEntropy(rows=4)
+
+
+def naive(hidden, weight, labels, z_loss, soft_cap):
+    """The same loss by its definition, whole logits."""
+    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    nll = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    z = (torch.logsumexp(logits, -1).square() * (labels != -100)).sum()
+    return nll + z_loss * z, nll, z
+
+
+def problem(rows=11, dim=6, vocab=23, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (rows,), generator=generator)
+    labels[[1, 5]] = -100
+    return hidden, weight, labels
+
+
+def gradients(head, hidden, weight, labels, z_loss=0.0, soft_cap=None, scale=1.0):
+    total, nll, z = head(hidden, weight, labels, z_loss, soft_cap)
+    return total.detach(), nll.detach(), z.detach(), *torch.autograd.grad(total * scale, (hidden, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 64])
+@pytest.mark.parametrize(("z_loss", "soft_cap"), [(0.0, None), (0.3, None), (0.0, 2.0), (0.3, 2.0)])
+def test_equals_cross_entropy_in_fp64(rows, z_loss, soft_cap):
+    arguments = (*problem(), z_loss, soft_cap, 0.7)
+    for ours, theirs in zip(gradients(ChunkedCrossEntropy(rows), *arguments), gradients(naive, *arguments), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.2])
+def test_gradcheck(z_loss):
+    hidden, weight, labels = problem(rows=6, dim=3, vocab=7)
+    assert torch.autograd.gradcheck(lambda h, w: HEAD(h, w, labels, z_loss, 3.0)[0], (hidden, weight))
+
+
+def test_fp32_is_exact_to_its_precision():
+    hidden, weight, labels = problem(rows=200, dim=32, vocab=500, dtype=torch.float32)
+    exact = gradients(naive, hidden.double(), weight.double(), labels, 0.1)
+    for ours, theirs in zip(gradients(ChunkedCrossEntropy(64), hidden, weight, labels, 0.1), exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=2e-6 * float(theirs.abs().max()))
+
+
+def test_bf16_inputs_give_an_fp32_loss():
+    hidden, weight, labels = problem(rows=4096, dim=64, vocab=500, dtype=torch.bfloat16)
+    weight = (weight.detach() * 0.05).requires_grad_()
+    exact = gradients(naive, hidden.double(), weight.double(), labels)
+    ours = gradients(ChunkedCrossEntropy(512), hidden, weight, labels)
+    assert [value.dtype for value in ours] == [torch.float32] * 3 + [torch.bfloat16] * 2
+    # Logits are rounded to 8 bits, each way equally often: over 4096 rows the mean keeps four digits. A loss or a sum
+    # kept in bf16 would be off by up to 4e-3.
+    assert abs(float(ours[0] / exact[0]) - 1) < 1e-4
+    for mine, theirs in zip(ours[3:], exact[3:], strict=True):
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 1e-2
+
+
+def test_many_chunks_do_not_lose_weight_gradient_in_bf16():
+    # Sixteen equal rows, one per chunk: a sum kept in bf16 stops growing exactly; fp32 only rounds once at the end.
+    hidden = torch.ones(512, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(512, dtype=torch.int64)
+    *_, grad = gradients(ChunkedCrossEntropy(1), hidden, weight, labels)
+    third = float(torch.tensor(1 / 3).bfloat16())
+    torch.testing.assert_close(grad[1].float(), torch.full((4,), 512 * third), rtol=4e-3, atol=0)
+
+
+def test_batch_without_valid_labels_gives_zero_with_a_graph():
+    hidden, weight, _ = problem()
+    total, nll, z = HEAD(hidden, weight, torch.full((11,), -100), 0.5, None)
+    assert total == nll == z == 0
+    total.backward()
+    assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
+
+
+def test_a_label_outside_of_the_vocabulary_is_an_error():
+    hidden, weight, labels = problem()
+    for wrong in (-1, 23):
+        labels[0] = wrong
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            HEAD(hidden, weight, labels, 0.0, None)
+
+
+def test_graph_can_be_used_twice():
+    hidden, weight, labels = problem()
+    total, _, _ = HEAD(hidden, weight, labels, 0.0, None)
+    first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(total, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_frozen_sides_get_no_gradient():
+    hidden, weight, labels = problem()
+    expected = gradients(naive, hidden, weight, labels)
+    HEAD(hidden, weight.detach(), labels, 0.0, None)[0].backward()
+    torch.testing.assert_close(hidden.grad, expected[3])
+    HEAD(hidden.detach(), weight, labels, 0.0, None)[0].backward()
+    torch.testing.assert_close(weight.grad, expected[4])
+
+
+class Allocations(TorchDispatchMode):
+    """Largest tensor that any operator returned, and the number of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += "mm" in str(func)
+        sizes = [value.numel() for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        self.largest = max(self.largest, *sizes) if sizes else self.largest
+        return out
+
+
+def test_logits_of_a_batch_never_exist_in_training(make, tokens):
+    model = make(vocab_size=701, dim=16, heads=2, kv_heads=1)
+    rows = tokens(8, 33, vocab=701)
+    arguments = {"labels": rows[:, 1:], "objective": CrossEntropy(z_loss=1e-4).build()}
+    model.head.core = ChunkedCrossEntropy(rows=32)
+    with Allocations() as seen:
+        model(rows[:, :-1], **arguments).sum.backward()
+    assert seen.largest == 701 * 32  # a chunk's logits; those of the batch are 701 x 256
+    with Allocations() as seen:
+        model(rows[:, :-1])
+    assert seen.largest == 701 * 256  # the instrument does see logits where there are some
+
+
+def test_evaluation_does_no_gradient_work():
+    hidden, weight, labels = problem()
+    with torch.no_grad(), Allocations() as evaluating:
+        total, _, _ = HEAD(hidden, weight, labels, 0.1, None)
+    with Allocations() as training:
+        expected, _, _ = HEAD(hidden, weight, labels, 0.1, None)
+    assert (evaluating.products, training.products) == (3, 9)
+    assert not total.requires_grad
+    assert torch.equal(total, expected)
+
+
+def test_fulfils_the_protocol():
+    assert isinstance(HEAD, LossHead)

@@ -1,0 +1,119 @@
+"""The shape that the repository keeps: versions, sizes of files, names, and what every component looks like."""
+
+import dataclasses
+import io
+import tokenize
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from forge_core.component import Component, fields_of
+from forge_core.groups import GROUPS
+from forge_core.registry import Entry, Registry
+
+ROOT = Path(__file__).parents[2]
+PROJECTS = sorted(path.parent for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml"))
+SOURCES = sorted(file for project in PROJECTS for file in (project / "src").rglob("*.py"))
+LOOP = ROOT / "apps/forge-train/src/forge_train/loop.py"
+LONG = 400
+
+
+def project(path: Path) -> dict:
+    return tomllib.loads((path / "pyproject.toml").read_text())["project"]
+
+
+def entries() -> list[Entry]:
+    """What the pyproject files of this tree promise, whatever is installed."""
+    return [
+        Entry(group, name, project(path)["name"], project(path)["version"], target)
+        for path in PROJECTS
+        for group, points in project(path).get("entry-points", {}).items()
+        for name, target in points.items()
+    ]
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.name)
+def test_versions_move_together(path):
+    data = project(path)
+    assert data["name"] == path.name
+    assert data["version"] == "2.0.0"
+    assert data["requires-python"] == ">=3.11,<3.13"
+    assert data["license"] == "MIT"
+    for line in data["dependencies"]:
+        if line.startswith("forge-"):
+            assert line.endswith("~=2.0"), line
+    package = path / "src" / path.name.replace("-", "_")
+    assert (package / "py.typed").is_file()
+    assert (path / "LICENSE").is_file()
+    assert len((package / "__init__.py").read_text().splitlines()) <= 60, "thin __init__.py"
+
+
+def test_there_is_one_console_script():
+    scripts = {path.name: project(path).get("scripts", {}) for path in PROJECTS}
+    assert {name: list(found) for name, found in scripts.items() if found} in ({}, {"forge-train": ["forge-train"]})
+
+
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.group}:{entry.name}")
+def test_every_entry_point_loads_and_conforms(entry):
+    assert entry.group in GROUPS, f"{entry.group} is no group of Forge"
+    if entry.group == "forge.presets":
+        return
+    loaded = Registry([entry]).load_entry(entry)
+    if GROUPS[entry.group].build is not None:
+        assert loaded.__dataclass_params__.frozen
+        assert all(field.kw_only for field in dataclasses.fields(loaded))
+        assert (loaded.__doc__ or "").strip()
+        assert [info.name for info in fields_of(loaded) if not info.doc] == []
+
+
+def test_presets_are_files():
+    for entry in entries():
+        if entry.group == "forge.presets":
+            loaded = Registry([entry]).load_entry(entry)
+            assert Path(str(loaded() if callable(loaded) else loaded)).is_file(), entry.target
+
+
+def test_every_component_of_the_sources_is_frozen_documented_and_keyword_only():
+    """Also those that no entry point names, such as nested sections."""
+    seen = 0
+    for file in SOURCES:
+        if "components" not in file.parts:
+            continue
+        name = ".".join(file.with_suffix("").parts[file.parts.index("src") + 1 :]).removesuffix(".__init__")
+        for thing in vars(import_module(name)).values():
+            if isinstance(thing, type) and issubclass(thing, Component) and thing.__module__ == name:
+                assert dataclasses.is_dataclass(thing), f"{name}.{thing.__name__} is no dataclass"
+                assert thing.__dataclass_params__.frozen  # type: ignore[attr-defined]
+                assert all(field.kw_only for field in dataclasses.fields(thing)), f"{name}.{thing.__name__}"
+                assert [info.name for info in fields_of(thing) if not info.doc] == [], (
+                    f"{name}.{thing.__name__}: fields without docs"
+                )
+                seen += 1
+    assert seen >= 5
+
+
+def test_no_file_is_long_without_a_reason():
+    """The reason stands in the module's docstring as a sentence with the word "long"."""
+    for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "noxfile.py"):
+        lines = file.read_text().splitlines()
+        assert len(lines) <= LONG or "long" in "\n".join(lines[:12]), f"{file.relative_to(ROOT)} has {len(lines)} lines"
+
+
+def test_no_room_is_called_utils():
+    banned = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
+    assert [file for file in SOURCES if file.name in banned] == []
+
+
+def names_in(file: Path) -> set[str]:
+    """Identifiers, and their words: `tp_size` counts as `tp`."""
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    names = {token.string.lower() for token in tokens if token.type == tokenize.NAME}
+    return names | {word for name in names for word in name.split("_")}
+
+
+@pytest.mark.skipif(not LOOP.exists(), reason="there is no loop yet")
+def test_the_loop_knows_no_strategy():
+    assert len(LOOP.read_text().splitlines()) < 150
+    assert names_in(LOOP) & {"pp", "tp", "fsdp", "moe", "vlm", "isinstance"} == set()

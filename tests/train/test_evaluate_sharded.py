@@ -1,0 +1,67 @@
+"""Evaluation leaves a sharded model as it was: what is saved or trained after it is the same as without it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.layout import Layout
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.parity import Case, full, share, synthetic
+from forge_parallel.plan import Plan
+from forge_parallel.realize import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_parallel.transforms.shard import Shard
+from forge_train.components.hooks import Evaluate
+from harness.pool import World
+from parallel.tiny import VOCAB, Tiny, cross_entropy
+
+CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
+
+
+def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, torch.Tensor]]:
+    """(whether the parameters stay the tensors that they were, the weights after two steps)"""
+    at = Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), topology, 0, compute)
+    step, optimizer = Step(model, cross_entropy), AdamW(lr=0.01).build(model)
+
+    def batches(number: int) -> list[Any]:
+        return share(synthetic(CASE, number), topology.data_rank, topology.data_size, 1)
+
+    held = SimpleNamespace(batches=lambda rank, ranks, micro_batch: batches(9))
+    run = SimpleNamespace(
+        state=SimpleNamespace(step=1, tokens=0),
+        topology=topology,
+        evaluations={"held_out": held},
+        job=SimpleNamespace(train=SimpleNamespace(micro_batch=1)),
+        step=step,
+        console=None,
+        log=lambda values: None,
+    )
+    same = True
+    for number in range(2):
+        optimizer.step(step(batches(number)).skip)
+        optimizer.zero_grad()
+        before = [tensor for _, tensor, _ in model.trainable()]
+        if evaluate:
+            Evaluate(every=1).build(run).after_step(run, None)
+        same &= all(old is new for old, (_, new, _) in zip(before, model.trainable(), strict=True))
+    return same, {name: full(tensor) for name, tensor in model.tensors()}
+
+
+def compared(layout: str, compute: str) -> tuple[bool, bool, set[torch.dtype]]:
+    _, expected = trained(layout, compute, evaluate=False)
+    same, found = trained(layout, compute, evaluate=True)
+    return same, all(torch.equal(expected[name], found[name]) for name in expected), {t.dtype for t in found.values()}
+
+
+@pytest.mark.parametrize(("layout", "size"), [("1", 1), ("dp2", 2), ("hsdp2x2", 4)])
+def test_evaluation_leaves_no_trace(world: World, layout: str, size: int) -> None:
+    """FSDP keeps the root's parameters gathered, in compute precision, after a forward that no backward follows."""
+    for same, equal, dtypes in world.run(compared, size, layout, "bf16") if size > 1 else [compared(layout, "bf16")]:
+        assert same, "parameters after an evaluation are not those that the optimizer holds"
+        assert dtypes == {torch.float32}
+        assert equal
