@@ -58,7 +58,7 @@ def bare(compute: str, data: Batch) -> Callable[[], float]:
     def one() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16"):
             terms = module(data.tokens, labels=data.labels, objective=objective)
-        loss = terms.sum / terms.count
+        loss = terms.sum / terms.tokens
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()

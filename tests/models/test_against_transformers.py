@@ -83,10 +83,10 @@ def test_logits_loss_and_gradients_equal_llama(make, tokens, case):
 
     terms = model(inputs, labels=labels, objective=CrossEntropy().build())
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
-    assert int(terms.count) == (labels != -100).sum()
-    torch.testing.assert_close(terms.sum / terms.count, loss, rtol=1e-5, atol=1e-5)
+    assert int(terms.tokens) == (labels != -100).sum()
+    torch.testing.assert_close(terms.sum / terms.tokens, loss, rtol=1e-5, atol=1e-5)
 
-    (terms.sum / terms.count).backward()
+    (terms.sum / terms.tokens).backward()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
     for name, parameter in model.named_parameters():

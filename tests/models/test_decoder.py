@@ -206,7 +206,7 @@ def test_initial_loss_is_near_log_vocabulary_but_not_equal(make, tokens, tied, d
     rows = tokens(4, 65, vocab)
     with torch.no_grad():
         terms = model(rows[:, :-1], labels=rows[:, 1:], objective=CrossEntropy().build())
-    distance = abs(float(terms.sum / terms.count) - math.log(vocab))
+    distance = abs(float(terms.sum / terms.tokens) - math.log(vocab))
     assert 1e-5 < distance < 0.5
 
 
@@ -238,7 +238,7 @@ def test_bf16_parameters_give_bf16_logits_and_an_fp32_loss(make, tokens):
     terms = model(rows[:, :-1], labels=rows[:, 1:], objective=CrossEntropy(z_loss=1e-3).build())
     assert {terms.sum.dtype, *(value.dtype for value in terms.metrics.values())} == {torch.float32}
     assert set(terms.metrics) == {"nll", "z"}
-    assert terms.count.dtype == torch.int64
+    assert terms.tokens.dtype == torch.int64
     wide = make(dtype=torch.float64)(rows[:, :-1], labels=rows[:, 1:], objective=CrossEntropy(z_loss=1e-3).build())
     torch.testing.assert_close(terms.sum.double(), wide.sum, rtol=5e-4, atol=0)
 

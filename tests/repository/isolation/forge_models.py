@@ -24,6 +24,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for _ in range(60):
     terms = model(text[:, :-1], labels=text[:, 1:], objective=CrossEntropy())
     optimizer.zero_grad()
-    (terms.sum / terms.count).backward()
+    (terms.sum / terms.tokens).backward()
     optimizer.step()
 assert generate(model, [[3, 1]], max_tokens=3) == [[4, 1, 5]]

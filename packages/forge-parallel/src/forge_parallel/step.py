@@ -93,7 +93,7 @@ class Step:
         with self.model.computing():
             terms = self._forward(batch)
             (terms.sum / divisor).backward()
-        return LossTerms(terms.sum.detach(), terms.count, terms.metrics)
+        return LossTerms(terms.sum.detach(), terms.tokens, terms.metrics)
 
     def _forward(self, batch: Batch) -> LossTerms:
         return self.model.part(
@@ -112,7 +112,7 @@ class Step:
         with self.model.inference():
             for batch in batches:
                 terms = self._forward(batch.to(str(topology.device)))
-                total += torch.stack([terms.sum.double(), terms.count.double()])
+                total += torch.stack([terms.sum.double(), terms.tokens.double()])
         loss, count = topology.all_reduce(total if speaks(topology) else torch.zeros_like(total)).tolist()
         return Evaluation(loss / max(count, 1.0), int(count))
 

@@ -20,12 +20,12 @@ class LossTerms(NamedTuple):
 
     Attributes:
         sum: scalar fp32, the loss summed over valid tokens, with its graph.
-        count: scalar int64, number of valid tokens.
+        tokens: scalar int64, number of valid tokens.
         metrics: further detached fp32 scalars, each a sum over valid tokens.
     """
 
     sum: "Tensor"
-    count: "Tensor"
+    tokens: "Tensor"
     metrics: "dict[str, Tensor]"
 
 
