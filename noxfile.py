@@ -36,8 +36,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Everything that needs no accelerator and no patience."""
-    _pytest(session, "not gpu and not slow")
+    """Everything that needs no accelerator and no patience, two at a time; `-- -n 0` runs one by one."""
+    _pytest(session, "not gpu and not slow", "-n", "2", "--dist", "worksteal")
 
 
 @nox.session(venv_backend="none")
@@ -131,10 +131,10 @@ def _install(session: nox.Session, python: str, *arguments: str | Path) -> None:
     session.run(python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *arguments, external=True)
 
 
-def _pytest(session: nox.Session, which: str, success: tuple[int, ...] = (0,)) -> None:
+def _pytest(session: nox.Session, which: str, *options: str, success: tuple[int, ...] = (0,)) -> None:
     _workshop(session)
-    environment = {"HF_HUB_OFFLINE": "1"}
-    arguments = ("-m", which, *session.posargs)
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    arguments = ("-m", which, *options, *session.posargs)
     session.run(_tool("python"), "-m", "pytest", *arguments, external=True, env=environment, success_codes=list(success))
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 
 STAGES = ("interpreter", "recipe", "torch", "trainer", "data and model", "first step")
 
@@ -42,7 +43,7 @@ def child(recipe: str) -> None:
     stamps.append(time.time())
     fit(run)
     stamps.append(time.time())
-    print(json.dumps([b - a for a, b in zip(stamps, stamps[1:], strict=False)]))
+    print(json.dumps([b - a for a, b in pairwise(stamps)]))
     sys.stdout.flush()
     os._exit(0)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
+
 from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
@@ -80,7 +81,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.threads} threads, {arguments.rounds} rounds")
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {arguments.threads} threads, {arguments.rounds} rounds"
+    )
     data = batch()
     for compute in ("fp32", "bf16"):
         left, right = ours(compute, data), bare(compute, data)

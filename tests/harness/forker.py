@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -52,6 +53,7 @@ def main(path: str) -> NoReturn:
     finally:
         for pid in alive:
             _kill(pid)
+        shutil.rmtree(Path(path).parent, ignore_errors=True)  # a test process that was killed could not
     os._exit(0)
 
 

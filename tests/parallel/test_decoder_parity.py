@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
@@ -21,7 +22,8 @@ def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64", micro_batch: int =
     decoder = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=tied)
     optimizer = AdamW(lr=1e-2).build
     steps = 3 if mode == "fp64" else 1
-    return Case(decoder.build, CrossEntropy().build(), optimizer, VOCAB, micro_batch=micro_batch, steps=steps, compute=mode, state=mode)
+    objective = CrossEntropy().build()
+    return Case(decoder.build, objective, optimizer, VOCAB, micro_batch=micro_batch, steps=steps, compute=mode, state=mode)
 
 
 def _measure(case: Case, layout: str) -> Measurement:

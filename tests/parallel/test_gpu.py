@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from forge_core.layout import Layout
 from forge_core.specs import Init, TensorSpec
 from forge_parallel.boxes import Box

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch import Launch, launch

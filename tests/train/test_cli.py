@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from forge_train.trackers.jsonl import read
 from train.runs import TINY
 
@@ -47,6 +48,7 @@ TEXT = ["--data.tokenizer.name=bytes", "--model.vocab_size=257", "--data.sources
         (["run", "tiny.toml", "--schedule.warmup=99"], ["schedule.warmup", "max_steps"]),
         (["run", "tiny.toml", "--data.sources.0.tokens=9"], ["9", "16"]),
         (["run", "tiny.toml", "--model.vocab_size=32"], ["vocab", "32"]),
+        (["run", "tiny.toml", "--data.sequence_length=64"], ["data.sequence_length", "max_length = 32"]),
         (["run", "tiny.toml", *TEXT, "--data.sources.0.path=nowhere"], ["nowhere"]),
         (["run", "tiny.toml", *TEXT, "--data.sources.0.path=empty.txt"], ["empty"]),
         (["run", "tiny.toml", *TEXT, "--data.sources.0.path=short.txt"], ["16"]),
@@ -89,7 +91,9 @@ def test_a_run_leaves_recipe_numbers_logs_checkpoint_and_report(here: Path) -> N
     assert (run / "report.html").stat().st_size < 1_000_000
     again = forge(here, "run", str(run / "config.toml"), f"--job.dir={here / 'again'}")
     assert again.returncode == 0, again.stderr
-    assert read(here / "again" / "metrics.jsonl")[-1]["loss"] == read(run / "metrics.jsonl")[-1]["loss"], "the resolved recipe is the run"
+    assert read(here / "again" / "metrics.jsonl")[-1]["loss"] == read(run / "metrics.jsonl")[-1]["loss"], (
+        "the resolved recipe is the run"
+    )
 
 
 def test_a_finished_run_does_nothing_and_fresh_starts_over(here: Path) -> None:
@@ -156,8 +160,19 @@ def _until(condition: Any, seconds: float = 60) -> None:
         time.sleep(0.002)
 
 
+WITHOUT_TORCH = """
+import sys
+from forge_train.cli import main
+try:
+    main({words})
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+
+
 def test_help_and_check_import_no_torch(here: Path) -> None:
-    code = "import sys; sys.argv = ['forge-train', {}]\nfrom forge_train.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\nassert 'torch' not in sys.modules"
-    for words in ("'--help'", "'check', 'tiny.toml', '--world', '2'", "'run', '--help'", "'config', 'show', 'tiny.toml'"):
-        done = subprocess.run([sys.executable, "-c", code.format(words)], cwd=here, env=ENVIRONMENT, capture_output=True, text=True)
+    for words in (["--help"], ["check", "tiny.toml", "--world", "2"], ["run", "--help"], ["config", "show", "tiny.toml"]):
+        command = [sys.executable, "-c", WITHOUT_TORCH.format(words=words)]
+        done = subprocess.run(command, cwd=here, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

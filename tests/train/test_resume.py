@@ -6,6 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+
 from forge_core.errors import CheckpointError
 from harness.pool import World
 from train.runs import TINY, prepared, train
@@ -24,7 +25,10 @@ def in_directory(path: Path) -> str:
 
 def test_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
     whole = train(recipe, [in_directory(tmp_path / "whole")])
-    pieces = [train(recipe, [in_directory(tmp_path / "cut"), f"--train.max_steps={steps}", "--schedule.name=constant"]) for steps in (2, 5, 8)]
+    pieces = [
+        train(recipe, [in_directory(tmp_path / "cut"), f"--train.max_steps={steps}", "--schedule.name=constant"])
+        for steps in (2, 5, 8)
+    ]
     constant = train(recipe, [in_directory(tmp_path / "constant"), "--schedule.name=constant"])
     assert [piece["step"] for piece in pieces] == [2, 5, 8]
     assert list(chain.from_iterable(piece["losses"] for piece in pieces)) == constant["losses"]
@@ -63,7 +67,9 @@ def test_stop_and_resume_is_bitwise_when_sharded(world: World, recipe: Path, tmp
     size = ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"] if layout == "hsdp2x1" else []
     whole = world.run(train, 2, recipe, [in_directory(tmp_path / "whole"), "--schedule.name=constant", *size])
     parts = [
-        world.run(train, 2, recipe, [in_directory(tmp_path / "cut"), "--schedule.name=constant", f"--train.max_steps={steps}", *size])
+        world.run(
+            train, 2, recipe, [in_directory(tmp_path / "cut"), "--schedule.name=constant", f"--train.max_steps={steps}", *size]
+        )
         for steps in (4, 8)
     ]
     for rank in range(2):

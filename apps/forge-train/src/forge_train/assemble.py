@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from forge_data.loader import evaluation, open_stream
 
 from forge_ckpt import resume
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_data.loader import evaluation, open_stream
 from forge_parallel.launch import Launch
 from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan, default_transforms

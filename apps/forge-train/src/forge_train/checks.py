@@ -27,3 +27,17 @@ def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: 
         for index, hook in enumerate(job.hooks)
         if isinstance(hook, Evaluate) and not job.data.evaluation
     ]
+
+
+def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """A sequence that is longer than the model can take; a model that states no `max_length` takes any."""
+    longest = getattr(job.model, "max_length", None)
+    if longest is None or job.data.sequence_length <= longest:
+        return []
+    return [
+        Fault(
+            "data.sequence_length",
+            f"{job.data.sequence_length} tokens are more than model.max_length = {longest}",
+            hint=f"raise model.max_length or lower data.sequence_length to {longest}",
+        )
+    ]

@@ -23,7 +23,11 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
             "config": resolved.origins(),
             "machine": machine(),
             "versions": versions(),
-            "model": {"parameters": run.parameters, "layout": str(run.topology.layout), "transforms": list(run.model.plan.names())},
+            "model": {
+                "parameters": run.parameters,
+                "layout": str(run.topology.layout),
+                "transforms": list(run.model.plan.names()),
+            },
             "samples": _samples(run.directory),
             "checkpoints": _checkpoints(run.directory),
             "warnings": warnings,
@@ -47,8 +51,12 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def _checkpoints(directory: Path) -> list[dict[str, Any]]:
-    folders = sorted((directory / "checkpoints").glob("step-*"))
+    """Committed checkpoints of a store on disk; another store keeps its own list."""
     return [
-        {"path": folder.name, "step": int(folder.name.split("-")[1].split(".")[0]), "bytes": sum(f.stat().st_size for f in folder.iterdir())}
-        for folder in folders
+        {
+            "path": folder.name,
+            "step": int(folder.name.split("-")[1]),
+            "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        }
+        for folder in sorted((directory / "checkpoints").glob("step-*"))
     ]

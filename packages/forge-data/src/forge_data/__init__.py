@@ -1,1 +1,23 @@
-"""Token stores, global sample order and loaders."""
+"""Token stores, global sample order and loaders whose position is a few integers."""
+
+from typing import TYPE_CHECKING
+
+from forge_core.lazy import lazily
+
+if TYPE_CHECKING:
+    from forge_data.loader import evaluation as evaluation
+    from forge_data.loader import open_stream as open_stream
+    from forge_data.order import permute as permute
+    from forge_data.sources.store import StoreSource as StoreSource
+    from forge_data.sources.writer import StoreWriter as StoreWriter
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "StoreSource": "sources.store",
+        "StoreWriter": "sources.writer",
+        "evaluation": "loader",
+        "open_stream": "loader",
+        "permute": "order",
+    },
+)

@@ -14,13 +14,11 @@ app = typer.Typer(name="data", help="Prepare, look at and check training data.",
 AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command()
 def prepare(
-    context: typer.Context,
-    recipe: Annotated[str | None, typer.Argument(help="A recipe whose text is tokenised, as its run would do.")] = None,
-    source: Annotated[Literal["text", "stdlib"], typer.Option(help="Without a recipe: where text comes from.")] = "text",
+    out: Annotated[Path, typer.Option(help="Directory of the new store.", show_default=False)],
+    source: Annotated[Literal["text", "stdlib"], typer.Option(help="Where text comes from.")] = "text",
     path: Annotated[str | None, typer.Option(help="Text file, directory or pattern, for source text.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the new store.")] = None,
     tokenizer: Annotated[str, typer.Option(help="`bpe`, `bytes`, or a tokenizer.json to load.")] = "bpe",
     vocab_size: Annotated[int, typer.Option(min=257, help="Largest vocabulary of a trained tokenizer.")] = 4096,
     split: Annotated[
@@ -29,22 +27,10 @@ def prepare(
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; the result does not depend on it.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise text into a token store: for RECIPE, or from --path to --out."""
+    """Tokenise text into a token store. (`forge-train prepare RECIPE` does it for a recipe.)"""
     from forge_data import preparing
 
-    say = _say(as_json)
-    if recipe is not None and recipe.startswith("-"):
-        raise DataError(f"unknown option {recipe}; see `data prepare --help`")
-    if recipe is not None:
-        if path is not None or out is not None:
-            raise DataError("give a recipe, or --path and --out, not both")
-        _answer(preparing.recipe(recipe, context.args, say), as_json)
-        return
-    if context.args:
-        raise DataError(f"unknown arguments: {' '.join(context.args)}; see `data prepare --help`")
-    if out is None:
-        raise DataError("say where the store goes: --out DIRECTORY (or give a recipe)")
-    found = preparing.standalone(source, path, out, tokenizer, vocab_size, split, workers, say)
+    found = preparing.prepare(source, path, out, tokenizer, vocab_size, split, workers, _say(as_json))
     _answer(found, as_json)
 
 

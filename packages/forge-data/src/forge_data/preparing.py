@@ -1,6 +1,6 @@
 """What `data prepare` does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,7 @@ from forge_data.prepare import tokenise
 Report = Callable[[str], None]
 
 
-def recipe(name: str, overrides: Sequence[str], report: Report) -> dict[str, Any]:
-    """Prepares all text of a recipe in the directory of its run, where the run will find it.
-
-    Raises:
-        ForgeError: the trainer is not installed, or recipe or data refuse.
-    """
-    try:
-        from forge_core.registry import Registry
-        from forge_train.directory import run_directory
-        from forge_train.recipe import load
-    except ImportError as error:
-        raise DataError(
-            f"recipes are read by forge-train, which is not installed ({error.name}); use --path and --out"
-        ) from error
-    from forge_data.loader import evaluation
-    from forge_data.opening import context_of, open_sources
-
-    job = load(name, list(overrides), 1, Registry()).job
-    workspace = run_directory(job) / "data"
-    vocab_size = getattr(job.model, "vocab_size", None)
-    opened = open_sources(job.data, context_of(job.data, workspace, report), vocab_size)
-    held_out = evaluation(job.data, workspace=workspace, report=report, vocab_size=vocab_size)
-    return {
-        "workspace": str(workspace),
-        "sources": {label: source.tokens for label, source in opened.sources.items()},
-        "evaluation": {label: found.tokens for label, found in held_out.items()},
-    }
-
-
-def standalone(
+def prepare(
     source: str,
     path: str | None,
     out: Path,

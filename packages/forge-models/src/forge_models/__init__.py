@@ -1,1 +1,21 @@
-"""Decoder blocks, loss head, generation and inner values; one process's share of a model, free of parallel code."""
+"""Decoder blocks, loss head and generation, free of parallel code."""
+
+from typing import TYPE_CHECKING
+
+from forge_core.lazy import lazily
+
+if TYPE_CHECKING:
+    from forge_models.decoder import Decoder as Decoder
+    from forge_models.generate import generate as generate
+    from forge_models.interp.tap import listening as listening
+    from forge_models.interp.tap import tap as tap
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Decoder": "decoder",
+        "generate": "generate",
+        "listening": "interp.tap",
+        "tap": "interp.tap",
+    },
+)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from forge_core.errors import ForgeError
 
 

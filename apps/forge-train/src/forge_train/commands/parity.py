@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
 from forge_core.console import Console
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ def parity(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.")],
     layouts: Annotated[str, typer.Option(help="Layout strings, separated by commas.")] = "dp2,hsdp2x1,hsdp2x2,dp4",
-    mode: Annotated[str, typer.Option(help="fp64 (all numbers within 1e-10) or fp32 (loss, norm and gradients within 2e-6).")] = "fp64",
+    mode: Annotated[str, typer.Option(help="fp64: all numbers within 1e-10; fp32: loss, norm, gradients within 2e-6.")] = "fp64",
     rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,
     micro_batch: Annotated[int, typer.Option(help="Sequences in one forward; the rest is accumulated.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
@@ -30,7 +31,6 @@ def parity(
     from forge_core.layout import Layout
     from forge_parallel.parity import TOLERANCE, compare
     from forge_parallel.spawn import spawn
-
     from forge_train.recipe import load
 
     console = Console(as_json=as_json)
@@ -39,7 +39,9 @@ def parity(
     parsed = {text: Layout.parse(text) for text in layouts.split(",")}
     for text, layout in parsed.items():
         if rows % (layout.data * micro_batch):
-            raise ForgeError(f"--rows {rows} are not whole micro-batches of {micro_batch} on the {layout.data} data ranks of {text}")
+            raise ForgeError(
+                f"--rows {rows} are not whole micro-batches of {micro_batch} on the {layout.data} data ranks of {text}"
+            )
     load(recipe, context.args)
     table: list[dict[str, Any]] = []
 
@@ -68,14 +70,21 @@ def _row(entry: dict[str, Any]) -> list[str]:
 
 
 def rank(
-    recipe: str, overrides: list[str], layout: str, mode: Literal["fp64", "fp32"], rows: int, micro_batch: int, length: int, steps: int
+    recipe: str,
+    overrides: list[str],
+    layout: str,
+    mode: Literal["fp64", "fp32"],
+    rows: int,
+    micro_batch: int,
+    length: int,
+    steps: int,
 ) -> dict[str, Any]:
     """What one rank of one layout measures; runs in a process of its own."""
     import torch
+
     from forge_core.layout import Layout
     from forge_core.registry import Registry
     from forge_parallel.parity import Case, measure
-
     from forge_train.assemble import transforms_of
     from forge_train.recipe import load
 

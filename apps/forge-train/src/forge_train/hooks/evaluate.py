@@ -4,8 +4,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from forge_core.protocols.run import Hook
-from forge_train.hooks.clock import pause
+from forge_train.hooks.periodic import Periodic
 
 if TYPE_CHECKING:
     from forge_train.components.hooks import Evaluate
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class EvaluateHook(Hook):
+class EvaluateHook(Periodic):
     """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`.
 
     Each rank reads its own share of a set; the step sums loss and valid tokens over all ranks before it divides, so
@@ -21,37 +20,25 @@ class EvaluateHook(Hook):
     """
 
     def __init__(self, config: "Evaluate", run: Any) -> None:
-        self.config = config
-        self.evaluated = -1
+        super().__init__(config.every)
+        self.at_start = config.at_start
 
     def start(self, run: Any) -> None:
         """Evaluates the initial weights when asked to."""
-        if self.config.at_start and run.state.step == 0:
-            self.evaluate(run)
+        if self.at_start and run.state.step == 0:
+            self.once(run)
 
-    def after_step(self, run: Any, result: Any) -> None:
-        """Evaluates when due."""
-        if run.state.step % self.config.every == 0:
-            self.evaluate(run)
-
-    def finish(self, run: Any) -> None:
-        """Evaluates the last weights, unless the last step already did."""
-        if run.state.step != self.evaluated:
-            self.evaluate(run)
-
-    def evaluate(self, run: Any) -> None:
-        """Every set once. All ranks enter: the step reduces over them."""
-        self.evaluated = run.state.step
+    def act(self, run: Any) -> None:
+        """Evaluates every set."""
         values: dict[str, float] = {}
-        with pause(run):
-            for name, held_out in run.evaluations.items():
-                batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
-                result = run.step.evaluate(batches)
-                if result.tokens == 0:
-                    _log.warning("evaluation set %r has no token to predict; it is left out", name)
-                    continue
-                values[f"evaluation/{name}/loss"] = result.loss
-                values[f"evaluation/{name}/perplexity"] = perplexity(result.loss)
+        for name, held_out in run.evaluations.items():
+            batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
+            result = run.step.evaluate(batches)
+            if result.tokens == 0:
+                _log.warning("evaluation set %r has no token to predict; it is left out", name)
+                continue
+            values[f"evaluation/{name}/loss"] = result.loss
+            values[f"evaluation/{name}/perplexity"] = perplexity(result.loss)
         if not values:
             return
         run.log({**values, "tokens": run.state.tokens})

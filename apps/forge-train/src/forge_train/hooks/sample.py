@@ -5,8 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.run import Hook
-from forge_train.hooks.clock import pause
+from forge_train.hooks.periodic import Periodic
 
 if TYPE_CHECKING:
     from forge_train.components.sample import Sample
@@ -15,7 +14,7 @@ SAMPLES = "samples.json"
 _log = logging.getLogger(__name__)
 
 
-class SampleHook(Hook):
+class SampleHook(Periodic):
     """Continues the prompts on all ranks alike, since a sharded model answers only when all of them ask.
 
     The newest samples stand in `samples.json` of the run's directory, where the report finds them.
@@ -24,27 +23,16 @@ class SampleHook(Hook):
     def __init__(self, config: "Sample", run: Any) -> None:
         if run.data.tokenizer is None:
             raise ForgeError("the hook 'sample' needs to read and write text: add [data.tokenizer], or leave the hook out")
+        super().__init__(config.every)
         self.config = config
-        self.sampled = -1
 
-    def after_step(self, run: Any, result: Any) -> None:
-        """Samples when due."""
-        if self.config.every and run.state.step % self.config.every == 0:
-            self.sample(run)
-
-    def finish(self, run: Any) -> None:
-        """Samples from the last weights."""
-        if run.state.step != self.sampled:
-            self.sample(run)
-
-    def sample(self, run: Any) -> None:
+    def act(self, run: Any) -> None:
         """Generates from each prompt, prints and keeps the texts."""
         from forge_models.generate import generate
 
-        self.sampled = run.state.step
         tokenizer = run.data.tokenizer
         prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.config.prompts]
-        with pause(run), run.model.inference():
+        with run.model.inference():
             generated = generate(
                 run.model.part,
                 prompts,

@@ -1,0 +1,41 @@
+"""`forge-train prepare RECIPE`: tokenise ahead of the run, where the run will find it."""
+
+from typing import Annotated, Any
+
+import typer
+
+from forge_core.console import Console
+
+
+def prepare(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Tokenise the text of a recipe before its run starts.
+
+    A run does the same at its start; on a cluster it is better done once, on one process, without accelerators waiting.
+    """
+    from forge_core.registry import Registry
+    from forge_data.loader import evaluation
+    from forge_data.opening import context_of, open_sources
+    from forge_train.directory import claim, run_directory
+    from forge_train.recipe import load
+
+    console = Console(as_json=as_json)
+    job = load(recipe, context.args, None, Registry()).job
+    directory = run_directory(job)
+    claim(directory, fresh=False)
+    workspace = directory / "data"
+    vocab_size = getattr(job.model, "vocab_size", None)
+    opened = open_sources(job.data, context_of(job.data, workspace, console.note), vocab_size)
+    held_out = evaluation(job.data, workspace=workspace, report=console.note, vocab_size=vocab_size)
+    found: dict[str, Any] = {
+        "workspace": str(workspace),
+        "sources": {label: source.tokens for label, source in opened.sources.items()},
+        "evaluation": {label: entry.tokens for label, entry in held_out.items()},
+    }
+    if as_json:
+        console.document(found)
+    rows = [(kind, label, f"{tokens:,}") for kind in ("sources", "evaluation") for label, tokens in found[kind].items()]
+    console.table(("kind", "name", "tokens"), rows)

@@ -1,0 +1,24 @@
+"""What a package offers by its own name can be had, and costs nothing until it is."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+PACKAGES = ("forge_core", "forge_parallel", "forge_models", "forge_data", "forge_ckpt")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_resolves(package: str) -> None:
+    module = import_module(package)
+    assert dir(module)
+    for name in dir(module):
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        module.nonsense  # noqa: B018
+
+
+def test_importing_the_packages_imports_no_torch() -> None:
+    code = f"import sys, {', '.join(PACKAGES)}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
