@@ -251,8 +251,8 @@ def test_what_a_worker_started_ends_with_it(world, tmp_path):
 
 
 PARENT = """
-import sys, threading
-from pathlib import Path
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands down that it is ignored
 sys.path[:0] = {paths!r}
 import importlib.util
 spec = importlib.util.spec_from_file_location("mine", {file!r})
@@ -284,7 +284,10 @@ def test_no_process_outlives_the_parent(tmp_path, then, how):
             wait_until(lambda: child.exists() and child.read_text())
             pids.append(int(child.read_text()))
             parent.send_signal(how)
-        parent.communicate(timeout=30)
+        try:
+            parent.communicate(timeout=30)
+        finally:
+            parent.kill()  # else leaving the block would wait for it, however long
     assert gone(pids)
 
 

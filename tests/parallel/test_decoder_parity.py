@@ -18,25 +18,28 @@ from harness.pool import World
 VOCAB = 61
 
 
-def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64", micro_batch: int = 1) -> Case:
+def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64") -> Case:
     decoder = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=VOCAB, max_length=32, tied_embeddings=tied)
     optimizer = AdamW(lr=1e-2).build
     steps = 3 if mode == "fp64" else 1
     objective = CrossEntropy().build()
-    return Case(decoder.build, objective, optimizer, VOCAB, micro_batch=micro_batch, steps=steps, compute=mode, state=mode)
+    return Case(decoder.build, objective, optimizer, VOCAB, steps=steps, compute=mode, state=mode)
 
 
 def _measure(case: Case, layout: str) -> Measurement:
     return measure(case, Layout.parse(layout), [Shard()], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp4", "hsdp2x2"])
-@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("layout", ["1", "dp2", "dp4", "hsdp2x2"])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_layout_equals_one_process(world: World, layout: str, micro_batch: int, tied: bool) -> None:
-    case = _case(tied, micro_batch=micro_batch)
-    whole = _measure(replace(case, micro_batch=8), "1")
-    for found in world.run(_measure, 4 if layout != "dp2" else 2, case, layout):
+def test_a_layout_equals_one_process(world: World, layout: str, accumulate: int, tied: bool) -> None:
+    """One process takes all 16 rows at once; the layout cuts them, and its first micro-batch has not one label."""
+    at = Layout.parse(layout)
+    micro_batch = 16 // at.data // accumulate
+    case = replace(_case(tied), rows=16, micro_batch=micro_batch, silent=micro_batch if accumulate > 1 else 1)
+    whole = _measure(replace(case, micro_batch=16), "1")
+    for found in world.run(_measure, at.world, case, layout):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
 

@@ -30,7 +30,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 2e-6}
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured in every layout."""
+    """What is measured in every layout. The first `silent` rows of a global batch have no label at all."""
 
     build: Callable[[], nn.Module]
     objective: Objective
@@ -39,6 +39,7 @@ class Case:
     length: int = 16
     rows: int = 8
     micro_batch: int = 1
+    silent: int = 1
     steps: int = 2
     seed: int = 0
     grad_clip: float = 0.5
@@ -62,14 +63,14 @@ class Measurement:
 def synthetic(case: Case, step: int) -> Batch:
     """The global batch of one step: random tokens in packed documents, rows with very different numbers of labels.
 
-    The first row has no label at all: with micro-batches of one row, a whole micro-batch without any.
+    With as many silent rows as a micro-batch has, one micro-batch is without any label.
     """
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
     shape = (case.rows, case.length)
     tokens = torch.randint(case.vocab_size, shape, generator=generator)
     labels = torch.randint(case.vocab_size, shape, generator=generator)
     keep = torch.rand(shape, generator=generator) < torch.linspace(0.2, 1.0, case.rows)[:, None]
-    keep[0] = False
+    keep[: case.silent] = False
     starts = torch.rand(shape, generator=generator) < 0.25
     starts[:, 0] = False
     documents = starts.cumsum(1).to(torch.int32)
