@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge, Gt
-from forge_data.components.section import Data
 
 from forge_ckpt.components.section import Checkpoint
 from forge_core.component import Component, Slot
+from forge_data.components.section import Data
 from forge_parallel.components.sections import Parallel, Precision
 
 
