@@ -1,4 +1,4 @@
-"""Coordinates, meshes, ownership and bytes between ranks."""
+"""Coordinates, meshes and ownership."""
 
 import os
 
@@ -13,7 +13,7 @@ from forge_parallel.owner import owns
 from forge_parallel.parity import full
 from forge_parallel.plan import Plan
 from forge_parallel.realize import Blueprint, realize
-from forge_parallel.topology import ProcessWorld, Topology
+from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from harness.pool import World
 from parallel.tiny import TiedTiny
@@ -52,19 +52,6 @@ def test_dp_replicate_alone_replicates(world: World) -> None:
     """A 1-D mesh of replicas handed to fully_shard would shard instead."""
     assert world.run(_replicates, 2, "hsdp2x1") == [True, True]
     assert world.run(_replicates, 2, "dp2") == [False, False]
-
-
-def _bytes() -> tuple[list[bytes], bytes, bytes]:
-    topology = Topology.of(Layout(dp_shard=4), torch.device("cpu"))
-    world = ProcessWorld(topology)
-    mine = bytes(range(topology.rank)) * 3
-    return world.all_gather(mine), world.broadcast(b"from zero" if topology.rank == 0 else None), world.broadcast(b"")
-
-
-def test_bytes_between_ranks(world: World) -> None:
-    for gathered, told, nothing in world.run(_bytes, 4):
-        assert gathered == [b"", b"\0" * 3, b"\0\1" * 3, b"\0\1\2" * 3]
-        assert (told, nothing) == (b"from zero", b"")
 
 
 def test_a_layout_of_another_size_is_refused() -> None:

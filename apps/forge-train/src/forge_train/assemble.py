@@ -6,15 +6,18 @@ Nothing concrete is named here. Data first, since it can refuse cheaply; then th
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forge_ckpt import resume
+from forge_ckpt.world import Alone, Group
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
+from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loader import evaluation, open_stream
 from forge_parallel.launch import Launch
@@ -22,7 +25,7 @@ from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan, default_transforms
 from forge_parallel.realize import Blueprint, realize
 from forge_parallel.step import Step
-from forge_parallel.topology import ProcessWorld, Topology
+from forge_parallel.topology import Topology
 from forge_train.checkpoints import Checkpoints, restore_hooks
 from forge_train.job import Job
 from forge_train.run import Run, State
@@ -49,7 +52,7 @@ def assemble(
     assert layout is not None, "a run is resolved for a world"
     torch.set_num_threads(job.train.threads or max(1, (os.cpu_count() or 1) // where.local_size))
     topology = Topology.of(layout, device)
-    world = ProcessWorld(topology)
+    world = Group() if topology.size > 1 else Alone()
     say = _announcer(console)
 
     with _rank_zero_first(world):
@@ -133,18 +136,24 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
     return say
 
 
-class _rank_zero_first:  # noqa: N801 (reads as the statement that it is)
+@contextmanager
+def _rank_zero_first(world: World) -> Iterator[None]:
     """Rank 0 runs the body before the others, so that what it prepares is there for them; its failure is theirs."""
-
-    def __init__(self, world: ProcessWorld) -> None:
-        self.world = world
-
-    def __enter__(self) -> None:
-        if self.world.size > 1 and self.world.rank > 0:
-            verdict = self.world.broadcast(None)
-            if verdict != b"ready":
-                raise ForgeError(verdict.decode())
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self.world.size > 1 and self.world.rank == 0:
-            self.world.broadcast(b"ready" if error is None else f"rank 0 failed while preparing: {error}".encode())
+    if world.rank > 0:
+        try:
+            verdict = world.broadcast(None)
+        except RuntimeError as cause:
+            raise ForgeError(
+                "rank 0 did not finish preparing the data within parallel.timeout seconds, or died; "
+                "tokenise beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout"
+            ) from cause
+        if verdict != b"ready":
+            raise ForgeError(verdict.decode())
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        world.broadcast(f"rank 0 failed while preparing the data: {error}".encode())
+        raise
+    world.broadcast(b"ready")
