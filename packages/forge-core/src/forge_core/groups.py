@@ -81,6 +81,8 @@ KNOWN_ELSEWHERE: MappingProxyType[tuple[str, str], str] = MappingProxyType(
         ("forge.tokenizers", "bpe"): "forge-data",
         ("forge.tokenizers", "bytes"): "forge-data",
         ("forge.trackers", "jsonl"): "forge-train",
+        ("forge.transforms", "compile"): "forge-parallel",
+        ("forge.transforms", "recompute"): "forge-parallel",
         ("forge.transforms", "shard"): "forge-parallel",
     }
 )

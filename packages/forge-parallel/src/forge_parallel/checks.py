@@ -11,7 +11,7 @@ from forge_core.layout import Layout, divisors
 from forge_parallel.plan import AXIS_DEFAULTS
 from forge_parallel.proven import FEATURES, unproven
 
-IMPLEMENTED = frozenset({"shard"})
+IMPLEMENTED = frozenset({"compile", "recompute", "shard"})
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
 
 
@@ -56,7 +56,7 @@ def features(job: Any, layout: Layout) -> set[str]:
     if job.precision.compute == "bf16":
         used.add("bf16")
     for name, transform in job.transforms.items():
-        if name not in IMPLEMENTED:
+        if name != "shard":
             used.add(name)
         elif getattr(transform, "reduce", "last") == "each":
             used.add("reduce_each")

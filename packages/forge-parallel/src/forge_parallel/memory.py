@@ -1,0 +1,43 @@
+"""Bytes that stay allocated, counted exactly and on any device: by watching which storages are still alive."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Storages(TorchDispatchMode):
+    """Inside, every storage that an operator allocates is noted; `held` counts those that somebody still needs.
+
+    A view, or a result written into an argument, allocates nothing: so parameters and inputs are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and _address(leaf) not in given:
+                self._seen[_address(leaf)] = (StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes())
+        return out
+
+    def held(self) -> int:
+        """Bytes of the storages that are still alive."""
+        return sum(size for reference, size in self._seen.values() if not reference.expired())
+
+
+def held_after(forward: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of `forward`, and the bytes that it keeps alive: its outputs and what its backward needs."""
+    with Storages() as storages:
+        result = forward()
+        return result, storages.held()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,51 @@
+"""torch.compile, block by block: blocks share one graph, so the time to compile does not grow with depth.
+
+Only a block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
+no module or parameter changes its name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._functorch.config as functorch
+from torch import nn
+
+from forge_parallel.plan import Phase
+
+if TYPE_CHECKING:
+    from forge_parallel.realize import Context
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compiles every block with inductor.
+
+    `budget` is the share of activations that the compiler may keep between forward and backward (1 keeps all that it likes);
+    it decides what to recompute by solving a knapsack problem on its graph.
+    """
+
+    fullgraph: bool = True
+    mode: str = "default"
+    budget: float = 1.0
+    name: str = "compile"
+    phase: int = Phase.COMPILE
+    axes: frozenset[str] = frozenset()
+
+    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
+        """Replaces the forward of each block of `part` in place."""
+        for path in context.specs.blocks:
+            block = part.get_submodule(path)
+            compiled = torch.compile(block.forward, fullgraph=self.fullgraph, dynamic=False, mode=self.mode)
+            block.forward = compiled if self.budget == 1.0 else partial(self._within, compiled)  # type: ignore[method-assign]
+        return part
+
+    def _within(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The compiler reads its budget when it compiles, which is inside some call of the block.
+        with functorch.patch(activation_memory_budget=self.budget):
+            return compiled(*args, **kwargs)
+
+    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
+        """Nothing to do."""

@@ -1,0 +1,79 @@
+"""Activation recomputation: keep less between forward and backward, and compute the rest again (Chen et al., 2016).
+
+The wrapper sits on a block's `forward`, inside whatever is attached to the call of the block. So sharding gathers a block's
+parameters before its backward begins, which is when the forward runs again, and no module or parameter changes its name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from forge_parallel.plan import Phase
+
+if TYPE_CHECKING:
+    from forge_parallel.realize import Context
+
+aten = torch.ops.aten
+
+KEPT = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    ),
+}
+"""Operators whose outputs `selective` may keep, by the name that a recipe uses. Results of collectives are always kept: no
+byte crosses ranks twice."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Wraps every n-th block. `keep` is None to keep a block's input only, else the kinds of operators of `KEPT`."""
+
+    keep: tuple[str, ...] | None = None
+    every: int = 1
+    name: str = "recompute"
+    phase: int = Phase.RECOMPUTE
+    axes: frozenset[str] = frozenset()
+
+    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
+        """Wraps the blocks of `part` in place."""
+        settings: dict[str, Any] = {"use_reentrant": False}
+        if self.keep is not None:
+            policy = partial(_policy, operators(self.keep))
+            settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        for index, path in enumerate(context.specs.blocks):
+            if index % self.every == 0:
+                block = part.get_submodule(path)
+                block.forward = partial(_checkpointed, block.forward, settings)  # type: ignore[method-assign]
+        return part
+
+    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
+        """Nothing to do."""
+
+
+def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **settings, **kwargs)
+
+
+def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
+    """The operators of some kinds that this version of torch has."""
+    packets = (getattr(aten, name, None) for kind in kinds for name in KEPT[kind])
+    return frozenset(getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
+
+
+def _policy(kept: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operator in kept or operator.namespace in ("_c10d_functional", "c10d_functional"):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,166 @@
+"""Recomputation keeps the bytes that it states and changes no bit; compilation changes nothing and happens once."""
+
+import warnings
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from forge_core.layout import Layout
+from forge_models.components.decoder import Decoder
+from forge_models.components.objectives import CrossEntropy
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.transforms import Compile, Recompute
+from forge_parallel.memory import held_after
+from forge_parallel.parity import Case, compare, measure, share, synthetic
+from forge_parallel.plan import Plan
+from forge_parallel.realize import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+
+CPU = torch.device("cpu")
+VOCAB, ROWS, LENGTH, DIM, FFN, HEADS, KV_HEADS = 61, 4, 16, 32, 48, 4, 2
+
+
+def decoder(layers: int = 2) -> Decoder:
+    return Decoder(dim=DIM, layers=layers, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=FFN, vocab_size=VOCAB, max_length=LENGTH)
+
+
+def case(layers: int = 2, **changes: Any) -> Case:
+    settings: dict[str, Any] = {"rows": ROWS, "micro_batch": ROWS, "length": LENGTH, "steps": 1, "grad_clip": 1e9} | changes
+    return Case(decoder(layers).build, CrossEntropy().build(), AdamW().build, VOCAB, **settings)
+
+
+def made(transforms: list[Any], layers: int = 2, compute: str = "fp64", layout: str = "1") -> Step:
+    at = Layout.parse(layout)
+    state = "fp64" if compute == "fp64" else "fp32"
+    topology = Topology.of(at, CPU)
+    model = realize(Blueprint.of(decoder(layers).build), Plan.of(transforms, at), topology, 0, compute, state)
+    return Step(model, CrossEntropy().build())
+
+
+def held(transforms: list[Any], layers: int) -> int:
+    step = made(transforms, layers)
+    batch = synthetic(case(layers), 0)
+    return held_after(lambda: step._forward(batch))[1]
+
+
+def held_by_a_block(*transforms: Any) -> int:
+    """What two more blocks keep between forward and backward, halved: everything outside of blocks cancels."""
+    return (held(list(transforms), 4) - held(list(transforms), 2)) // 2
+
+
+TOKENS, DOUBLE = ROWS * LENGTH, 8
+INPUT = TOKENS * DIM * DOUBLE
+PROJECTED = TOKENS * (DIM + 2 * DIM * KV_HEADS // HEADS + DIM + 2 * FFN + DIM) * DOUBLE  # q, k and v, o, gate and up, down
+ATTENDED = TOKENS * DIM * DOUBLE + ROWS * HEADS * LENGTH * DOUBLE  # output, and the log-sum-exp of each query
+
+
+@pytest.mark.parametrize(
+    ("component", "stated"),
+    [
+        (Recompute(policy="full"), INPUT),
+        (Recompute(keep=["matmul"]), INPUT + PROJECTED),
+        (Recompute(keep=["attention"]), INPUT + ATTENDED),
+        (Recompute(), INPUT + PROJECTED + ATTENDED),
+        (Recompute(policy="full", every=2), None),
+    ],
+    ids=["full", "matmul", "attention", "selective", "every second"],
+)
+def test_a_block_keeps_the_bytes_that_its_policy_states(component: Recompute, stated: int | None) -> None:
+    everything = held_by_a_block()
+    expected = stated if stated is not None else (INPUT + everything) // 2
+    assert held_by_a_block(component.build()) == expected
+    assert expected < everything
+
+
+@pytest.mark.parametrize("component", [Recompute(policy="full"), Recompute(), Recompute(keep=["matmul"], every=2)])
+def test_recomputation_changes_no_bit_in_fp64(component: Recompute) -> None:
+    plain, again = measure(case(3), Layout(), [], CPU), measure(case(3), Layout(), [component.build()], CPU)
+    assert plain.loss == again.loss
+    assert all(torch.equal(plain.gradients[name], again.gradients[name]) for name in plain.gradients)
+
+
+def test_nothing_is_kept_for_a_backward_that_will_not_come() -> None:
+    step, batch = made([Recompute().build()]), synthetic(case(), 0)
+    with step.model.inference():
+        assert held_after(lambda: step._forward(batch))[1] <= 4 * DOUBLE
+
+
+@pytest.fixture
+def compiler() -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own imports warn
+        yield
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp64"])
+def test_compilation_changes_nothing(compiler: None, mode: Literal["fp32", "fp64"]) -> None:
+    setting = replace(case(), compute=mode, state=mode)
+    difference = compare(measure(setting, Layout(), [], CPU), measure(setting, Layout(), [Compile().build()], CPU))
+    assert max(difference.loss, difference.norm, difference.gradients) < (1e-6 if mode == "fp32" else 1e-12)
+    assert counters["stats"]["unique_graphs"] == 1, "all blocks share one graph"
+
+
+def _recompiles(layout: str, recompute: bool) -> int:
+    """Graphs after warm-up; a recompilation afterwards raises."""
+    torch._dynamo.reset()
+    counters.clear()
+    transforms = [Compile().build(), *([Recompute().build()] if recompute else []), Shard()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = made(transforms, layers=3, compute="bf16", layout=layout)
+        topology = step.model.topology
+        optimizer = AdamW().build(step.model)
+
+        def train(number: int) -> None:
+            micro = share(synthetic(case(), number), topology.data_rank, topology.data_size, 1)
+            optimizer.step(step(micro).skip)
+            optimizer.zero_grad()
+
+        train(0)
+        train(1)
+        graphs = counters["stats"]["unique_graphs"]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for number in range(2, 5):
+                train(number)
+    return graphs
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_recompilation_after_warm_up(compiler: None, recompute: bool) -> None:
+    assert _recompiles("1", recompute) == 1
+
+
+def test_no_recompilation_after_warm_up_when_sharded(world: World) -> None:
+    assert world.run(_recompiles, 2, "dp2", True, timeout=300) == [1, 1]
+
+
+def test_a_budget_makes_the_compiler_keep_less(compiler: None) -> None:
+    def kept(budget: float) -> int:
+        torch._dynamo.reset()
+        step, batch = made([Compile(budget=budget).build()], compute="fp32"), synthetic(case(), 0)
+        seen: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            terms = step._forward(batch)
+        terms.sum.backward()
+        return sum(seen.values())
+
+    assert kept(0.3) < 0.8 * kept(1.0)
+
+
+def test_names_stay_as_they_are() -> None:
+    plain, wrapped = made([]), made([Recompute().build(), Compile().build()])
+    assert [name for name, _ in plain.model.tensors()] == [name for name, _ in wrapped.model.tensors()]
+    assert list(plain.model.part.state_dict()) == list(wrapped.model.part.state_dict())
