@@ -16,7 +16,7 @@ from forge_parallel.proven import FEATURES, unproven
 def job(global_batch: int = 8, micro_batch: int = 2, compute: str = "fp32", **transforms: Any) -> SimpleNamespace:
     return SimpleNamespace(
         train=SimpleNamespace(global_batch=global_batch, micro_batch=micro_batch),
-        precision=SimpleNamespace(compute=compute),
+        precision=SimpleNamespace(compute=compute, state="fp32"),
         transforms=transforms,
     )
 

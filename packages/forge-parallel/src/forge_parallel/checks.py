@@ -55,6 +55,8 @@ def features(job: Any, layout: Layout) -> set[str]:
         used.add("accumulate")
     if job.precision.compute == "bf16":
         used.add("bf16")
+    if job.precision.state == "bf16":
+        used.add("bf16_state")
     for name, transform in job.transforms.items():
         if name != "shard":
             used.add(name)

@@ -17,6 +17,7 @@ FEATURES = MappingProxyType(
         "accumulate": "train.global_batch larger than one micro-batch per rank",
         "reduce_each": "transforms.shard.reduce = 'each'",
         "bf16": "precision.compute = 'bf16'",
+        "bf16_state": "precision.state = 'bf16'",
         "recompute": "transforms.recompute",
         "compile": "transforms.compile",
     }

@@ -25,6 +25,10 @@ class AdamW(Component):
     """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
 
     def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_parallel.optim.adamw import AdamW as Built
+        import torch
 
-        return Built(model, self.lr, self.betas, self.eps, self.weight_decay)
+        from forge_parallel.optim.adamw import AdamW as Built
+        from forge_parallel.optim.adamw_bf16 import AdamWBf16
+
+        low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
+        return (AdamWBf16 if low else Built)(model, self.lr, self.betas, self.eps, self.weight_decay)

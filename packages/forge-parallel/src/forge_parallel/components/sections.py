@@ -34,9 +34,12 @@ class Precision:
 
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32."""
-    state: Literal["fp32", "fp64"] = "fp32"
-    """Format of the parameters that the optimizer updates, of gradients, and of optimizer state."""
+    state: Literal["fp32", "fp64", "bf16"] = "fp32"
+    """Format of the parameters that the optimizer updates, of gradients, and of optimizer state. `bf16` halves their memory;
+    updates are then rounded stochastically, and gradients of several micro-batches are summed in bf16."""
 
     def __post_init__(self) -> None:
         if self.compute == "fp64" and self.state != "fp64":
             raise ValueError("compute = 'fp64' needs state = 'fp64'")
+        if self.state == "bf16" and self.compute != "bf16":
+            raise ValueError(f"state = 'bf16' needs compute = 'bf16', not {self.compute!r}: parameters have no more digits")

@@ -7,6 +7,7 @@ otherwise the number of ranks would leak into the gradient.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -39,10 +40,10 @@ class Shard:
         if not context.specs.blocks:
             raise PlanError("shard: the model's specs name no blocks to shard one by one")
         mesh = context.topology.data_mesh
-        mixed = context.compute != context.state
+        # Sums over ranks are never rounded to less than fp32, even where the result is kept in bf16.
         policy = MixedPrecisionPolicy(
-            param_dtype=context.compute if mixed else None,
-            reduce_dtype=context.state if mixed else None,
+            param_dtype=context.compute if context.compute != context.state else None,
+            reduce_dtype=torch.promote_types(context.state, torch.float32) if context.compute == torch.bfloat16 else None,
             cast_forward_inputs=False,
         )
         for path in context.specs.blocks:

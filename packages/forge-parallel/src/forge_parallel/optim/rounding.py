@@ -1,0 +1,64 @@
+"""Stochastic rounding to bf16: up or down with the probability that keeps the expected value.
+
+A step of 1e-5 on a weight of 1 is far below half a unit in the last place of bf16 and would always be rounded away; rounded
+stochastically it is taken once in a few hundred steps (Gupta et al., 2015). The noise of an element is a hash of
+(key, step, flat index in the global tensor), so every layout draws the same noise and nothing needs to be stored.
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from math import prod
+
+import torch
+
+from forge_parallel.boxes import Box
+
+CHUNK = 1 << 22
+"""Elements that are worked on at a time: the extra memory is some tens of MiB whatever the tensor."""
+
+
+def key_of(name: str, state: str) -> int:
+    """A 31-bit key for one tensor's noise."""
+    return int.from_bytes(blake2b(f"{state}/{name}".encode(), digest_size=4).digest(), "little") >> 1
+
+
+def noise(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tensor:
+    """Uniform 16-bit integers, int32, one for each flat `index` (int64); `step` is an integer scalar on the device.
+
+    Three rounds of the murmur3 finaliser (Appleby, 2011) over 32-bit words held in int64.
+    """
+    word = index & 0xFFFFFFFF
+    for salt in (index >> 32, key, step):
+        word = (word + salt * 0x9E3779B1) & 0xFFFFFFFF
+        word = ((word ^ (word >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+        word = ((word ^ (word >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+        word = word ^ (word >> 16)
+    return (word & 0xFFFF).to(torch.int32)
+
+
+def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """fp32 `value` rounded to bf16 by 16 random `bits`: they are added below the last kept bit, then cut off.
+
+    Infinities and NaN stay what they are.
+    """
+    cut = (value.view(torch.int32) + bits) & -65536
+    return torch.where(torch.isfinite(value), cut.view(torch.float32), value).to(torch.bfloat16)
+
+
+def chunks(box: Box) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """Regions of a box of at most about `CHUNK` elements, each with the flat global index of its elements."""
+    shape = tuple(box.local.shape)
+    if box.local.numel() == 0:
+        return
+    if not shape:
+        yield (), torch.zeros((), dtype=torch.int64, device=box.local.device)
+        return
+    rows = max(1, CHUNK // max(1, prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        stop = min(start + rows, shape[0])
+        index = torch.zeros((), dtype=torch.int64, device=box.local.device)
+        for dim, size in enumerate((stop - start, *shape[1:])):
+            first = box.offset[dim] + (start if dim == 0 else 0)
+            places = torch.arange(first, first + size, device=box.local.device) * prod(box.shape[dim + 1 :])
+            index = index + places.view(-1, *[1] * (len(shape) - dim - 1))
+        yield (slice(start, stop),), index

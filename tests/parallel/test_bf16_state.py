@@ -1,0 +1,164 @@
+"""Stochastic rounding: unbiased, the same in every layout, and enough to learn from."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_core.layout import Layout
+from forge_core.protocols.model import NamedTensor
+from forge_parallel.boxes import Box
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.sections import Precision
+from forge_parallel.optim import rounding
+from forge_parallel.optim.rounding import chunks, noise, rounded
+from forge_parallel.parity import Case, full, share, synthetic
+from forge_parallel.plan import Plan
+from forge_parallel.realize import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+from parallel.tiny import VOCAB, Tiny, cross_entropy
+
+CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
+N = 1 << 16
+
+
+def bits(key: int = 1, step: int = 1, first: int = 0) -> torch.Tensor:
+    return noise(torch.arange(first, first + N), key, torch.tensor(step))
+
+
+def test_noise_is_uniform_and_independent() -> None:
+    counts = torch.bincount(bits() >> 8, minlength=256).double()
+    assert ((counts - N / 256).square() / (N / 256)).sum() < 255 + 6 * (2 * 255) ** 0.5  # chi squared, six sigma
+    streams = [bits(), bits(key=2), bits(step=2), bits(first=1), bits(first=1 << 32)]
+    correlation = torch.corrcoef(torch.stack(streams).double())
+    assert (correlation - torch.eye(len(streams))).abs().max() < 6 / N**0.5
+    assert int(bits().min()) >= 0
+    assert int(bits().max()) < 1 << 16
+
+
+@pytest.mark.parametrize("value", [1.001, -3.14159, 1e-20, 65000.3])
+def test_rounding_keeps_the_expected_value(value: float) -> None:
+    exact = torch.full((N,), value)
+    found = rounded(exact, bits()).float()
+    below, above = found.min(), found.max()
+    assert below <= exact[0] <= above
+    assert set(found.tolist()) == {below.item(), above.item()}
+    gap = (above - below).item()
+    assert gap <= abs(value) * 2**-7
+    assert abs(found.double().mean() - exact[0].double()) < 6 * gap / 2 / N**0.5
+
+
+def test_what_is_exact_stays_and_what_is_no_number_stays_none() -> None:
+    special = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, torch.nan])
+    found = rounded(special, torch.full((7,), 0xFFFF, dtype=torch.int32)).float()
+    assert torch.equal(found[:6], special[:6])
+    assert found[6].isnan()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_indices_of_a_box_are_those_of_the_whole(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=3)))
+    offset = tuple(data.draw(st.integers(0, size)) for size in shape)
+    extent = tuple(data.draw(st.integers(0, size - start)) for size, start in zip(shape, offset, strict=True))
+    whole = torch.arange(int(torch.tensor(shape).prod()) if shape else 1).view(shape)
+    found = torch.full(extent, -1)
+    before, rounding.CHUNK = rounding.CHUNK, data.draw(st.integers(1, 50))
+    try:
+        for region, index in chunks(Box(shape, offset, found)):
+            found[region] = index
+    finally:
+        rounding.CHUNK = before
+    region = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+    assert torch.equal(found, whole[region])
+
+
+class Weights:
+    """A model of one parameter, as an optimizer sees it."""
+
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
+        self.weight = torch.full((N,), value, dtype=dtype, requires_grad=True)
+
+    def trainable(self) -> list[NamedTensor]:
+        return [NamedTensor("w", self.weight, "matrix")]
+
+
+def test_small_steps_add_up_on_average_where_plain_bf16_stands_still() -> None:
+    """The mean over many elements follows the exact optimizer; each step is 1/390 of a unit in the last place."""
+    low, exact = Weights(1.0, torch.bfloat16), Weights(1.0, torch.float64)
+    component = AdamW(lr=1e-5, weight_decay=0.1)
+    optimizers = [component.build(model) for model in (low, exact)]  # type: ignore[arg-type]
+    plain = torch.ones(N, dtype=torch.bfloat16)
+    for number in range(20):
+        slope = 0.5 + 0.1 * number
+        for model, optimizer in zip((low, exact), optimizers, strict=True):
+            model.weight.grad = torch.full_like(model.weight, slope)
+            optimizer.step()
+            optimizer.zero_grad()
+        plain -= 1e-5
+    moved, expected = 1 - low.weight.detach().double().mean(), 1 - exact.weight.detach().mean()
+    spread = (2**-8 * expected / N) ** 0.5  # of the mean of N elements that each took a whole unit with this chance
+    assert moved == pytest.approx(expected.item(), abs=6 * spread.item())
+    assert torch.equal(plain, torch.ones_like(plain))
+
+
+def test_a_skipped_step_changes_no_bit() -> None:
+    model = Weights(1.0, torch.bfloat16)
+    optimizer = AdamW(lr=0.1).build(model)  # type: ignore[arg-type]
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    before = {(key, name): tensor.clone() for key, tensors in optimizer.state().items() for name, tensor in tensors.items()}
+    weight = model.weight.detach().clone()
+    model.weight.grad = torch.full_like(model.weight, torch.nan)
+    optimizer.step(torch.tensor(1.0))
+    assert torch.equal(model.weight, weight)
+    assert all(torch.equal(before[key, name], tensor) for key, ts in optimizer.state().items() for name, tensor in ts.items())
+
+
+def _updated(layout: str) -> dict[str, torch.Tensor]:
+    """Weights and moments after two updates from gradients that are the same in every layout, bit by bit."""
+    at = Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), topology, 0, "bf16", "bf16")
+    optimizer = AdamW(lr=1e-3).build(model)
+    for _ in range(2):
+        for _, parameter, _ in model.trainable():
+            parameter.grad = parameter.detach() * 0.25 + 0.125
+        optimizer.step()
+        optimizer.zero_grad()
+    moments = {f"{key}/{name}": full(t) for key, ts in optimizer.state().items() for name, t in ts.items()}
+    return moments | {name: full(tensor) for name, tensor, _ in model.trainable()}
+
+
+def test_updates_are_bitwise_equal_in_every_layout(world: World) -> None:
+    reference = _updated("1")
+    assert all(tensor.dtype in (torch.bfloat16, torch.int64) for tensor in reference.values())
+    for layout, size in (("dp2", 2), ("hsdp2x2", 4)):
+        for found in world.run(_updated, size, layout):
+            assert all(torch.equal(reference[name], found[name]) for name in reference)
+
+
+def test_it_learns() -> None:
+    """Loss on one batch falls as it does with fp32 state."""
+    ends = []
+    for state in ("fp32", "bf16"):
+        layout = Layout()
+        model = realize(Blueprint.of(Tiny), Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "bf16", state)
+        step, optimizer = Step(model, cross_entropy), AdamW(lr=3e-3).build(model)
+        losses = []
+        for _ in range(60):
+            result = step(share(synthetic(CASE, 0), 0, 1, 8))
+            optimizer.step(result.skip)
+            optimizer.zero_grad()
+            losses.append(result.numbers()["loss"])
+        assert losses[-1] < losses[0] - 1
+        ends.append(losses[-1])
+    assert ends[1] == pytest.approx(ends[0], abs=0.15)
+
+
+def test_bf16_state_needs_bf16_compute() -> None:
+    with pytest.raises(ValueError, match="compute = 'bf16'"):
+        Precision(compute="fp32", state="bf16")
