@@ -9,13 +9,13 @@ with one side. Needs `transformers` and `accelerate`.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -83,6 +83,7 @@ def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
 
 def rival(shape: Shape, compute: str) -> Callable[[], float]:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -97,6 +98,7 @@ def rival(shape: Shape, compute: str) -> Callable[[], float]:
         attn_implementation="sdpa",
         use_cache=False,
     )
+    AcceleratorState._reset_state(True)  # it remembers the precision of the first one made in a process
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if compute == "bf16" else "no")
     model = LlamaForCausalLM(config)
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -167,7 +169,8 @@ def main() -> None:
         one = made(side, SHAPES[name], compute)
         for _ in range(3):
             one()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        status = Path("/proc/self/status").read_text()  # getrusage would report the parent's peak, which survives exec
+        print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
         return
     torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds")
