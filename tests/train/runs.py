@@ -77,6 +77,20 @@ class Recorder(Hook):
         self.losses.append(result.numbers()["loss"])
 
 
+class Recording:
+    """A step that notes the rows it is given."""
+
+    def __init__(self, step: Any, samples: list[list[str]]) -> None:
+        self.step, self.samples = step, samples
+
+    def __call__(self, batches: Any, stop: bool = False) -> Any:
+        self.samples.append([row.tobytes().hex() for batch in batches for row in batch.tokens.numpy()])
+        return self.step(batches, stop)
+
+    def evaluate(self, batches: Any) -> Any:
+        return self.step.evaluate(batches)
+
+
 def prepared(recipe: Path, overrides: list[str]) -> tuple[Run, Recorder]:
     """The assembled run of this rank, recording."""
     registry = Registry()
@@ -87,13 +101,7 @@ def prepared(recipe: Path, overrides: list[str]) -> tuple[Run, Recorder]:
     run = assemble(resolved, directory, where, torch.device("cpu"), registry, None)
     recorder = Recorder()
     run.hooks = [*run.hooks, recorder]
-    step = run.step
-
-    def recording(batches: Any, stop: bool = False) -> Any:
-        recorder.samples.append([row.tobytes().hex() for batch in batches for row in batch.tokens.numpy()])
-        return step(batches, stop)
-
-    run.step = recording  # type: ignore[assignment]
+    run.step = Recording(run.step, recorder.samples)  # type: ignore[assignment]
     return run, recorder
 
 
