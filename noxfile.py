@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent
 PROJECTS = (*sorted((ROOT / "packages").iterdir()), *sorted((ROOT / "apps").iterdir()))
 EXAMPLE = ROOT / "examples" / "forge-lionize"
 CONSTRAINTS = ROOT / "constraints.txt"
-TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist", "safetensors", "transformers")
+TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist", "safetensors", "tensorboard", "transformers", "wandb")
+DOCUMENTATION = ("furo", "myst-parser", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
 SUPPORTED = ((3, 11), (3, 12))
 
@@ -64,9 +65,13 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Links and code blocks of the documentation."""
+    """The pages as HTML in `docs/_build/html`, a warning being an error; then their links and code blocks, slow ones too."""
     _workshop(session)
-    session.run(_tool("python"), "-m", "pytest", "-q", "tests/repository/test_docs.py", *session.posargs, external=True)
+    _install(session, _tool("python"), *DOCUMENTATION)
+    pages = ("-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
+    session.run(_tool("python"), "-m", "sphinx", *pages, external=True)
+    tests = ("tests/repository/test_docs.py", "tests/train/test_pages.py")
+    session.run(_tool("python"), "-m", "pytest", "-q", *tests, *session.posargs, external=True, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none")

@@ -67,11 +67,11 @@ def run(configuration: Configuration) -> dict[str, Any]:
     from forge_core.layout import Layout
     from forge_models.components.decoder import Decoder
     from forge_models.components.objectives import CrossEntropy
-    from forge_parallel.clip import clip
+    from forge_parallel.clipping import clip
     from forge_parallel.components.optimizers import AdamW
     from forge_parallel.components.transforms import Compile, Recompute
     from forge_parallel.plan import Plan
-    from forge_parallel.realize import Blueprint, realize
+    from forge_parallel.realization import Blueprint, realize
     from forge_parallel.step import Step
     from forge_parallel.topology import Topology
 

@@ -213,7 +213,7 @@ def test_a_missing_component_lists_the_choices() -> None:
         steps: int
 
     message = said({}, Needs)
-    assert message["optimizer"] == "is missing; expected a table with the `name` of a optimizer | known: adam, muon"
+    assert message["optimizer"] == "is missing; expected a table with the `name` of an optimizer | known: adam, muon"
     assert message["steps"] == "is missing; expected an integer | "
 
 

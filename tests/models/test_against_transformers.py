@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from forge_models.components.blocks import RMSNorm
+from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
+from forge_models.components.rope import Rope
 
 NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -43,7 +44,7 @@ def llama(model):
             head_dim=config.resolved_head_dim,
             max_position_embeddings=config.max_length,
             rms_norm_eps=config.resolved_norm.eps,
-            rope_theta=config.rope_theta,
+            rope_theta=config.rope.theta,
             tie_word_embeddings=config.tied_embeddings,
             attn_implementation="eager",
         )
@@ -61,7 +62,7 @@ CASES = {
     "multi_head": {"kv_heads": None},
     "multi_query": {"kv_heads": 1},
     "tied": {"tied_embeddings": True},
-    "other_numbers": {"head_dim": 12, "rope_theta": 500.0, "norm": RMSNorm(eps=1e-3), "layers": 3},
+    "other_numbers": {"head_dim": 12, "rope": Rope(theta=500.0), "norm": RMSNorm(eps=1e-3), "layers": 3},
 }
 
 

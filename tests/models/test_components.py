@@ -8,8 +8,11 @@ import pytest
 
 from forge_core.component import Slot, fields_of
 from forge_core.groups import GROUPS
-from forge_models.components.blocks import GQA, RMSNorm, SwiGLU
+from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
+from forge_models.components.norms import RMSNorm
+from forge_models.components.rope import Rope
 
 OURS = [
     point
@@ -22,9 +25,9 @@ OURS = [
 def test_what_is_offered():
     assert {(point.group, point.name) for point in OURS} >= {
         ("forge.models", "decoder"),
-        ("forge.attentions", "gqa"),
-        ("forge.mlps", "swiglu"),
-        ("forge.norms", "rmsnorm"),
+        *(("forge.attentions", name) for name in ("gqa", "mla")),
+        *(("forge.mlps", name) for name in ("swiglu", "geglu", "gelu", "relu", "relu2")),
+        *(("forge.norms", name) for name in ("rmsnorm", "layernorm")),
         ("forge.objectives", "cross_entropy"),
     }
 
@@ -75,8 +78,44 @@ def test_feed_forward_width_is_two_thirds_of_four_dim_rounded_up(dim, expected):
         ({"dim": 100, "heads": 8}, "dim 100 must be a multiple of heads 8"),
         ({"head_dim": 7}, "head_dim 7 must be even"),
         ({"dim": 24, "heads": 8}, "dim 24 / heads 8 = head_dim 3 must be even"),
+        ({"attention": GQA(window=4, global_layers=(1, 8))}, r"global_layers \[8\] do not exist: layers count from 0 to 7"),
+        ({"rope": Rope(local_theta=10.0)}, "local_theta is for local layers"),
+        ({"rope": Rope(partial=0.3)}, "19 of head_dim 64 turn"),
+        ({"attention": MLA(), "kv_heads": 4}, "mla has no kv_heads; leave kv_heads 4 out"),
+        ({"attention": MLA(), "rope": Rope(partial=0.5)}, "mla has its own qk_rope_head_dim"),
     ],
 )
 def test_rules_between_fields(fields, message):
     with pytest.raises(ValueError, match=message):
         Decoder(**fields)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GQA(window=4, global_every=2, global_layers=(1,)), "give one"),
+        (lambda: GQA(global_every=2), "need a window"),
+        (lambda: GQA(core="varlen", soft_cap=3.0), "no soft cap"),
+        (lambda: MLA(qk_rope_head_dim=5), "qk_rope_head_dim 5 must be even"),
+    ],
+)
+def test_rules_of_attentions(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_which_layers_are_local():
+    def windows(**fields):
+        return [GQA(window=7, **fields).window_at(layer) for layer in range(6)]
+
+    assert windows() == [7] * 6
+    assert windows(global_every=2) == [7, None] * 3  # Gemma-2: every second
+    assert windows(global_every=6) == [7] * 5 + [None]  # Gemma-3: every sixth
+    assert windows(global_layers=(0, 1)) == [None, None, 7, 7, 7, 7]
+    assert GQA().window_at(3) is None
+
+
+def test_an_mlp_of_two_matrices_is_four_times_as_wide():
+    for mlp in (GELU(), ReLU(), ReLU2()):
+        assert Decoder(dim=192, mlp=mlp).resolved_ffn_dim == 768
+    assert Decoder(dim=192, mlp=GeGLU()).resolved_ffn_dim == 512

@@ -7,11 +7,15 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
-from forge_models.blocks import attention
-from forge_models.blocks.attention import LocalAttention
-from forge_models.components.blocks import GQA
+from forge_models.blocks import core
+from forge_models.blocks.core import LocalAttention
+from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import ReLU2
+from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.components.objectives import CrossEntropy
+from forge_models.components.rope import Rope
+from forge_models.generation import GenerationError, stream
 from forge_models.interp.tap import listening, tap
 
 
@@ -55,7 +59,7 @@ def sdpa_calls(monkeypatch):
         calls.append((attn_mask, is_causal))
         return real(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(core.F, "scaled_dot_product_attention", spy)
     return calls
 
 
@@ -94,7 +98,7 @@ def test_core_equals_softmax_by_hand(window):
 
 
 def test_qk_norm_normalises_each_head_before_the_rotation(make, tokens):
-    model = make(spread=10.0, attention=GQA(qk_norm=True))
+    model = make(spread=10.0, attention=GQA(qk_norm="head"))
     seen = {}
     with listening(lambda name, x: seen.update({name: x.detach()})):
         model(tokens(2, 9))
@@ -133,29 +137,10 @@ def test_parameter_count_equals_the_published_one(name):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_every_parameter_has_a_spec_that_fits(tied, qk_norm):
-    # Sizes are all different, so a dimension under a wrong name shows.
-    sizes = {"embed": 48, "heads": 6 * 10, "kv_heads": 3 * 10, "ffn": 56, "vocab": 101}
-    config = Decoder(
-        dim=48,
-        layers=2,
-        heads=6,
-        kv_heads=3,
-        head_dim=10,
-        ffn_dim=56,
-        vocab_size=101,
-        tied_embeddings=tied,
-        attention=GQA(qk_norm=qk_norm),
-    )
-    model = config.build()
+def test_specs_name_blocks_units_ties_and_groups(tied):
+    sizes = {"dim": 48, "layers": 2, "heads": 6, "kv_heads": 3, "ffn_dim": 56, "vocab_size": 101}
+    model = Decoder(**sizes, tied_embeddings=tied).build()
     specs = model.specs()
-    parameters = dict(model.named_parameters())
-    assert specs.tensors.keys() == parameters.keys()
-    for name, spec in specs.tensors.items():
-        for size, dim in zip(parameters[name].shape, spec.dims, strict=True):
-            assert dim is None or sizes[dim] == size, name
-        assert (spec.group == "vector") == (len(spec.dims) == 1), name
     assert specs.tensors["embed.weight"].group == "embedding"
     assert specs.tensors["blocks.1.attention.o_proj.weight"].group == "matrix"
     assert specs.units == {"embed": 48, "heads": 6, "kv_heads": 3, "ffn": 56, "vocab": 101}
@@ -163,32 +148,6 @@ def test_every_parameter_has_a_spec_that_fits(tied, qk_norm):
     assert dict(specs.ties) == ({"head.weight": "embed.weight"} if tied else {})
     assert ("head.weight" in specs.tensors) != tied
     assert (model.head.weight is model.embed.weight) == tied
-    paths = {path for path, _ in model.named_modules()}
-    assert paths >= specs.modules.keys()
-    linear = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert linear <= specs.modules.keys()
-
-
-def test_module_specs_tell_the_shapes_that_flow(make, tokens):
-    model = make(head_dim=10, ffn_dim=56)
-    sizes = {"batch": 2, "sequence": 9, "embed": 32, "heads": 40, "kv_heads": 20, "ffn": 56, "vocab": 97}
-    specs = model.specs()
-    seen = set()
-
-    def check(path):
-        def hook(module, inputs, output):
-            spec = specs.modules[path]
-            for tensor, dims in ((inputs[0], spec.inputs[0]), (output, spec.outputs[0])):
-                assert list(tensor.shape) == [sizes[dim] for dim in dims], path
-            seen.add(path)
-
-        return hook
-
-    modules = dict(model.named_modules())
-    for path in specs.modules:
-        modules[path].register_forward_hook(check(path))
-    model(tokens(2, 9))
-    assert seen == specs.modules.keys()
 
 
 def test_projections_back_to_the_stream_start_smaller_with_depth():
@@ -211,7 +170,7 @@ def test_initial_loss_is_near_log_vocabulary_but_not_equal(make, tokens, tied, d
 
 
 def test_nothing_is_kept_outside_of_parameters_and_nothing_is_drawn_by_constructors():
-    model = Decoder(dim=32, heads=4, layers=1, vocab_size=50, attention=GQA(qk_norm=True)).build()
+    model = Decoder(dim=32, heads=4, layers=1, vocab_size=50, attention=GQA(qk_norm="head")).build()
     assert not list(model.buffers())
     state = torch.get_rng_state()
     again = Decoder(dim=32, heads=4, layers=1, vocab_size=50).build()
@@ -262,6 +221,29 @@ def test_refuses_what_does_not_go_together(make, tokens):
         model(rows, documents=rows, cache=model.new_cache(1, 8))
 
 
+def test_dynamic_rope_scaling_refuses_a_cache_where_it_would_be_wrong(make, tokens):
+    model = make(rope=Rope(scaling="dynamic", factor=2.0, original_max_length=6))
+    rows = tokens(1, 7)
+    cache = model.new_cache(1, 7)
+    model(rows[:, :6], cache=cache)
+    with pytest.raises(ValueError, match="past original_max_length 6 cannot use a cache"):
+        model(rows[:, 6:], cache=cache)
+    assert model(rows).isfinite().all()
+    with pytest.raises(GenerationError, match="dynamic rope scaling 6; ask for at most 3 new"):
+        stream(model, [[1, 2, 3]], max_tokens=4)
+
+
+def test_the_embedding_multiplier_is_rounded_to_the_compute_precision_first(make, tokens):
+    model = make(embed_multiplier=32**0.5, dtype=torch.bfloat16)
+    seen = {}
+    with listening(lambda name, x: seen.update({name: x})):
+        model(tokens(1, 9))
+    table = model.embed(tokens(1, 9)).float()
+    expected = (table * 5.65625).bfloat16()  # sqrt(32) = 5.65685 has no closer neighbor in bf16
+    assert torch.equal(seen["blocks.0.residual"], expected)
+    assert not torch.equal((table * 32**0.5).bfloat16(), expected)
+
+
 def test_parts_of_a_pipeline_compose_to_the_whole(make, tokens):
     whole, first, last = make(layers=3), make(layers=3), make(layers=3)
     del first.blocks["2"]
@@ -307,9 +289,29 @@ def test_a_listener_can_edit(make, tokens):
 DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
+COMPILED = {
+    "default": {},
+    "capped_scores_offset_norms": {
+        "attention": GQA(soft_cap=2.0, window=4, global_every=2, qk_norm="head", qkv_bias=True),
+        "norm": RMSNorm(offset=1),
+        "norm_placement": "sandwich",
+        "rope": Rope(partial=0.5, local_theta=100.0),
+    },
+    "latent_layer_norm_relu2": {
+        "attention": MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10),
+        "kv_heads": None,
+        "norm": LayerNorm(),
+        "mlp": ReLU2(bias=True),
+        "norm_placement": "post",
+    },
+}
+
+
 @DYNAMO
-def test_a_compiled_block_is_one_graph_and_gives_the_same_numbers(make, tokens):
-    model, twin, rows = make(dtype=torch.float64), make(dtype=torch.float64), tokens(2, 9)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_block_is_one_graph_and_gives_the_same_numbers(make, tokens, name):
+    fields = COMPILED[name] | {"dtype": torch.float64, "spread": 5.0}
+    model, twin, rows = make(**fields), make(**fields), tokens(2, 9)
     for block in model.blocks.values():
         block.compile(backend="aot_eager", fullgraph=True)
     arguments = {"labels": rows, "objective": CrossEntropy().build(), "documents": packed(4, 5)[0]}

@@ -8,13 +8,28 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_models.components.blocks import GQA
+from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2
+from forge_models.components.norms import LayerNorm
 from forge_models.components.objectives import CrossEntropy
 from forge_models.flops import count
 
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 
-@pytest.mark.parametrize("fields", [{}, {"tied_embeddings": True}, {"kv_heads": 1, "head_dim": 6}])
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"kv_heads": 1, "head_dim": 6},
+        {"mlp": ReLU2(bias=True), "norm_placement": "sandwich"},
+        {"attention": GQA(qkv_bias=True, soft_cap=5.0)},  # written out, so counted without the plain kernel too
+        {"attention": MLA(**LATENT), "kv_heads": None},
+        {"attention": MLA(q_lora_rank=14, **LATENT), "kv_heads": None},
+    ],
+)
 def test_equal_torchs_counter(make, tokens, fields):
     model = make(**fields)
     counts = count(model.config)
@@ -29,7 +44,20 @@ def test_equal_torchs_counter(make, tokens, fields):
     assert counter.get_total_flops() == counts.forward(12) * 2 * 12
 
 
-@pytest.mark.parametrize("fields", [{}, {"tied_embeddings": True}, {"attention": GQA(qk_norm=True), "head_dim": 6}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"attention": GQA(qk_norm="head"), "head_dim": 6},
+        {"attention": GQA(qk_norm="full", qkv_bias=True, output_bias=True), "norm_placement": "post"},
+        {"mlp": GeGLU(bias=True), "norm": LayerNorm(), "norm_placement": "sandwich"},
+        {"mlp": GELU(bias=True), "norm": LayerNorm(bias=False), "attention": GQA(qk_norm="head")},
+        {"mlp": ReLU()},
+        {"attention": MLA(**LATENT), "kv_heads": None},
+        {"attention": MLA(q_lora_rank=14, **LATENT), "kv_heads": None, "norm": LayerNorm()},
+    ],
+)
 def test_parameters_equal_the_model(make, fields):
     model = make(**fields)
     counts = count(model.config)
@@ -45,6 +73,30 @@ def test_llama_3_8b_by_hand():
     # A causal query meets 1, 2, .. T keys.
     keys = sum(range(1, 4097)) / 4096
     assert counts.training(4096, causal=True) == 6 * matrices + 12 * 32 * 4096 * keys
+
+
+def test_deepseek_v2_attention_by_hand():
+    # DeepSeek-V2: 128 heads of 128 + 64, latents of 1536 and 512 (its paper, section 3.1.2).
+    mla = MLA(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    counts = count(Decoder(dim=5120, layers=1, heads=128, attention=mla, ffn_dim=12288, vocab_size=102400))
+    weights = 5120 * 1536 + 1536 * 128 * 192 + 5120 * 576 + 512 * 128 * 256 + 128 * 128 * 5120
+    assert counts.attention == weights + 1536 + 512
+    assert counts.forward(1000) - 2 * counts.matrix == 2 * 128 * (192 + 128) * 1000
+
+
+def test_local_layers_meet_as_many_keys_as_their_window_holds():
+    window, length = 5, 32
+    local = GQA(window=window, global_every=3)
+    sizes = {"dim": 32, "layers": 7, "heads": 4}
+    counts, plain = count(Decoder(attention=local, **sizes)), count(Decoder(**sizes))
+    assert counts.parameters == plain.parameters
+    # Layers 2 and 5 are global.
+    for causal in (False, True):
+        met = sum(min(t, window) for t in range(1, length + 1)) / length if causal else window
+        everything = sum(range(1, length + 1)) / length if causal else length
+        expected = 2 * 2 * 32 * (5 * met + 2 * everything)
+        assert counts.forward(length, causal) - 2 * counts.matrix == pytest.approx(expected, rel=1e-12)
+    assert counts.forward(4, True) == plain.forward(4, True)
 
 
 def test_unknown_parts_are_refused():

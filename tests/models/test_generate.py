@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from forge_models.generate import GenerationError, generate, stream
+from forge_models.generation import GenerationError, before_stop, generate, stream
 from forge_models.sampling import Sampler
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]
@@ -110,6 +110,10 @@ def test_stream_yields_step_by_step_and_leaves_the_mode_alone(make):
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": 1.0, "top_k": 0}, "top_k 0"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p 0.0"),
+        ({"temperature": 1.0, "min_p": 1.5}, "min_p 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+        ({"stop": "x"}, "need decode"),
+        ({"stop": ["x", ""], "decode": str}, "empty"),
         ({"prefill": 0}, "prefill 0"),
     ],
 )
@@ -162,3 +166,56 @@ def test_draws_follow_the_distribution(temperature, top_k, top_p, kept):
 
 def test_temperature_zero_takes_the_first_of_the_most_likely():
     assert Sampler()(torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_min_p_keeps_what_transformers_keeps(min_p, top_p):
+    from transformers import MinPLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    expected = logits if top_p is None else TopPLogitsWarper(top_p)(None, logits)
+    expected = MinPLogitsWarper(min_p)(None, expected).softmax(-1)
+    probabilities, tokens = Sampler(1.0, top_p=top_p, min_p=min_p).distribution(logits)
+    torch.testing.assert_close(torch.zeros_like(logits).scatter_(1, tokens, probabilities), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty_equals_that_of_transformers(make, penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    # The last prompt holds every second token: about half of its choices depend on what the prompt says.
+    model, prompts = make(spread=10.0), [[5, 6, 7, 5, 8], [90, 1], list(range(0, 97, 2))]
+    found = generate(model, prompts, max_tokens=10, repetition_penalty=penalty)
+    process = RepetitionPenaltyLogitsProcessor(penalty)
+    for prompt, row in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        for token in row:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]))[:, -1]
+            assert token == int(process(torch.tensor([ids]), logits).argmax())
+            ids.append(token)
+    assert found != generate(model, prompts, max_tokens=10)
+
+
+def test_rows_stop_at_a_text_that_spans_tokens(make):
+    model = make(spread=10.0)
+
+    def decode(tokens):
+        return "".join(f"<{token}>" for token in tokens)
+
+    free = generate(model, PROMPTS, max_tokens=12)
+    # The end of one token's text and the beginning of the next one's: complete only with the latter.
+    stop = f"{free[0][2]}><{free[0][3]}"
+    expected = []
+    for row in free:
+        ends = [n for n in range(1, len(row) + 1) if stop in decode(row[:n])]
+        expected.append(row[: ends[0]] if ends else row)
+    assert 3 < len(expected[0]) <= 12
+    assert generate(model, PROMPTS, max_tokens=12, stop=stop, decode=decode) == expected
+    assert generate(model, PROMPTS, max_tokens=12, stop=["never", stop], decode=decode) == expected
+
+
+def test_text_before_a_stop():
+    assert before_stop("one two three", ["three", "two"]) == "one "
+    assert before_stop("one two", "x") == "one two"

@@ -14,7 +14,7 @@ from forge_parallel.optim import rounding
 from forge_parallel.optim.rounding import chunks, noise, rounded
 from forge_parallel.parity import Case, full, share, synthetic
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard

@@ -57,5 +57,5 @@ def test_what_no_test_proves_is_refused_by_name() -> None:
 
 
 def test_checks_import_no_torch() -> None:
-    code = "import sys, forge_parallel.checks, forge_parallel.plan, forge_parallel.launch; assert 'torch' not in sys.modules"
+    code = "import sys, forge_parallel.checks, forge_parallel.plan, forge_parallel.launcher; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,12 +6,12 @@ import torch
 from forge_core.layout import Layout
 from forge_core.specs import Init, TensorSpec
 from forge_parallel.boxes import Box
-from forge_parallel.clip import clip
+from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.init import fill
 from forge_parallel.parity import Case, compare, measure, share, synthetic
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from parallel.tiny import VOCAB, Tiny, cross_entropy

@@ -11,7 +11,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Init, TensorSpec
 from forge_parallel.plan import Phase, Plan, default_transforms
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from parallel.tiny import TiedTiny, Tiny
@@ -107,7 +107,7 @@ def test_a_model_that_does_not_describe_itself_fully_is_refused(build: type[nn.M
 
 
 def test_every_tensor_is_filled_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_parallel import realize as module
+    from forge_parallel import realization as module
 
     filled: list[str] = []
     fill = module.fill

@@ -16,7 +16,7 @@ from forge_parallel.components.transforms import Compile, Recompute
 from forge_parallel.memory import held_after
 from forge_parallel.parity import Case, compare, measure, share, synthetic
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard

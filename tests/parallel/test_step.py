@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.layout import Layout
-from forge_parallel.clip import clip
+from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.model import ParallelModel
 from forge_parallel.parity import Case, full, share, synthetic
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard

@@ -8,11 +8,11 @@ import torch
 from forge_core.errors import LayoutError
 from forge_core.layout import Layout
 from forge_parallel.bootstrap import start, stop
-from forge_parallel.launch import launch
+from forge_parallel.launcher import launch
 from forge_parallel.owner import owns
 from forge_parallel.parity import full
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from harness.pool import World

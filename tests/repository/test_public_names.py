@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,10 @@ PACKAGES = ("forge_core", "forge_parallel", "forge_models", "forge_data", "forge
 def test_every_public_name_resolves(package: str) -> None:
     module = import_module(package)
     assert dir(module)
+    files = {path.stem for path in Path(str(module.__file__)).parent.iterdir()}
     for name in dir(module):
         assert getattr(module, name) is not None
+        assert name not in files, f"{package}.{name} would be the module, once somebody imported it"
     with pytest.raises(AttributeError, match="nonsense"):
         module.nonsense  # noqa: B018
 

@@ -10,7 +10,7 @@ from forge_core.layout import Layout
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.parity import Case, full, share, synthetic
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard

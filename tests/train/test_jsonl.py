@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from forge_train.components.trackers import Jsonl
+from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import JsonlTracker, read
 
 
@@ -82,7 +83,7 @@ def test_every_cut_of_the_last_line_loses_that_line_only(path) -> None:
 
 
 def test_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypatch) -> None:
-    tracker = JsonlTracker(path)
+    tracker = Guarded(JsonlTracker(path))
     tracker.write(1, {"loss": 1.0})
     real = os.write
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
@@ -97,7 +98,7 @@ def test_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypatch) -> N
 
 
 def test_a_missing_directory_is_one_warning(tmp_path, caplog) -> None:
-    tracker = JsonlTracker(tmp_path / "gone" / "metrics.jsonl")
+    tracker = Guarded(JsonlTracker(tmp_path / "gone" / "metrics.jsonl"))
     with caplog.at_level(logging.WARNING):
         tracker.rewind(3)
         tracker.write(1, {"loss": 1.0})

@@ -1,5 +1,6 @@
 """The documentation pages: their plugins work, their recipes load, their commands run as written."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,11 +12,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Registry
+from forge_models.hf.families import FAMILIES
+from forge_parallel.plan import Plan
+from forge_parallel.realization import Blueprint, realize
+from forge_parallel.topology import Topology
+from forge_train.recipe import load
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])
+NAMED = re.compile(r"# ([\w.-]+\.(?:py|toml))\n")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -26,7 +34,7 @@ def files_of(page: Path) -> Iterator[tuple[str, str]]:
     """(name, text) of every block that names its file in the first line."""
     for language in ("python", "toml"):
         for text in blocks(page, language):
-            if named := re.match(r"# ([\w.-]+\.(?:py|toml))\n", text):
+            if named := NAMED.match(text):
                 yield named[1], text
 
 
@@ -34,6 +42,16 @@ def files_of(page: Path) -> Iterator[tuple[str, str]]:
 def plugins(tmp_path, monkeypatch) -> Path:
     """A directory with every file of the plugin page and of the README."""
     for page in (ROOT / "README.md", ROOT / "docs/writing-a-plugin.md"):
+        for name, text in files_of(page):
+            (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def everything(tmp_path, monkeypatch) -> Path:
+    """A directory with every file of every page; pages that name the same file agree on it."""
+    for page in PAGES:
         for name, text in files_of(page):
             (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -83,11 +101,55 @@ def test_the_hook_of_the_page(plugins) -> None:
     assert logged == [{"largest_weight": 7.0}]
 
 
-def test_recipes_of_the_pages_have_no_fault(plugins) -> None:
-    from forge_train.recipe import load
+def test_recipes_of_the_pages_have_no_fault(everything) -> None:
+    """Whole recipes as they stand, and fragments on top of `debug`."""
+    recipes = [name for page in PAGES for name, text in files_of(page) if name.endswith(".toml") and "[project]" not in text]
+    assert set(recipes) >= {"rsqrt.toml", "largest.toml", "small.toml", "reglu.toml", "mine.toml"}
+    for name in recipes:
+        load(everything / name, [], 1)
+    fragments = [text for page in PAGES for text in blocks(page, "toml") if not text.startswith("# ")]
+    assert len(fragments) > 5
+    llama = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
+    (everything / "exported").mkdir()
+    (everything / "exported" / "config.json").write_text(json.dumps(llama | {"intermediate_size": 128, "rms_norm_eps": 1e-5}))
+    for number, text in enumerate(fragments):
+        (everything / f"fragment-{number}.toml").write_text(f'base = "debug"\n\n{text}')
+        load(everything / f"fragment-{number}.toml")
 
-    for name in ("rsqrt.toml", "largest.toml", "small.toml"):
-        load(plugins / name, [], 1)
+
+def test_the_feed_forward_part_of_the_page(everything) -> None:
+    job = load(everything / "reglu.toml").job
+    layout = Layout()
+    model = realize(Blueprint.of(job.model.build), Plan.of([], layout), Topology.of(layout, torch.device("cpu")), 7)
+    mlp = next(module for name, module in model.part.named_modules() if name.endswith("blocks.1.mlp"))
+    x = torch.randn(2, 3, 64)
+    expected = torch.relu(x @ mlp.gate.weight.T) * (x @ mlp.up.weight.T) @ mlp.down.weight.T
+    torch.testing.assert_close(mlp(x), expected)
+    assert float(mlp.gate.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_page_names_every_family() -> None:
+    text = (ROOT / "docs/concepts/models.md").read_text()
+    families = re.findall(r"`([\w-]+)`", text[text.index("Folders of the families") : text.index("(as `config.json`")])
+    assert set(families) == set(FAMILIES)
+
+
+RUNNABLE = [page for page in PAGES if any(not NAMED.match(text) for text in blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_run_in_their_order(page: Path, tmp_path, monkeypatch) -> None:
+    """In one namespace, as a reader would type them; blocks that name a file are that file."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    torch.manual_seed(0)
+    for number, text in enumerate(blocks(page, "python"), 1):
+        if not NAMED.match(text):
+            exec(compile(text, f"<{page.name}, Python block {number}>", "exec"), namespace)  # noqa: S102 (our own pages)
+
+
+def test_the_pages_of_concepts_have_python_that_runs() -> None:
+    assert {page.stem for page in RUNNABLE} >= {"models", "training", "data", "checkpoints", "parallelism"}
 
 
 def test_plugin_files_import_nothing_heavy(plugins) -> None:
@@ -95,19 +157,19 @@ def test_plugin_files_import_nothing_heavy(plugins) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=plugins, timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.slow
-def test_getting_started_runs_as_written(tmp_path) -> None:
+def shell(page: Path, directory: Path) -> None:
     """One shell for all blocks in their order, so that what a reader would set stays set."""
-    commands = "\n".join(blocks(ROOT / "docs/getting-started.md", "bash"))
+    commands = "\n".join(blocks(page, "bash"))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
     }
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", commands],
-        cwd=tmp_path,
+        cwd=directory,
         env=environment,
         capture_output=True,
         text=True,
@@ -115,6 +177,17 @@ def test_getting_started_runs_as_written(tmp_path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["models", "data", "checkpoints", "parallelism"])
+def test_commands_of_a_page_run_as_written(name: str, tmp_path) -> None:
+    shell(ROOT / f"docs/concepts/{name}.md", tmp_path)
+
+
+@pytest.mark.slow
+def test_getting_started_runs_as_written(tmp_path) -> None:
+    shell(ROOT / "docs/getting-started.md", tmp_path)
     left = {path.name for path in (tmp_path / "runs/debug").iterdir()}
     promised = re.findall(r"^\| `([\w.]+)/?` \|", (ROOT / "docs/getting-started.md").read_text(), flags=re.MULTILINE)
     assert set(promised) <= left, (promised, left)

@@ -12,7 +12,7 @@ from forge_core.protocols.model import LossTerms
 from forge_core.specs import Init, Specs, TensorSpec
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 

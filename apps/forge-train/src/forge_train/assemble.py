@@ -20,16 +20,19 @@ from forge_core.layout import Layout
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loader import evaluation, open_stream
-from forge_parallel.launch import Launch
+from forge_parallel.launcher import Launch
 from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan, default_transforms
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_train.checkpoints import Checkpoints, restore_hooks
+from forge_train.components.trackers import Jsonl
 from forge_train.job import Job
 from forge_train.run import Run, State
+from forge_train.start import initial_weights
 from forge_train.stop import Stop
+from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import JsonlTracker
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ def assemble(
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
         say(f"resuming after step {found.step} from {directory / 'checkpoints'}")
 
-    weights = restore if found else job.job.seed
+    weights = restore if found else initial_weights(job.model, registry) or job.job.seed
     model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
     optimizer = optimizers[0] if optimizers else job.optimizer.build(model)
     parameters = model.parameter_count()
@@ -105,10 +108,12 @@ def assemble(
         console=console,
         stop=Stop(job.train.max_steps),
         parameters=parameters,
+        config=resolved.as_json(),
     )
     run.save = lambda: checkpoints.save(run)
     if topology.rank == 0:
-        run.trackers = [JsonlTracker(directory / "metrics.jsonl"), *(tracker.build(run) for tracker in job.trackers)]
+        chosen = [tracker.build(run) for tracker in job.trackers if not isinstance(tracker, Jsonl)]  # kept in any case
+        run.trackers = [Guarded(tracker) for tracker in (JsonlTracker(directory / "metrics.jsonl"), *chosen)]
         for tracker in run.trackers:
             tracker.rewind(state.step)
     run.hooks = [hook.build(run) for hook in job.hooks]

@@ -10,7 +10,7 @@ from forge_train.job import Job
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""
 
-OWNED = ("checkpoints", "logs", "metrics.jsonl", "report.html", "report.json", "samples.json")
+OWNED = ("checkpoints", "logs", "metrics.jsonl", "report.html", "report.json", "samples.json", "tensorboard", "wandb", "wandb-id")
 """What `--fresh` removes. Prepared data stays: it depends on its inputs only and is checked against them."""
 
 

@@ -14,6 +14,7 @@ from forge_core.config.write import to_toml
 from forge_core.errors import ConfigError, Fault, LayoutError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
+from forge_train.from_hf import filled
 from forge_train.job import Job
 
 _HEADER = "# The resolved recipe: every key with the value that it had. It stands alone and loads to the same run.\n\n"
@@ -71,8 +72,9 @@ def load(
     """
     registry = registry or Registry()
     layered = load_layers(recipe, overrides, Job, registry)
-    outcome = walk(Job, layered.tree, registry)
-    faults = [*layered.faults, *outcome.faults]
+    tree, unread = filled(layered.tree, registry)
+    outcome = walk(Job, tree, registry)
+    faults = [*layered.faults, *unread, *outcome.faults]
     layout, misfits = _layout(outcome, world)
     faults += misfits
     warnings: list[str] = []

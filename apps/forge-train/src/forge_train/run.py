@@ -11,7 +11,7 @@ import torch
 from forge_core.protocols.data import Cursor, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
-from forge_parallel.clip import clip
+from forge_parallel.clipping import clip
 from forge_parallel.model import ParallelModel
 from forge_parallel.step import Step, StepResult
 from forge_parallel.topology import Topology
@@ -54,6 +54,7 @@ class Run:
     console: "Console | None"
     stop: Stop
     parameters: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
     paused: float = 0.0
     save: Callable[[], Any] = field(default=lambda: None)
     hooks: Sequence[Hook] = ()

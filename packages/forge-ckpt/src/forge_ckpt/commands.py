@@ -1,4 +1,4 @@
-"""`ckpt list | show | verify`: look into checkpoint directories. Nothing is changed by looking."""
+"""`ckpt list | show | verify | convert`: look into checkpoint directories, and carry weights between formats."""
 
 import json
 from pathlib import Path
@@ -96,6 +96,29 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
         typer.echo(f"{name} is damaged: {fault}", err=True)
     if fault:
         raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def convert(context: typer.Context) -> None:
+    """Weights into another format: --from hf --to forge SOURCE TARGET. The command `convert` of forge-train."""
+    from typer.main import get_command
+
+    from forge_core.registry import Registry
+
+    try:
+        loaded = Registry().load("forge.commands", "convert")
+    except ForgeError as cause:
+        _refuse(cause)
+    command = typer.Typer(add_completion=False, rich_markup_mode=None)
+    command.command("convert")(loaded)
+    try:
+        code = get_command(command).main(args=list(context.args), prog_name="ckpt convert", standalone_mode=False)
+    except ForgeError as cause:
+        _refuse(cause)
+    raise typer.Exit(code if isinstance(code, int) else 0)
 
 
 def _open(directory: Path, foreign: bool) -> "LocalStore":

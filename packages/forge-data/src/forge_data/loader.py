@@ -15,7 +15,7 @@ from forge_data.assembling import Assembler
 from forge_data.components.section import Data
 from forge_data.cursor import cursor_at, fingerprint_of, sample_at
 from forge_data.entropy import token_counts, unigram_entropy
-from forge_data.evaluation import HeldOut
+from forge_data.held_out import HeldOut
 from forge_data.mixture import Mixture
 from forge_data.opening import Opened, build, context_of, open_sources
 from forge_data.packing import Concatenated, refuse_short

@@ -6,7 +6,7 @@ from forge_core.lazy import lazily
 
 if TYPE_CHECKING:
     from forge_models.decoder import Decoder as Decoder
-    from forge_models.generate import generate as generate
+    from forge_models.generation import generate as generate
     from forge_models.interp.tap import listening as listening
     from forge_models.interp.tap import tap as tap
 
@@ -14,7 +14,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "Decoder": "decoder",
-        "generate": "generate",
+        "generate": "generation",
         "listening": "interp.tap",
         "tap": "interp.tap",
     },

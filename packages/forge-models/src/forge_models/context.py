@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from forge_core.component import Component
+from forge_models.components.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class BlockContext:
         head_dim: width of one head.
         ffn_dim: hidden width of the feed-forward part.
         max_length: longest sequence in tokens.
-        rope_theta: base of the rotary angles.
+        rope: rotary positions.
         init_std: standard deviation of hidden matrices.
         norm: component that builds a norm of a given width.
     """
@@ -32,7 +33,7 @@ class BlockContext:
     head_dim: int
     ffn_dim: int
     max_length: int
-    rope_theta: float
+    rope: Rope
     init_std: float
     norm: Component
 

@@ -11,7 +11,7 @@ from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
 from forge_models.blocks.block import Block
 from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
-from forge_models.blocks.rope import Rotation, rotation
+from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.cache import KVCache
 from forge_models.components.decoder import Decoder as DecoderComponent
 from forge_models.interp.tap import scope, tap
@@ -21,7 +21,12 @@ TIED = ("head.weight", "embed.weight")
 
 
 class Decoder(nn.Module):
-    """Decoder of the Llama shape.
+    """Decoder of a component's shape.
+
+    A block's attention is called with (x, turn, shared, cache). Three attributes of it are read when they are there:
+    `core` (an `AttentionCore`, the seam where strategies enter; `shared` is what it prepares, None without one),
+    `window` (handed to the core; None when absent) and `rotary` (its positions; the model's over the whole head when
+    absent).
 
     `embed`, `norm` and `head` may be None and `blocks` may hold fewer entries (under their own names): a pipeline part
     is this module with the rest removed. The first part takes tokens, later ones hidden states.
@@ -71,23 +76,34 @@ class Decoder(nn.Module):
         length = x.shape[1]
         if cache is not None:
             positions = cache.advance(positions, length)
+            if self.cache_limit is not None and cache.extent > self.cache_limit:
+                raise ValueError(
+                    f"dynamic rope scaling past original_max_length {self.cache_limit} cannot use a cache, which holds keys of "
+                    "another scaling; use fewer tokens, or yarn or linear scaling"
+                )
         elif positions is None:
             positions = torch.arange(length, device=x.device)
-        turn = rotation(positions, self.config.resolved_head_dim, self.config.rope_theta)
+        rotaries = {self._rotary(block) for block in self.blocks.values()}
+        turns = {rotary: rotary(positions, documents) for rotary in rotaries}
         shared = self._shared(documents, length, x.device, cache)
         if self.embed is not None:
             x = self.embed(x)
-        x = self._run_blocks(x, turn, shared, cache)
+            if self.config.embed_multiplier != 1:
+                x = x * torch.tensor(self.config.embed_multiplier, dtype=x.dtype)
+        x = self._run_blocks(x, turns, shared, cache)
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.head is None else self.head(x, labels, objective)
 
-    def _run_blocks(self, x: Tensor, turn: Rotation, shared: dict[int | None, Any], cache: KVCache | None) -> Tensor:
+    def _run_blocks(
+        self, x: Tensor, turns: dict[Rotary, Rotation], shared: dict[int | None, Any], cache: KVCache | None
+    ) -> Tensor:
         for name, block in self.blocks.items():
+            turn = turns[self._rotary(block)]
             with scope(f"blocks.{name}."):
-                x = block(x, turn, shared[_window(block)], None if cache is None else cache.layers[name])
+                x = block(x, turn, shared.get(_window(block)), None if cache is None else cache.layers[name])
         with scope(""):
             return tap("residual", x) if self.head is not None else x
 
@@ -100,7 +116,9 @@ class Decoder(nn.Module):
             window = _window(block)
             if window in shared:
                 continue
-            core = _attention(block).core
+            core = getattr(_attention(block), "core", None)
+            if core is None:
+                continue
             if cache is None:
                 shared[window] = core.prepare(documents, length, window, device)
             elif hasattr(core, "prepare_cached"):
@@ -108,6 +126,19 @@ class Decoder(nn.Module):
             else:
                 raise ValueError(f"the attention core {type(core).__name__} cannot use a cache; generate without it")
         return shared
+
+    def _rotary(self, block: nn.Module) -> Rotary:
+        found = getattr(_attention(block), "rotary", None)
+        return Rotary(self.config.resolved_head_dim, self.config.rope) if found is None else found
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Tokens that a cache can hold rightly; None = as many as it has room for.
+
+        Under dynamic rope scaling a longer sequence turns its earlier tokens differently: keys cached before are wrong.
+        """
+        ropes = [self._rotary(block).rope for block in self.blocks.values()]
+        return min((rope.original_max_length or 0 for rope in ropes if rope.scaling == "dynamic"), default=None)
 
     def _check(
         self,
@@ -181,7 +212,7 @@ def _attention(block: Any) -> Any:
 
 
 def _window(block: nn.Module) -> int | None:
-    return _attention(block).window
+    return getattr(_attention(block), "window", None)
 
 
 def _join(path: str, name: str) -> str:

@@ -3,20 +3,26 @@
 Convention: a multiply-add is 2 FLOPs; a backward costs twice its forward; only matrix products count (norms, activations,
 rotation, softmax and the embedding's look-up do not). So per token
 
-    train = 6 * P + 12 * layers * heads * head_dim * T'
+    train = 6 * P + 6 * sum over layers of heads * (width of a key + width of a value) * T'
 
 with P the weights that take part in matrix products (the head always, the embedding's table never, a tied table once,
-as head) and T' the keys that a query meets: T for the full square that most tables count ("PaLM" convention, Chowdhery
-et al., 2022), (T + 1) / 2 for what a causal kernel needs. Recomputation is not counted.
+as head; biases never) and T' the keys that a query meets: T, or the window if that is less, for the full square that
+most tables count ("PaLM" convention, Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
+Recomputation is not counted.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge_models.components.blocks import GQA, RMSNorm, SwiGLU
+from forge_core.component import Component
+from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
+from forge_models.components.norms import LayerNorm, RMSNorm
 
-CONVENTION = "6 P + 12 L H D T' per token, embedding look-up excluded, head included"
-"""To be printed beside every figure."""
+CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
+"""To be printed beside every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class Counts:
         norms: weights of the blocks' norms and of the last norm.
         head: weights of the output projection; 0 when tied.
         matrix: weights that take part in matrix products, the head's included even when tied.
-        width: layers * heads * head_dim, what one key costs a query in all layers.
+        widths: per window (None = global), heads * (width of a key + width of a value), summed over the layers that have
+            it: multiply-adds that one key costs a query.
     """
 
     embedding: int
@@ -39,7 +46,7 @@ class Counts:
     norms: int
     head: int
     matrix: int
-    width: int
+    widths: Mapping[int | None, int]
 
     @property
     def parameters(self) -> int:
@@ -48,8 +55,8 @@ class Counts:
 
     def forward(self, length: int, causal: bool = False) -> float:
         """Forward FLOPs per token of rows of `length` tokens; see the module for `causal`."""
-        keys = (length + 1) / 2 if causal else length
-        return 2.0 * self.matrix + 4.0 * self.width * keys
+        scores = sum(width * _keys(length, window, causal) for window, width in self.widths.items())
+        return 2.0 * self.matrix + 2.0 * scores
 
     def training(self, length: int, causal: bool = False) -> float:
         """Forward and backward FLOPs per token of rows of `length` tokens."""
@@ -62,23 +69,76 @@ def count(model: Decoder) -> Counts:
     Raises:
         ValueError: when it has parts whose counts are not known here.
     """
-    attention, mlp, norm = model.resolved_attention, model.resolved_mlp, model.resolved_norm
-    unknown = [
-        type(part).__name__ for part, known in ((attention, GQA), (mlp, SwiGLU), (norm, RMSNorm)) if type(part) is not known
-    ]
-    if unknown:
-        raise ValueError(f"no FLOP formula for {', '.join(unknown)}")
-    heads, kv_heads, head_dim = model.heads, model.resolved_kv_heads, model.resolved_head_dim
-    projections = model.layers * 2 * model.dim * (heads + kv_heads) * head_dim
-    qk_norms = model.layers * 2 * head_dim if isinstance(attention, GQA) and attention.qk_norm else 0
-    feed_forward = model.layers * 3 * model.dim * model.resolved_ffn_dim
-    table = model.vocab_size * model.dim
+    dim, layers = model.dim, model.layers
+    attention = _attention(model, model.resolved_attention)
+    weights, biases = _mlp(model, model.resolved_mlp)
+    norms = (4 if model.norm_placement == "sandwich" else 2) * layers + 1
+    table = model.vocab_size * dim
     return Counts(
         embedding=table,
-        attention=projections + qk_norms,
-        mlp=feed_forward,
-        norms=(2 * model.layers + 1) * model.dim,
+        attention=layers * (attention.weights + attention.others),
+        mlp=layers * (weights + biases),
+        norms=norms * _norm(model.resolved_norm, dim),
         head=0 if model.tied_embeddings else table,
-        matrix=projections + feed_forward + table,
-        width=model.layers * heads * head_dim,
+        matrix=layers * (attention.weights + weights) + table,
+        widths=attention.widths,
     )
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One layer's weights in matrix products and its other weights; multiply-adds per key of all layers by window."""
+
+    weights: int
+    others: int
+    widths: Mapping[int | None, int]
+
+
+def _attention(model: Decoder, part: Component) -> _Attention:
+    dim, heads, norm = model.dim, model.heads, model.resolved_norm
+    if type(part) is GQA:
+        width, kv_width = heads * model.resolved_head_dim, model.resolved_kv_heads * model.resolved_head_dim
+        normed = {"none": (), "head": (model.resolved_head_dim,) * 2, "full": (width, kv_width)}[part.qk_norm]
+        others = sum(_norm(norm, size) for size in normed)
+        others += (width + 2 * kv_width if part.qkv_bias else 0) + (dim if part.output_bias else 0)
+        widths = Counter[int | None]()
+        for layer in range(model.layers):
+            widths[part.window_at(layer)] += 2 * width
+        return _Attention(2 * dim * (width + kv_width), others, widths)
+    if type(part) is MLA:
+        key, rank = part.qk_nope_head_dim + part.qk_rope_head_dim, part.q_lora_rank
+        queries = dim * heads * key if rank is None else rank * (dim + heads * key)
+        latent = dim * (part.kv_lora_rank + part.qk_rope_head_dim)
+        made = part.kv_lora_rank * heads * (part.qk_nope_head_dim + part.v_head_dim)
+        others = _norm(norm, part.kv_lora_rank) + (0 if rank is None else _norm(norm, rank))
+        weights = queries + latent + made + heads * part.v_head_dim * dim
+        return _Attention(weights, others, {None: model.layers * heads * (key + part.v_head_dim)})
+    raise _unknown(part)
+
+
+def _mlp(model: Decoder, part: Component) -> tuple[int, int]:
+    """One layer's weights in matrix products, and its biases."""
+    if type(part) not in (SwiGLU, GeGLU, GELU, ReLU, ReLU2):
+        raise _unknown(part)
+    assert isinstance(part, SwiGLU | GeGLU | GELU | ReLU | ReLU2)
+    entries = 2 if part.gated else 1
+    biases = entries * model.resolved_ffn_dim + model.dim if part.bias else 0
+    return (entries + 1) * model.dim * model.resolved_ffn_dim, biases
+
+
+def _norm(part: Component, width: int) -> int:
+    if type(part) is RMSNorm:
+        return width
+    if type(part) is LayerNorm:
+        return 2 * width if part.bias else width
+    raise _unknown(part)
+
+
+def _unknown(part: Component) -> ValueError:
+    return ValueError(f"no FLOP formula for {type(part).__name__}")
+
+
+def _keys(length: int, window: int | None, causal: bool) -> float:
+    """Keys that a query meets, on average over a row: min(t, window) at the t-th place of a causal kernel."""
+    seen = length if window is None else min(window, length)
+    return seen - seen * (seen - 1) / (2 * length) if causal else seen

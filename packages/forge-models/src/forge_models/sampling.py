@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass
 class Sampler:
-    """Greedy at temperature 0, else a draw from softmax(logits / temperature) cut to `top_k`, then to `top_p`.
+    """Greedy at temperature 0, else a draw from softmax(logits / temperature) cut to `top_k`, then `top_p`, then `min_p`.
 
     Each call draws one number per row on the CPU and inverts the cumulative distribution in fp64: the same tokens on
     every device that computes the same logits.
@@ -21,6 +21,8 @@ class Sampler:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     _generator: torch.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -30,10 +32,19 @@ class Sampler:
             raise ValueError(f"top_k {self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} must be in (0, 1]")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p {self.min_p} must be in [0, 1]")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty {self.repetition_penalty} must be above 0")
         self._generator = torch.Generator().manual_seed(self.seed)
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(B, vocab) -> (B,) int64 on the CPU."""
+    def __call__(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(B, vocab) -> (B,) int64 on the CPU. `seen` (B, vocab) marks tokens that the repetition penalty makes less
+        likely: positive logits are divided by it, negative ones multiplied (Keskar et al., 2019)."""
+        if seen is not None:
+            logits = logits.float()
+            punished = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(seen, punished, logits)
         if self.temperature == 0:
             return logits.argmax(dim=-1).cpu()
         probabilities, tokens = self.distribution(logits)
@@ -54,5 +65,8 @@ class Sampler:
             # A token stays when those before it hold less than top_p: the first always does.
             before = probabilities.cumsum(dim=-1) - probabilities
             probabilities = probabilities.where(before < self.top_p, 0.0)
+        if self.min_p is not None:
+            probabilities = probabilities.where(probabilities >= self.min_p * probabilities[:, :1], 0.0)
+        if self.top_p is not None or self.min_p is not None:
             probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
         return probabilities, tokens

@@ -7,13 +7,13 @@ from forge_core.lazy import lazily
 if TYPE_CHECKING:
     from forge_parallel.bootstrap import start as start
     from forge_parallel.bootstrap import stop as stop
-    from forge_parallel.clip import clip as clip
-    from forge_parallel.launch import launch as launch
+    from forge_parallel.clipping import clip as clip
+    from forge_parallel.launcher import launch as launch
     from forge_parallel.model import ParallelModel as ParallelModel
     from forge_parallel.plan import Phase as Phase
     from forge_parallel.plan import Plan as Plan
-    from forge_parallel.realize import Blueprint as Blueprint
-    from forge_parallel.realize import realize as realize
+    from forge_parallel.realization import Blueprint as Blueprint
+    from forge_parallel.realization import realize as realize
     from forge_parallel.step import Step as Step
     from forge_parallel.step import StepResult as StepResult
     from forge_parallel.topology import Topology as Topology
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "Blueprint": "realize",
+        "Blueprint": "realization",
         "ParallelModel": "model",
         "Phase": "plan",
         "Plan": "plan",
         "Step": "step",
         "StepResult": "step",
         "Topology": "topology",
-        "clip": "clip",
-        "launch": "launch",
-        "realize": "realize",
+        "clip": "clipping",
+        "launch": "launcher",
+        "realize": "realization",
         "start": "bootstrap",
         "stop": "bootstrap",
     },

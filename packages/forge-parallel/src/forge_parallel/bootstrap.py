@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.errors import LayoutError
-from forge_parallel.launch import Launch
+from forge_parallel.launcher import Launch
 
 
 def start(where: Launch, timeout: float) -> torch.device:

@@ -17,10 +17,10 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Objective, Optimizer, Transform
-from forge_parallel.clip import clip
+from forge_parallel.clipping import clip
 from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan
-from forge_parallel.realize import Blueprint, realize
+from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 

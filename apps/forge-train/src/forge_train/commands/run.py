@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from forge_core.registry import Registry
-    from forge_parallel.launch import Launch
+    from forge_parallel.launcher import Launch
     from forge_train.recipe import Resolved
     from forge_train.run import Run
 
@@ -29,7 +29,7 @@ def run(
     logs of every rank, checkpoints and report.html.
     """
     from forge_core.registry import Registry
-    from forge_parallel.launch import launch
+    from forge_parallel.launcher import launch
     from forge_train.directory import RECIPE, claim, run_directory
     from forge_train.recipe import load
 
@@ -65,8 +65,12 @@ def _train(resolved: "Resolved", directory: Path, where: "Launch", registry: "Re
         try:
             device = bootstrap.start(where, resolved.job.parallel.timeout)
             run = assemble(resolved, directory, where, device, registry, console)
-            with run.stop.listening():
-                reason = fit(run)
+            try:
+                with run.stop.listening():
+                    reason = fit(run)
+            finally:
+                for tracker in run.trackers:
+                    tracker.close()  # also after a failure: what was written last says most about it
             if console is not None:
                 _conclude(run, resolved, reason)
             bootstrap.stop()
@@ -80,11 +84,9 @@ def _train(resolved: "Resolved", directory: Path, where: "Launch", registry: "Re
 
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
-    """Closes trackers and writes the report."""
+    """Writes the report."""
     from forge_train.summary import write
 
-    for tracker in run.trackers:
-        tracker.close()
     report = write(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None
     run.console.print(f"{reason} after step {run.state.step}; report: {report}", highlight=False, soft_wrap=True)

@@ -1,7 +1,9 @@
 """Trackers as they are chosen in `[[trackers]]`."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Gt
 
 from forge_core.component import Component
 
@@ -17,3 +19,37 @@ class Jsonl(Component):
         from forge_train.trackers.jsonl import JsonlTracker
 
         return JsonlTracker(run.directory / "metrics.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard(Component):
+    """TensorBoard event files in `tensorboard/` of the run's directory; needs `pip install "forge-train[tensorboard]"`."""
+
+    flush_seconds: Annotated[float, Gt(0)] = 30.0
+    """Longest time that values wait in memory before they are written to the file."""
+
+    def build(self, run: Any) -> "Tracker":
+        from forge_train.trackers.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(run.directory / "tensorboard", self.flush_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb(Component):
+    """Weights & Biases, with the resolved recipe (secrets removed); needs `pip install "forge-train[wandb]"`."""
+
+    project: str = "forge"
+    """Project that the run appears in."""
+    entity: str | None = None
+    """User or team that owns the project; the account's default when absent."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    tags: list[str] = field(default_factory=list)
+    """Labels of the run."""
+    mode: Literal["online", "offline"] | None = None
+    """`offline` writes a folder that `wandb sync` uploads later; when absent, `WANDB_MODE` or W&B's own settings decide."""
+
+    def build(self, run: Any) -> "Tracker":
+        from forge_train.trackers.wandb import WandbTracker
+
+        return WandbTracker(self, run)

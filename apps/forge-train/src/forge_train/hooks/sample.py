@@ -28,7 +28,7 @@ class SampleHook(Periodic):
 
     def act(self, run: Any) -> None:
         """Generates from each prompt, prints and keeps the texts."""
-        from forge_models.generate import generate
+        from forge_models.generation import generate
 
         tokenizer = run.data.tokenizer
         prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.config.prompts]

@@ -8,7 +8,6 @@ them out. Nothing is ever cut from the file, so what a crash lost stays there to
 """
 
 import json
-import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,16 +15,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_log = logging.getLogger(__name__)
 _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class JsonlTracker:
-    """Appends to one file. A disk that is full or gone costs one warning, never the run."""
+    """Appends to one file.
+
+    Raises:
+        OSError: the disk is full or gone; a later write mends a line that was cut off (`write` and `rewind`).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.warned = False
         self._torn = _ends_inside_a_line(path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -34,12 +35,7 @@ class JsonlTracker:
 
     def rewind(self, step: int) -> None:
         """A run goes on after `step`: later lines are void. Writes nothing when there are none."""
-        try:
-            void = any(entry["step"] > step for entry in read(self.path))
-        except OSError as cause:
-            self._warn(cause)
-            return
-        if void:
+        if any(entry["step"] > step for entry in read(self.path)):
             self._append({"rewind": step, "time": _now()})
 
     def close(self) -> None:
@@ -49,22 +45,14 @@ class JsonlTracker:
         line = json.dumps(entry, allow_nan=False).encode() + b"\n"
         if self._torn:
             line = b"\n" + line
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                written = os.write(handle, line)
-                self._torn = written < len(line)
-                if self._torn:
-                    raise OSError(f"only {written} of {len(line)} bytes were written")
-            finally:
-                os.close(handle)
-        except OSError as cause:
-            self._warn(cause)
-
-    def _warn(self, cause: OSError) -> None:
-        if not self.warned:
-            self.warned = True
-            _log.warning("metrics are not written to %s (%s); the run goes on, and this is said once", self.path, cause)
+            written = os.write(handle, line)
+        finally:
+            os.close(handle)
+        self._torn = written < len(line)
+        if self._torn:
+            raise OSError(f"only {written} of {len(line)} bytes were written to {self.path}")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

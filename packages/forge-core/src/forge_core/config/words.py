@@ -52,7 +52,8 @@ def describe_shape(shape: Shape) -> str:
     if shape.kind == "section":
         words = "a table"
     elif shape.kind == "component":
-        words = f"a table with the `name` of a {_kind(shape)}"
+        kind = _kind(shape)
+        words = f"a table with the `name` of {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
     else:
         inner = typing.cast(Shape, shape.inner)
         items = f"{_kind(inner)} tables" if inner.kind == "component" else "tables"

@@ -44,8 +44,14 @@ class AttentionCore(Protocol):
         """
         ...
 
-    def __call__(self, q: "Tensor", k: "Tensor", v: "Tensor", shared: Any, scale: float) -> "Tensor":
-        """q (B, heads, T, head_dim), k and v (B, kv_heads, T, head_dim) -> (B, heads, T, head_dim)."""
+    def __call__(
+        self, q: "Tensor", k: "Tensor", v: "Tensor", shared: Any, scale: float, soft_cap: float | None = None
+    ) -> "Tensor":
+        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width).
+
+        With a `soft_cap`, scores become soft_cap * tanh(scores / soft_cap) before the mask. A core that cannot do this
+        must not take the argument, so that a model which caps its scores is refused.
+        """
         ...
 
 

@@ -1,41 +1,130 @@
-"""Rotary position embedding (Su et al., 2021), half-split: dimension i turns with dimension i + head_dim / 2."""
+"""Rotary position embedding (Su et al., 2021), half-split: dimension i turns with dimension i + width / 2."""
 
+from dataclasses import dataclass
+from math import ceil, floor, log, pi
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_models.components.rope import Rope
+
 
 class Rotation(NamedTuple):
-    """cos and sin of every angle, fp32, (T, head_dim / 2) or (B, 1, T, head_dim / 2); one per forward for all layers."""
+    """cos and sin of every angle, fp32, (T, width / 2) or (B, 1, T, width / 2); one per forward for all like layers."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
-    """Angles position * theta^(-2i / head_dim) for i < head_dim / 2, in fp32.
+@dataclass(frozen=True)
+class Rotary:
+    """Turns positions into angles. Layers whose rotaries are equal share one rotation per forward.
 
-    Args:
-        positions: (T,) or (B, T) integers.
-        head_dim: width of one head, even.
-        theta: base of the angles.
+    Attributes:
+        width: dimensions of a head that turn, even; the first ones of the head.
+        rope: base and scaling.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.to(torch.float32).unsqueeze(-1) / theta**exponents
-    if positions.dim() == 2:
-        angles = angles.unsqueeze(1)
-    return Rotation(angles.cos(), angles.sin())
+
+    width: int
+    rope: Rope
+
+    def __call__(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
+        """Angles of (T,) or (B, T) integer positions, in fp32.
+
+        `dynamic` scaling asks for each document's length, taken from its largest position: so a packed document gets
+        the angles that it has alone. Documents must be runs of equal numbers.
+        """
+        if self.rope.scaling == "dynamic":
+            frequencies = self._dynamic(positions, documents)
+        else:
+            frequencies = frequencies_of(self.rope, self.width, positions.device)
+        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+        if positions.dim() == 2:
+            angles = angles.unsqueeze(1)
+        factor = attention_factor(self.rope)
+        cos, sin = angles.cos(), angles.sin()
+        return Rotation(cos, sin) if factor == 1 else Rotation(cos * factor, sin * factor)
+
+    def _dynamic(self, positions: Tensor, documents: Tensor | None) -> Tensor:
+        """(1 or T, width / 2) or (B, 1 or T, width / 2): theta grows with the sequence's length s past the original n, to
+        theta * (factor * s / n - (factor - 1))^(width / (width - 2))."""
+        rope = self.rope
+        assert rope.factor is not None and rope.original_max_length is not None
+        if documents is None:
+            longest = positions.amax(-1, keepdim=True)
+        else:
+            at = positions.expand(documents.shape).to(torch.int64)
+            runs = (documents.diff(dim=-1, prepend=documents[:, :1]) != 0).cumsum(-1)
+            longest = torch.zeros_like(at).scatter_reduce(-1, runs, at, "amax").gather(-1, runs)
+        length = (longest + 1).clamp(min=rope.original_max_length).to(torch.float32)
+        stretch = rope.factor * length / rope.original_max_length - (rope.factor - 1)
+        theta = rope.theta * stretch ** (self.width / (self.width - 2))
+        return 1.0 / theta.unsqueeze(-1) ** _exponents(self.width, positions.device)
+
+
+def frequencies_of(rope: Rope, width: int, device: torch.device) -> Tensor:
+    """Radians per position, (width / 2,) fp32, under a scaling that does not depend on the sequence."""
+    growth = rope.theta ** _exponents(width, device)
+    plain = 1.0 / growth
+    if rope.factor is None or rope.scaling == "none":
+        return plain
+    if rope.scaling == "linear":
+        return plain / rope.factor
+    assert rope.original_max_length is not None
+    # The order of operations matters: one bit of a frequency is 1e-4 radians at position 1000.
+    if rope.scaling == "llama3":
+        turns = rope.original_max_length / (2 * pi / plain)
+        keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        return (1 - keep) * plain / rope.factor + keep * plain
+    first, last = (_dimension(rope, width, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last = last + 0.001 if first == last else last
+    places = torch.arange(width // 2, dtype=torch.float32, device=device)
+    keep = 1 - ((places - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (rope.factor * growth) * (1 - keep) + plain * keep
+
+
+def attention_factor(rope: Rope) -> float:
+    """What YaRN multiplies cosines and sines with: scores grow by its square."""
+    if rope.scaling != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope, rope.mscale) / magnitude(rope, rope.mscale_all_dim)
+    return magnitude(rope, 1.0)
+
+
+def magnitude(rope: Rope, weight: float) -> float:
+    """0.1 * weight * ln(factor) + 1, or 1 when nothing is stretched (Peng et al., 2023, section 3.4)."""
+    factor = rope.factor or 1.0
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
 
 
 def rotate(x: Tensor, turn: Rotation) -> Tensor:
-    """`x` (B, heads, T, head_dim) turned by its positions. Computed in fp32, rounded once to the dtype of `x`."""
+    """`x` (B, heads, T, head_dim), its first dimensions turned by its positions; computed in fp32, rounded once."""
+    width = 2 * turn.cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], turn), x[..., width:]), dim=-1)
     if torch.compiler.is_compiling():  # a compiler fuses the plain formula
         first, second = x.chunk(2, dim=-1)
         cos, sin = turn
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return _Rotate.apply(x, *turn)
+
+
+def _exponents(width: int, device: torch.device) -> Tensor:
+    return torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+
+
+def _dimension(rope: Rope, width: int, turns: float) -> float:
+    """The dimension, as a real number, that turns so often over the original length."""
+    assert rope.original_max_length is not None
+    return width * log(rope.original_max_length / (turns * 2 * pi)) / (2 * log(rope.theta))
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,12 +1,15 @@
 """The dense decoder, chosen by `[model] name = "decoder"`."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Gt
 
 from forge_core.component import Component, Slot
-from forge_models.components.blocks import GQA, RMSNorm, SwiGLU
+from forge_models.components.attentions import GQA
+from forge_models.components.mlps import SwiGLU
+from forge_models.components.norms import RMSNorm
+from forge_models.components.rope import Rope
 from forge_models.context import BlockContext
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ FFN_MULTIPLE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Component):
-    """Pre-norm decoder: embedding, blocks of attention and feed-forward, norm, head (the Llama shape)."""
+    """Decoder: embedding, blocks of attention and feed-forward, norm, head; by default of the Llama shape."""
 
     dim: Annotated[int, Gt(0)] = 512
     """Width of the residual stream."""
@@ -31,17 +34,24 @@ class Decoder(Component):
     head_dim: Annotated[int, Gt(0)] | None = None
     """Width of one head, even; dim / heads when absent."""
     ffn_dim: Annotated[int, Gt(0)] | None = None
-    """Hidden width of the feed-forward part; 8/3 * dim rounded up to a multiple of 64 when absent."""
+    """Hidden width of the feed-forward part; when absent 8/3 * dim rounded up to a multiple of 64, 4 * dim for an MLP
+    of two matrices."""
     vocab_size: Annotated[int, Gt(1)] = 32768
     """Number of token ids."""
     max_length: Annotated[int, Gt(0)] = 2048
     """Longest sequence in tokens."""
-    rope_theta: Annotated[float, Gt(0)] = 10000.0
-    """Base of the rotary angles."""
+    rope: Rope = field(default_factory=Rope)
+    """Rotary positions."""
     tied_embeddings: bool = False
     """The head uses the embedding's table."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Logits become soft_cap * tanh(logits / soft_cap); no cap when absent."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms before each part of a block (Llama), after it (OLMo-2), or both (Gemma-2); always inside of the residual."""
+    embed_multiplier: Annotated[float, Gt(0)] = 1.0
+    """Multiplies embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
+    residual_multiplier: Annotated[float, Gt(0)] = 1.0
+    """Multiplies what each part of a block adds to the stream."""
     init_std: Annotated[float, Gt(0)] = 0.02
     """Standard deviation of hidden matrices at the start; projections back to the stream get it / sqrt(2 * layers)."""
     attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
@@ -49,7 +59,10 @@ class Decoder(Component):
     mlp: Annotated[Component, Slot("forge.mlps", default="swiglu")] = Slot.unset()
     """Feed-forward part of every block."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
-    """Norm before each part of a block and before the head."""
+    """Norm of each part of a block, and before the head."""
+    from_hf: str | None = None
+    """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
+    config.json."""
 
     def __post_init__(self) -> None:
         if self.heads % self.resolved_kv_heads:
@@ -59,6 +72,10 @@ class Decoder(Component):
         if self.resolved_head_dim % 2:
             source = "head_dim" if self.head_dim is not None else f"dim {self.dim} / heads {self.heads} = head_dim"
             raise ValueError(f"{source} {self.resolved_head_dim} must be even: rotary positions turn pairs")
+        for part in (self.resolved_attention, self.resolved_mlp):
+            check: Any = getattr(part, "check", None)
+            if check is not None:
+                check(self.context(0))
 
     @property
     def resolved_kv_heads(self) -> int:
@@ -72,9 +89,12 @@ class Decoder(Component):
 
     @property
     def resolved_ffn_dim(self) -> int:
-        """`ffn_dim`, or 8/3 * dim rounded up to a multiple of 64 when absent: as many weights as a plain 4 * dim MLP."""
+        """`ffn_dim`; when absent 4 * dim for an MLP of two matrices, and as many weights in all for one of three: 8/3 * dim,
+        rounded up to a multiple of 64. A component says which it is by a class attribute `gated` (True when absent)."""
         if self.ffn_dim is not None:
             return self.ffn_dim
+        if not getattr(self.resolved_mlp, "gated", True):
+            return 4 * self.dim
         return -(-8 * self.dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
     @property
@@ -103,7 +123,7 @@ class Decoder(Component):
             head_dim=self.resolved_head_dim,
             ffn_dim=self.resolved_ffn_dim,
             max_length=self.max_length,
-            rope_theta=self.rope_theta,
+            rope=self.rope,
             init_std=self.init_std,
             norm=self.resolved_norm,
         )

@@ -16,7 +16,7 @@ from torch import nn
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
-    from forge_parallel.realize import Context
+    from forge_parallel.realization import Context
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from forge_core.errors import PlanError
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
-    from forge_parallel.realize import Context
+    from forge_parallel.realization import Context
 
 
 @dataclass(frozen=True)

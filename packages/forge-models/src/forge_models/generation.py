@@ -24,7 +24,11 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     eos: int | Collection[int] | None = None,
+    stop: str | Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
     seed: int = 0,
     prefill: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
@@ -38,7 +42,11 @@ def generate(
         temperature: logits are divided by it; 0 takes the most likely token.
         top_k: draw among the k most likely tokens only.
         top_p: then among the fewest of these that hold this probability together.
+        min_p: then among those at least this fraction as likely as the most likely one.
+        repetition_penalty: tokens of the prompt and of the row so far get less likely (above 1) or more (below).
         eos: id or ids at which a row stops.
+        stop: text or texts at which a row stops; the token that completes one is the row's last. See `before_stop`.
+        decode: new tokens of a row -> their text; needed by `stop`.
         seed: of the draws. Row r of a batch of n gets the same draws whatever the other rows hold.
         prefill: prompt tokens taken at once at most; None = all. It bounds memory and changes no result.
         on_token: called with (row, token) for each new token.
@@ -55,7 +63,11 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         eos=eos,
+        stop=stop,
+        decode=decode,
         seed=seed,
         prefill=prefill,
     )
@@ -76,7 +88,11 @@ def stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     eos: int | Collection[int] | None = None,
+    stop: str | Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
     seed: int = 0,
     prefill: int | None = None,
 ) -> Iterator[list[int | None]]:
@@ -84,10 +100,19 @@ def stream(
 
     Faults are raised at the call, before the first step is asked for.
     """
-    sampler = _sampler(temperature, top_k, top_p, seed)
+    try:
+        sampler = Sampler(temperature, top_k, top_p, seed, min_p, repetition_penalty)
+    except ValueError as fault:
+        raise GenerationError(str(fault)) from fault
     _check(model, prompts, max_tokens, prefill)
-    stops = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
-    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, sampler, stops, prefill)
+    ends = _ends(eos, stop, decode)
+    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, sampler, ends, prefill)
+
+
+def before_stop(text: str, stop: str | Sequence[str]) -> str:
+    """`text` up to where the first of the stop texts begins."""
+    places = [text.find(end) for end in _texts(stop)]
+    return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
 def _steps(
@@ -95,7 +120,7 @@ def _steps(
     prompts: list[list[int]],
     max_tokens: int,
     sampler: Sampler,
-    stops: frozenset[int],
+    ends: Callable[[list[int]], bool],
     prefill: int | None,
 ) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
@@ -106,11 +131,21 @@ def _steps(
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     logits = _prefill(model, tokens, lengths, cache, prefill or longest)
     running = [True] * len(prompts)
+    rows: list[list[int]] = [[] for _ in prompts]
+    seen: Tensor | None = None
+    if sampler.repetition_penalty != 1:
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+        for mark, prompt in zip(seen, prompts, strict=True):
+            mark[prompt] = True
     for step in range(max_tokens):
-        chosen = sampler(logits)
+        chosen = sampler(logits, seen)
         found = chosen.tolist()
         yield [token if runs else None for token, runs in zip(found, running, strict=True)]
-        running = [runs and token not in stops for token, runs in zip(found, running, strict=True)]
+        for row, token in zip(rows, found, strict=True):
+            row.append(token)
+        if seen is not None:
+            seen.scatter_(1, chosen.to(device).unsqueeze(1), True)
+        running = [runs and not ends(row) for row, runs in zip(rows, running, strict=True)]
         if not any(running) or step + 1 == max_tokens:
             return
         logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
@@ -131,7 +166,8 @@ def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, ch
 
 def _forward(model: Decoder, tokens: Tensor, positions: Tensor | None, cache: KVCache, at: Tensor | None = None) -> Tensor:
     # Mode and gradients are set around each forward only, so an abandoned iterator leaves nothing behind.
-    with torch.no_grad(), _evaluating(model):
+    # Compiled blocks run eagerly: each token has another length, and each length would be another graph.
+    with torch.no_grad(), _evaluating(model), torch.compiler.set_stance("force_eager"):
         logits = model(tokens, positions=positions, cache=cache, at=at)
     assert isinstance(logits, Tensor)
     return logits
@@ -148,11 +184,31 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _sampler(temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Sampler:
-    try:
-        return Sampler(temperature, top_k, top_p, seed)
-    except ValueError as fault:
-        raise GenerationError(str(fault)) from fault
+def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _ends(
+    eos: int | Collection[int] | None, stop: str | Sequence[str], decode: Callable[[list[int]], str] | None
+) -> Callable[[list[int]], bool]:
+    """Whether a row of new tokens has come to its end with the last one."""
+    tokens = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+    texts = _texts(stop)
+    if not all(texts):
+        raise GenerationError("a stop text is empty; every row would stop at once")
+    if texts and decode is None:
+        raise GenerationError("stop texts need decode, the function from tokens to text")
+
+    def ends(row: list[int]) -> bool:
+        if row[-1] in tokens:
+            return True
+        if decode is None or not texts:
+            return False
+        # The whole row: a stop text may span tokens, and one character may need several of them.
+        text = decode(row)
+        return any(end in text for end in texts)
+
+    return ends
 
 
 def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
@@ -170,8 +226,11 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, pr
         if wrong is not None:
             raise GenerationError(f"prompt {row} holds token {wrong}; the vocabulary has {config.vocab_size}")
     longest = max(len(prompt) for prompt in prompts)
-    if longest + max_tokens > config.max_length:
-        raise GenerationError(
-            f"a prompt of {longest} tokens and {max_tokens} new ones do not fit max_length {config.max_length}; "
-            f"ask for at most {max(0, config.max_length - longest)} new tokens"
-        )
+    limits = {"max_length": config.max_length, "the original_max_length of dynamic rope scaling": model.cache_limit}
+    for name, limit in limits.items():
+        # The last token is never read again, yet counts: a row that is filled up to max_length can be trained on.
+        if limit is not None and longest + max_tokens > limit:
+            raise GenerationError(
+                f"a prompt of {longest} tokens and {max_tokens} new ones do not fit {name} {limit}; "
+                f"ask for at most {max(0, limit - longest)} new tokens"
+            )

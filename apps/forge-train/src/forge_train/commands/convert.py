@@ -1,0 +1,133 @@
+"""`forge-train convert --from hf --to forge SOURCE TARGET`: weights into another format, compared before it says done."""
+
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forge_core.console import Console
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_core.protocols.convert import Converter, Weights
+    from forge_core.registry import Registry
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOLERANCE = 1e-4
+"""Largest difference from another library's fp32 logits, in units of the largest logit."""
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="What is converted.")],
+    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    from_: Annotated[str, typer.Option("--from", help="Format of SOURCE.")],
+    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are when absent.")] = None,
+    family: Annotated[str | None, typer.Option(help="Kind of model to write, such as llama.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer files go along.")] = None,
+    max_shard_bytes: Annotated[int | None, typer.Option(help="Largest file of tensors.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Convert weights between formats, read the result again, and compare its logits.
+
+    Formats are plugins of the group forge.converters; `hf` and `forge` come with Forge.
+    """
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_train.inference import kept_tokenizer
+    from forge_train.weights import Cast
+
+    console, registry = Console(as_json=as_json), Registry()
+    if dtype is not None and dtype not in DTYPES:
+        raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    options: dict[str, Any] = {"family": family, "max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer and str(tokenizer)}
+    given = {name: value for name, value in options.items() if value is not None}
+    reader, writer = converter(registry, from_, {}), converter(registry, to, given)
+    origin = reader.read(source)
+    weights = origin if dtype is None else Cast(origin, DTYPES[dtype])
+    notes = [f"{source}: {compared(reader, source, origin)}"]
+    with tempfile.TemporaryDirectory() as folder:
+        if tokenizer is None and "tokenizer" in _options(registry, to) and kept_tokenizer(origin, Path(folder), registry):
+            writer = converter(registry, to, given | {"tokenizer": folder})
+        writer.write(target, weights)
+    try:
+        again = writer.read(target)
+        same(weights, again)
+        notes.append(f"{target}: {compared(writer, target, again)}")
+    except BaseException:
+        aside = target.with_name(f"{target.name}.refused")
+        if not aside.exists():
+            target.rename(aside)
+            console.note(f"what was written did not pass and is now {aside}")
+        raise
+    result = {"source": str(source), "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
+    if as_json:
+        console.document(result)
+    console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bit by bit those of {source}")
+    for note in notes:
+        console.text(f"  {note}")
+
+
+def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Converter":
+    """The converter of a format.
+
+    Raises:
+        ForgeError: an option that this format does not have.
+    """
+    from forge_core.errors import ForgeError
+
+    component = registry.load("forge.converters", name)
+    if unknown := sorted(set(options) - _options(registry, name)):
+        flags = ", ".join(f"--{option.replace('_', '-')}" for option in unknown)
+        raise ForgeError(f"the format {name!r} has no {flags}")
+    return component(**options).build()
+
+
+def _options(registry: "Registry", name: str) -> set[str]:
+    return {item.name for item in fields(registry.load("forge.converters", name))}
+
+
+def same(weights: "Weights", again: "Weights") -> None:
+    """Compares logits of what was to be written with those of what is there now.
+
+    Raises:
+        ForgeError: they differ in any bit, or are not finite.
+    """
+    import torch
+
+    from forge_core.errors import ForgeError
+
+    expected, found = _logits(weights), _logits(again)
+    if not torch.isfinite(expected).all():
+        raise ForgeError(f"the logits of {weights.facts.origin} are not finite, so the conversion cannot be checked")
+    if expected.shape != found.shape or not torch.equal(expected, found):
+        raise ForgeError("the logits of what was written differ from those of the source; please report this")
+
+
+def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
+    """What the comparison with the format's own library showed.
+
+    Raises:
+        ForgeError: the logits differ.
+    """
+    from forge_core.errors import ForgeError
+    from forge_models.logits import fixed_tokens
+
+    tokens = fixed_tokens(weights.model)
+    reference = converter.reference(path, tokens)
+    if isinstance(reference, str):
+        return f"not compared with another library: {reference}"
+    ours = _logits(weights)
+    error = float((ours - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
+    if not error <= TOLERANCE:
+        raise ForgeError(f"the logits of {path} differ from the format's own library by {error:.1e} of the largest one")
+    return f"largest difference from the format's own library {error:.1e} of the largest logit"
+
+
+def _logits(weights: "Weights") -> "Tensor":
+    from forge_models.logits import fixed_tokens, logits_of
+
+    return logits_of(weights, fixed_tokens(weights.model))

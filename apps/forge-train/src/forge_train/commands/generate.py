@@ -1,0 +1,103 @@
+"""`forge-train generate CHECKPOINT`: text from a checkpoint, from a prompt, a file, or line by line."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forge_core.console import Console
+
+if TYPE_CHECKING:
+    from forge_core.protocols.convert import Weights
+    from forge_core.protocols.data import Tokenizer
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
+    prompt: Annotated[str | None, typer.Option(help="What is continued; asked for line by line when absent.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file that is continued; - reads standard input.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the fewest tokens that hold this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest one's.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json instead of the one that belongs to the run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Continue text with the newest checkpoint of a run, token by token as it is made."""
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_train.inference import Continuation, loaded, opened, opening, tokenizer_for
+
+    console, registry = Console(as_json=as_json), Registry()
+    if prompt is not None and file is not None:
+        raise ForgeError("--prompt and --file both say what is continued; give one")
+    weights = opened(checkpoint, registry)
+    coder = tokenizer_for(weights, tokenizer, registry, console.note)
+    settings: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    begun = Continuation(loaded(weights), coder, settings, tuple(stop or ()), _ends(weights, coder), opening(weights, tokenizer))
+    if prompt is None and file is None and not as_json and sys.stdin.isatty():
+        _converse(begun)
+        return
+    text = prompt if prompt is not None else _content(file)
+    pieces = _shown(text, begun(text), as_json)
+    if as_json:
+        console.document({"checkpoint": weights.facts.origin, "prompt": text, "text": pieces, "tokens": begun.tokens})
+
+
+def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
+    """Ids that end a text: what travels with the weights, else the tokenizer's."""
+    named = weights.facts.special_tokens.get("eos_token_id")
+    if named is None:
+        return frozenset(() if coder.eos is None else (coder.eos,))
+    return frozenset(named) if isinstance(named, list) else frozenset((named,))
+
+
+def _content(file: Path | None) -> str:
+    from forge_core.errors import ForgeError
+
+    if file is None or str(file) == "-":
+        return sys.stdin.read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ForgeError(f"{file} cannot be read: {cause}") from cause
+
+
+def _converse(begun: "Callable[[str], Iterator[str]]") -> None:
+    """A prompt a line until the end of input; each is continued on its own."""
+    while True:
+        try:
+            text = input("prompt> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if text:
+            _shown(text, begun(text), quiet=False)
+
+
+def _shown(text: str, pieces: Iterable[str], quiet: bool) -> str:
+    """Prints a text as it grows; returns what was added."""
+    made: list[str] = []
+    if not quiet:
+        print(text, end="", flush=True)
+    for piece in pieces:
+        made.append(piece)
+        if not quiet:
+            print(piece, end="", flush=True)
+    if not quiet:
+        print()
+    return "".join(made)

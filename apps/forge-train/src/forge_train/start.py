@@ -1,0 +1,49 @@
+"""Starting a run from given weights: `[model] from_hf`. The step count is 0, the optimizer is new."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_core.errors import ForgeError
+from forge_core.protocols.convert import Weights
+from forge_core.registry import Registry
+from forge_parallel.model import ParallelModel
+from forge_train.from_hf import KEY
+
+
+def initial_weights(component: Any, registry: Registry) -> Callable[[ParallelModel], None] | None:
+    """What `realize` takes as its source for a model with `from_hf`; None for one that is drawn from its seed."""
+    path = getattr(component, KEY, None)
+    if path is None:
+        return None
+
+    def restore(model: ParallelModel) -> None:
+        fill_from(registry.load("forge.converters", "hf")().build().read(Path(path)), model)
+
+    return restore
+
+
+@torch.no_grad()
+def fill_from(weights: Weights, model: ParallelModel) -> None:
+    """Fills this rank's boxes; only their slices are read. Values are converted to the dtype of the model's state.
+
+    Raises:
+        ForgeError: names or shapes differ; nothing was changed.
+    """
+    pieces = [(piece.name.removeprefix("model/"), piece) for piece in model.pieces()]
+    stored = weights.tensors
+    faults = [f"{name}: not in the weights" for name, _ in pieces if name not in stored]
+    faults += [f"{name}: not in the model" for name in sorted(set(stored) - {name for name, _ in pieces})]
+    faults += [
+        f"{name}: shape {piece.shape}, in the weights {stored[name].shape}"
+        for name, piece in pieces
+        if name in stored and stored[name].shape != tuple(piece.shape)
+    ]
+    if faults:
+        listed = "\n  ".join(faults[:20])
+        raise ForgeError(f"{weights.facts.origin} does not fit [model]; leave out the keys that differ from it:\n  {listed}")
+    for name, piece in pieces:
+        if piece.local.numel():
+            piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))

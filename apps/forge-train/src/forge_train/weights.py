@@ -1,0 +1,184 @@
+"""Weights of a Forge checkpoint, read by tensor from any layout, and written as a checkpoint of weights alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from forge_ckpt import resume, saver
+from forge_ckpt.names import MANIFEST
+from forge_ckpt.store import LocalStore
+from forge_ckpt.verify import open_manifest
+from forge_ckpt.world import Alone
+from forge_core.component import Component, Slot
+from forge_core.config.tree import DEFAULT, Table, build, plain
+from forge_core.config.validate import resolve
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.registry import Registry
+from forge_train.job import Job
+
+PREFIX = "model/"
+TOKENIZER = "tokenizer"
+"""Folder beside converted checkpoints that keeps the tokenizer's files."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One checkpoint: the store's directory, the checkpoint's name, and the run's directory where it is one."""
+
+    store: Path
+    name: str
+    run: Path | None
+
+
+def locate(path: Path) -> Place:
+    """The checkpoint that `path` means: itself, the newest of a run's directory, or the newest of a directory of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory; give a run's directory, its checkpoints, or one checkpoint")
+    path = path.resolve()
+    if (path / MANIFEST).is_file():
+        store, name = path.parent, path.name
+    else:
+        store = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        name = resume.resolve(LocalStore(store), None, Alone())
+    run = store.parent if store.name == "checkpoints" else None
+    return Place(store, name, run)
+
+
+def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:
+    """The sections of the recipe that a checkpoint carries; the others have their defaults.
+
+    Raises:
+        ConfigError: a component that they name is not installed, or reads other keys by now.
+    """
+    config = meta.get("config")
+    if not isinstance(config, Mapping) or "model" not in config:
+        raise CheckpointError("the checkpoint carries no recipe, so nothing says what its tensors are")
+    chosen = {name: config[name] for name in sections if name in config}
+    tree = build(chosen, (), lambda _: "checkpoint", Path.cwd())
+    assert isinstance(tree, Table)
+    return resolve(Job, tree, registry).value
+
+
+def table_of(component: Component, registry: Registry) -> dict[str, Any]:
+    """A model's component as the table `[model]` that chooses it, every key included."""
+    slot = Annotated[Component, Slot("forge.models")]
+    schema = make_dataclass("Recipe", [("model", slot, field(default=component))], frozen=True)
+    return plain(resolve(schema, Table({}, DEFAULT), registry).tree)["model"]
+
+
+class ForgeWeights:
+    """`Weights` of a checkpoint. What is read is verified first, and nothing else is."""
+
+    def __init__(self, place: Place, registry: Registry) -> None:
+        self.place = place
+        self._store = LocalStore(place.store)
+        manifest = open_manifest(self._store, place.name)[0]
+        self.meta = manifest.meta
+        self.model: Component = job_of(self.meta, registry, "model").model
+        infos = [info for info in manifest.tensors if info.name.startswith(PREFIX)]
+        self.tensors: Mapping[str, Stored] = {info.name.removeprefix(PREFIX): Stored(info.shape, info.dtype) for info in infos}
+        kept = place.store / TOKENIZER
+        self.facts = Facts(
+            step=manifest.step,
+            special_tokens=dict(self.meta.get("special_tokens", {})),
+            tokenizer=kept if kept.is_dir() else None,
+            origin=str(place.store / place.name),
+            family=str(self.meta.get("family", "")),
+        )
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors, gathered from all ranks' files."""
+        return self._load({name: ((0,) * len(self.tensors[name].shape), self.tensors[name].shape) for name in names})
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
+        """The box of one tensor that begins at `offset`."""
+        return self._load({name: (tuple(offset), tuple(extent))})[name]
+
+    def _load(self, boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+        live = {name: torch.empty(extent, dtype=getattr(torch, self.tensors[name].dtype)) for name, (_, extent) in boxes.items()}
+        pieces = [
+            Piece(PREFIX + name, self.tensors[name].shape, offset, live[name], False) for name, (offset, _) in boxes.items()
+        ]
+        wanted = {piece.name for piece in pieces}
+        resume.load(self._store, self.place.name, pieces, Alone(), select=wanted.__contains__)
+        return live
+
+
+class ForgeConverter:
+    """The converter `forge`: directories of checkpoints."""
+
+    def read(self, path: Path) -> ForgeWeights:
+        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given."""
+        return ForgeWeights(locate(path), Registry())
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes a directory with one checkpoint of weights, which carries a recipe with `[model]` only.
+
+        Raises:
+            CheckpointError: `path` is not empty, or the checkpoint cannot be written.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(f"{path} exists and is not an empty directory; choose another")
+        path.mkdir(parents=True, exist_ok=True)
+        meta = {
+            "config": {"model": table_of(weights.model, Registry())},
+            "tokens": 0,
+            "cursor": {},
+            "anchors": {},
+            "hooks": [],
+            "weights_only": True,
+            "origin": weights.facts.origin,
+            "family": weights.facts.family,
+            "special_tokens": dict(weights.facts.special_tokens),
+        }
+        # Tensors that are mapped from files stay there until their bytes are copied.
+        pieces = (
+            Piece(PREFIX + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, True)
+            for name, tensor in weights.read(list(weights.tensors)).items()
+        )
+        saver.save(LocalStore(path), pieces, meta, weights.facts.step, Alone())
+        if weights.facts.tokenizer is not None:
+            copy_tokenizer(weights.facts.tokenizer, path / TOKENIZER)
+
+    def reference(self, path: Path, tokens: torch.Tensor) -> str:
+        """Forge is the library of its own format."""
+        return "the format is our own"
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies the files of a tokenizer, and the settings of generation, which name the same ids."""
+    from shutil import copyfile
+
+    from forge_models.hf.reader import TOKENIZER_FILES
+    from forge_models.hf.writer import GENERATION
+
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (*TOKENIZER_FILES, GENERATION):
+        if (source / name).is_file():
+            copyfile(source / name, target / name)
+
+
+class Cast:
+    """`Weights` in another dtype."""
+
+    def __init__(self, weights: Weights, dtype: str) -> None:
+        self._weights, self._dtype = weights, getattr(torch, dtype)
+        self.model, self.facts = weights.model, weights.facts
+        self.tensors: Mapping[str, Stored] = {name: replace(entry, dtype=dtype) for name, entry in weights.tensors.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors, rounded."""
+        return {name: tensor.to(self._dtype) for name, tensor in self._weights.read(names).items()}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
+        """One box, rounded."""
+        return self._weights.box(name, offset, extent).to(self._dtype)

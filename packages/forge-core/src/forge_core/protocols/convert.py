@@ -1,0 +1,80 @@
+"""What converters of weight formats agree on: a model's description, and its tensors by global name, read in portions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge_core.component import Component
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Shape and dtype (torch's name, such as `bfloat16`) of a tensor that was not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What travels with weights besides tensors.
+
+    Attributes:
+        step: optimizer steps behind the weights.
+        special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id` where they are known.
+        tokenizer: folder that holds the tokenizer's files.
+        origin: where the weights come from.
+        family: what the format that they come from calls this kind of model; it has a say when they go back.
+    """
+
+    step: int = 0
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Path | None = None
+    origin: str = ""
+    family: str = ""
+
+
+class Weights(Protocol):
+    """The weights of one model in some format.
+
+    Attributes:
+        model: the component that builds the model.
+        tensors: every parameter by global name; a tied copy is not repeated.
+        facts: what travels along.
+    """
+
+    model: Component
+    tensors: Mapping[str, Stored]
+    facts: Facts
+
+    def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
+        """Whole tensors, on the CPU. Callers ask for portions that fit in memory."""
+        ...
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
+        """The box of one tensor that begins at `offset`; the rest is not read where the format allows that."""
+        ...
+
+
+class Converter(Protocol):
+    """One format of weights. What it cannot express it refuses by name."""
+
+    def read(self, path: Path) -> Weights:
+        """Opens weights; tensors are read later."""
+        ...
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes weights to a new place, a portion at a time; an interrupted write leaves nothing under `path`.
+
+        Raises:
+            ForgeError: the format cannot say what the model is, or `path` is taken.
+        """
+        ...
+
+    def reference(self, path: Path, tokens: "Tensor") -> "Tensor | str":
+        """Logits (B, T, vocab) of the format's own library for `tokens` (B, T), or why there are none."""
+        ...

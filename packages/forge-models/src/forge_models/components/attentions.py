@@ -1,0 +1,110 @@
+"""Attention of a block, chosen inside `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from forge_core.component import Component
+from forge_models.context import BlockContext
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Core = Literal["auto", "sdpa", "flex", "varlen"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQA(Component):
+    """Causal attention with rotary positions and grouped key-value heads (Ainslie et al., 2023).
+
+    `kv_heads` of the model decides: equal to `heads` is multi-head, 1 is multi-query attention. With a `window` every
+    layer is local, except those that `global_every` or `global_layers` name.
+    """
+
+    qkv_bias: bool = False
+    """The projections to q, k and v have biases."""
+    output_bias: bool = False
+    """The projection back to the stream has a bias."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Normalise q and k before the rotation, with the model's norm: each head, or the whole projection."""
+    scale: Annotated[float, Gt(0)] | None = None
+    """Multiplies the scores; 1 / sqrt(head_dim) when absent."""
+    soft_cap: Annotated[float, Gt(0)] | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap) before the mask; no cap when absent."""
+    window: Annotated[int, Gt(0)] | None = None
+    """Positions that one position of a local layer sees, itself included; no layer is local when absent."""
+    global_every: Annotated[int, Gt(0)] | None = None
+    """Every n-th layer (the n-th, the 2n-th, ...) is global."""
+    global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
+    """Indices, from 0, of the layers that are global."""
+    core: Core = "auto"
+    """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
+
+    def __post_init__(self) -> None:
+        if self.global_every is not None and self.global_layers is not None:
+            raise ValueError("global_every and global_layers both say which layers are global; give one")
+        if self.window is None and (self.global_every is not None or self.global_layers is not None):
+            raise ValueError("global_every and global_layers need a window: without one every layer is global")
+        if self.core == "varlen" and self.soft_cap is not None:
+            raise ValueError("core 'varlen' has no soft cap; use 'flex', 'sdpa' or 'auto'")
+
+    def check(self, context: BlockContext) -> None:
+        """Faults that need the model's sizes."""
+        wrong = [layer for layer in self.global_layers or () if layer >= context.layers]
+        if wrong:
+            raise ValueError(f"global_layers {wrong} do not exist: layers count from 0 to {context.layers - 1}")
+        if context.rope.local_theta is not None and self.window is None:
+            raise ValueError("rope.local_theta is for local layers, and attention has no window")
+        turning = int(context.head_dim * context.rope.partial)
+        if turning % 2 or not turning:
+            raise ValueError(f"{turning} of head_dim {context.head_dim} turn; rotary positions turn pairs")
+
+    def window_at(self, layer: int) -> int | None:
+        """The window of layer `layer`, None when it is global."""
+        listed = self.global_layers is not None and layer in self.global_layers
+        counted = self.global_every is not None and (layer + 1) % self.global_every == 0
+        return None if listed or counted else self.window
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.attention import Attention
+
+        return Attention(self, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA(Component):
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one small latent.
+
+    A cache holds only the latent and the shared rotary key, kv_lora_rank + qk_rope_head_dim numbers a token. The
+    model's `kv_heads` and `head_dim` play no part.
+    """
+
+    q_lora_rank: Annotated[int, Gt(0)] | None = None
+    """Width of the latent from which queries are made; they come straight from the stream when absent."""
+    kv_lora_rank: Annotated[int, Gt(0)] = 512
+    """Width of the latent from which keys and values are made."""
+    qk_nope_head_dim: Annotated[int, Gt(0)] = 128
+    """Width of the part of each head's q and k that carries no position."""
+    qk_rope_head_dim: Annotated[int, Gt(0)] = 64
+    """Width of the part that turns; its key is shared by all heads."""
+    v_head_dim: Annotated[int, Gt(0)] = 128
+    """Width of each head's value."""
+    core: Core = "auto"
+    """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
+
+    def __post_init__(self) -> None:
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even: rotary positions turn pairs")
+
+    def check(self, context: BlockContext) -> None:
+        """Faults that need the model's sizes."""
+        if context.kv_heads != context.heads:
+            raise ValueError(f"mla has no kv_heads; leave kv_heads {context.kv_heads} out")
+        if context.rope.partial != 1 or context.rope.local_theta is not None:
+            raise ValueError("mla has its own qk_rope_head_dim and no local layers; leave rope.partial and local_theta out")
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.mla import LatentAttention
+
+        return LatentAttention(self, context)

@@ -1,0 +1,84 @@
+"""Feed-forward part of a block, chosen inside `[model]`: `mlp = { name = "geglu" }`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from forge_core.component import Component
+from forge_models.context import BlockContext
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLU(Component):
+    """Feed-forward part down(silu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
+
+    bias: bool = False
+    """Every matrix has a bias."""
+    gated: ClassVar[bool] = True
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.mlp import GatedMLP
+
+        return GatedMLP(context, "silu", self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeGLU(Component):
+    """Feed-forward part down(gelu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
+
+    exact: bool = False
+    """The error function itself instead of its approximation by tanh."""
+    bias: bool = False
+    """Every matrix has a bias."""
+    gated: ClassVar[bool] = True
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.mlp import GatedMLP
+
+        return GatedMLP(context, "gelu" if self.exact else "gelu_tanh", self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GELU(Component):
+    """Feed-forward part down(gelu(up(x))), two matrices (Hendrycks and Gimpel, 2016)."""
+
+    exact: bool = False
+    """The error function itself instead of its approximation by tanh."""
+    bias: bool = False
+    """Both matrices have a bias."""
+    gated: ClassVar[bool] = False
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.mlp import MLP
+
+        return MLP(context, "gelu" if self.exact else "gelu_tanh", self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReLU(Component):
+    """Feed-forward part down(relu(up(x))), two matrices (Vaswani et al., 2017)."""
+
+    bias: bool = False
+    """Both matrices have a bias."""
+    gated: ClassVar[bool] = False
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.mlp import MLP
+
+        return MLP(context, "relu", self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReLU2(Component):
+    """Feed-forward part down(relu(up(x))^2), two matrices (So et al., 2021)."""
+
+    bias: bool = False
+    """Both matrices have a bias."""
+    gated: ClassVar[bool] = False
+
+    def build(self, context: BlockContext) -> "nn.Module":
+        from forge_models.blocks.mlp import MLP
+
+        return MLP(context, "relu2", self.bias)

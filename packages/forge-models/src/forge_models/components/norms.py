@@ -1,0 +1,41 @@
+"""Norms, chosen inside `[model]`: `norm = { name = "rmsnorm", eps = 1e-6 }`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Gt
+
+from forge_core.component import Component
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNorm(Component):
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), with statistics in fp32 (Zhang and Sennrich, 2019)."""
+
+    eps: Annotated[float, Gt(0)] = 1e-5
+    """Added to the mean square."""
+    offset: Literal[0, 1] = 0
+    """Added to the weight; with 1 (Gemma) weights start at zero, with 0 at one."""
+
+    def build(self, dim: int) -> "nn.Module":
+        from forge_models.blocks.norm import RMSNorm as Module
+
+        return Module(dim, self.eps, self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorm(Component):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, with statistics in fp32 (Ba et al., 2016)."""
+
+    eps: Annotated[float, Gt(0)] = 1e-5
+    """Added to the variance."""
+    bias: bool = True
+    """A learned bias is added."""
+
+    def build(self, dim: int) -> "nn.Module":
+        from forge_models.blocks.norm import LayerNorm as Module
+
+        return Module(dim, self.eps, self.bias)

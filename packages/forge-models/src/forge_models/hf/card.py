@@ -1,0 +1,49 @@
+"""The model card of an exported folder: facts that the weights bring along, and nothing else."""
+
+from math import prod
+
+from forge_core.protocols.convert import Weights
+from forge_models.components.decoder import Decoder
+from forge_models.hf.family import Family
+
+
+def card(weights: Weights, family: Family, dtype: str) -> str:
+    """Markdown with the metadata block that model hubs read."""
+    model = weights.model
+    assert isinstance(model, Decoder)
+    count = sum(prod(entry.shape) for entry in weights.tensors.values())
+    rows = {
+        "Architecture": family.architecture,
+        "Parameters": f"{count:,}",
+        "Layers": model.layers,
+        "Width": model.dim,
+        "Heads": f"{model.heads} ({model.resolved_kv_heads} for keys and values)",
+        "Vocabulary": f"{model.vocab_size:,}",
+        "Context": f"{model.max_length:,} tokens",
+        "Precision": dtype,
+        "Embeddings": "tied" if model.tied_embeddings else "not tied",
+        "Training steps": weights.facts.step or "not recorded",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{family.model_type}, forge]
+---
+
+# {family.architecture}, {count:,} parameters
+
+Exported by Forge. Its logits were compared with those of the weights that it was made from.
+
+| | |
+|---|---|
+{table}
+
+Data, intended use, limits and license: to be stated by whoever publishes the model.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
+```
+"""

@@ -1,0 +1,59 @@
+"""The converter `hf`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.protocols.convert import Weights
+from forge_models.hf.reader import Folder
+from forge_models.hf.writer import write
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge_models.components.converters import Hf
+
+
+class HfConverter:
+    """Reads and writes folders with `config.json` and safetensors."""
+
+    def __init__(self, config: "Hf") -> None:
+        self.config = config
+
+    def read(self, path: Path) -> Folder:
+        """Opens a folder; see `Folder`."""
+        return Folder(path)
+
+    def write(self, path: Path, weights: Weights) -> None:
+        """Writes a folder; see `forge_models.hf.writer.write`."""
+        tokenizer = None if self.config.tokenizer is None else Path(self.config.tokenizer)
+        limit = self.config.max_shard_bytes
+        write(path, weights, family=self.config.family, tokenizer=tokenizer, max_shard_bytes=limit)
+
+    def reference(self, path: Path, tokens: "Tensor") -> "Tensor | str":
+        """Logits of transformers in fp32, or why there are none."""
+        import torch
+
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError:
+            return "transformers is not installed"
+        needed = 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        free = _available()
+        if free is not None and needed > free // 2:
+            return f"transformers would need about {needed >> 30} GiB, {free >> 30} GiB are free"
+        loader: Any = AutoModelForCausalLM
+        model = loader.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        )
+        model.eval()
+        with torch.no_grad():
+            return model(tokens).logits
+
+
+def _available() -> int | None:
+    """Bytes of memory that can be had, where the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None

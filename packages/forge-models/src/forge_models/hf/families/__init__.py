@@ -1,0 +1,16 @@
+"""The families that Forge reads and writes, one file each."""
+
+from types import MappingProxyType
+
+from forge_models.hf.families.gemma2 import GEMMA2
+from forge_models.hf.families.gemma3 import GEMMA3
+from forge_models.hf.families.llama import LLAMA
+from forge_models.hf.families.mistral import MISTRAL
+from forge_models.hf.families.olmo2 import OLMO2
+from forge_models.hf.families.qwen2 import QWEN2
+from forge_models.hf.families.qwen3 import QWEN3
+
+FAMILIES = MappingProxyType(
+    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3)},
+)
+"""By `model_type`, in the order in which an export tries them."""

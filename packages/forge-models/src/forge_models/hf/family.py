@@ -1,0 +1,234 @@
+"""What a family of models is, as data; and the two ways between its `config.json` and a `Decoder`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from forge_core.component import Component
+from forge_core.errors import ConfigError
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import GeGLU, SwiGLU
+from forge_models.components.norms import RMSNorm
+from forge_models.hf.config import Keys, Unsupported
+from forge_models.hf.rope import FULL, SLIDING, meaning, read_rope, write_rope
+
+SIZES: Mapping[str, str] = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_length",
+}
+"""Key of a configuration -> field of `Decoder`, for plain numbers that every family has."""
+
+MLPS: Mapping[str, Component] = {"silu": SwiGLU(), "gelu_pytorch_tanh": GeGLU(), "gelu": GeGLU(exact=True)}
+"""Name of an activation -> the gated MLP with it."""
+
+PRE_NORM: Mapping[str, str] = {
+    "attention": "self_attn",
+    "mlp": "mlp",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""Part of a block -> its name in a layer of a pre-norm family."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family: what is fixed in its code, and which keys say the rest.
+
+    Attributes:
+        model_type, architecture: as `config.json` names them.
+        defaults: values of keys that are absent, as in the reference implementation.
+        parts: part of a block -> its name in a layer.
+        placement: of the norms.
+        activation: key and value(s) of the activation.
+        qk_norm: norms of q and k.
+        qkv_bias: biases of q, k and v that the code fixes; None = the key `attention_bias` gives all four.
+        mlp_bias: there is a key `mlp_bias`.
+        norm_offset: added to norm weights.
+        scaled_embedding: embedded tokens are multiplied by sqrt(dim).
+        windows: `none`, `all` layers that have `sliding_window`, or those that `layer_types` names.
+        period: every n-th layer is global when `layer_types` is absent; None = the keys of Qwen.
+        gemma: the keys `query_pre_attn_scalar` and the two soft caps exist.
+        local_theta: windowed layers have a base of their own.
+        theta: base of the angles when absent.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    parts: Mapping[str, str] = field(default_factory=lambda: PRE_NORM)
+    placement: Literal["pre", "post", "sandwich"] = "pre"
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    qk_norm: Literal["none", "head", "full"] = "none"
+    qkv_bias: bool | None = None
+    mlp_bias: bool = False
+    norm_offset: Literal[0, 1] = 0
+    scaled_embedding: bool = False
+    windows: Literal["none", "all", "layers"] = "none"
+    period: int | None = None
+    gemma: bool = False
+    local_theta: bool = False
+    theta: float = 10000.0
+
+
+def decoder_of(family: Family, values: Mapping[str, Any], where: str) -> Decoder:
+    """The decoder that a configuration describes.
+
+    Raises:
+        ConfigError: every key that is missing, wrong, or not implemented.
+    """
+    keys = Keys(values, family.defaults, where)
+    sizes: dict[str, Any] = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
+    heads = sizes["heads"]
+    kv_heads = keys.integer("num_key_value_heads", optional=True) or heads
+    head_dim = keys.integer("head_dim", optional=True) or (sizes["dim"] // heads if heads else 0)
+    eps, std = keys.number("rms_norm_eps"), keys.number("initializer_range")
+    tied = keys.boolean("tie_word_embeddings")
+    key, activation = family.activation
+    keys.only(key, activation)
+    if key == "hidden_activation" and keys.values.get("hidden_act") is not None:  # old configurations give both
+        keys.only("hidden_act", "gelu", activation)  # the reference reads the other key only
+    bias = keys.boolean("attention_bias") if family.qkv_bias is None else False
+    mlp_bias = keys.boolean("mlp_bias") if family.mlp_bias else False
+    rope = read_rope(keys, family.theta, sizes["max_length"], family.local_theta)
+    attention = {"qkv_bias": bias or family.qkv_bias is True, "output_bias": bias, "qk_norm": family.qk_norm}
+    attention |= _windows(family, keys, sizes["layers"])
+    soft_cap = None
+    if family.gemma:
+        scalar = keys.number("query_pre_attn_scalar")
+        attention["scale"] = None if scalar in (head_dim, 0) else scalar**-0.5
+        attention["soft_cap"] = keys.number("attn_logit_softcapping", optional=True) or None
+        soft_cap = keys.number("final_logit_softcapping", optional=True) or None
+    if rope.scaling == "dynamic":  # it is for sequences longer than the configuration says
+        sizes["max_length"] = int(sizes["max_length"] * (rope.factor or 1))
+    keys.finish()
+    mlp = MLPS[activation]
+    try:
+        return Decoder(
+            **sizes,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=rope,
+            tied_embeddings=tied,
+            soft_cap=soft_cap,
+            norm_placement=family.placement,
+            embed_multiplier=sizes["dim"] ** 0.5 if family.scaled_embedding else 1.0,
+            init_std=std,
+            attention=GQA(**attention),
+            mlp=replace(mlp, bias=True) if mlp_bias else mlp,
+            norm=RMSNorm(eps=eps, offset=family.norm_offset),
+        )
+    except ValueError as cause:
+        raise Unsupported(f"{where}: {cause}") from cause
+
+
+def _windows(family: Family, keys: Keys, layers: int) -> dict[str, Any]:
+    """`window`, `global_every` and `global_layers` of the attention."""
+    if family.windows == "none":
+        return {}
+    window = keys.integer("sliding_window", optional=True) or None
+    if "sliding_window_size" in keys.values:  # Gemma-2 configurations repeat the window under this name
+        keys.only("sliding_window_size", window)
+    if family.windows == "all":
+        return {"window": window}
+    types = keys.get("layer_types") if keys.values.get("layer_types") is not None else None
+    if family.period is None:  # Qwen: the window counts when it is switched on, from a layer onwards
+        used, first = keys.boolean("use_sliding_window"), keys.get("max_window_layers")
+        window = window if used else None
+        types = types or [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    else:
+        pattern = next((name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in keys.values), None)
+        period = keys.integer(pattern) if pattern else family.period
+        types = types or [FULL if period and (layer + 1) % period == 0 else SLIDING for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, SLIDING}:
+        keys.fault("layer_types", f"expected {layers} times {FULL!r} or {SLIDING!r}")
+        return {}
+    local = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
+    if not local:
+        return {}
+    if window is None:
+        keys.fault("sliding_window", f"is missing, but layer_types says {SLIDING!r}")
+        return {}
+    full = tuple(layer for layer in range(layers) if layer not in local)
+    if full:
+        every = full[0] + 1
+        if full == tuple(range(every - 1, layers, every)):
+            return {"window": window, "global_every": every}
+        return {"window": window, "global_layers": full}
+    return {"window": window}
+
+
+def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
+    """The keys of `config.json` that say what `decoder` is; `expresses` tells whether they say all of it."""
+    attention, norm, mlp = decoder.resolved_attention, decoder.resolved_norm, decoder.resolved_mlp
+    written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    written |= {"attention_dropout": 0.0, "use_cache": True, "initializer_range": decoder.init_std}
+    written |= {theirs: getattr(decoder, ours) for theirs, ours in SIZES.items()} | {
+        "intermediate_size": decoder.resolved_ffn_dim
+    }
+    written |= {"num_key_value_heads": decoder.resolved_kv_heads, "head_dim": decoder.resolved_head_dim}
+    written |= {"rms_norm_eps": getattr(norm, "eps", 0.0), "tie_word_embeddings": decoder.tied_embeddings}
+    written |= {family.activation[0]: family.activation[1]} | write_rope(decoder.rope)
+    if decoder.rope.scaling == "dynamic":
+        written["max_position_embeddings"] = decoder.rope.original_max_length
+    if family.qkv_bias is None:
+        written["attention_bias"] = getattr(attention, "output_bias", False)
+    if family.mlp_bias:
+        written["mlp_bias"] = getattr(mlp, "bias", False)
+    if family.windows != "none":
+        written["sliding_window"] = getattr(attention, "window", None)
+    if family.windows == "layers":
+        kinds = [FULL if window is None else SLIDING for window in windows_of(decoder)]
+        written["layer_types"] = kinds
+        if family.period is None:
+            local = [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
+            written |= {"use_sliding_window": bool(local), "max_window_layers": local[0] if local else decoder.layers}
+    if family.gemma:
+        scale = getattr(attention, "scale", None)
+        written["query_pre_attn_scalar"] = decoder.resolved_head_dim if scale is None else _inverse_square(scale)
+        written["attn_logit_softcapping"] = getattr(attention, "soft_cap", None)
+        written["final_logit_softcapping"] = decoder.soft_cap
+    return written
+
+
+def _inverse_square(scale: float) -> float:
+    exact = scale**-2
+    return round(exact) if round(exact) ** -0.5 == scale else exact
+
+
+def windows_of(decoder: Decoder) -> tuple[int | None, ...]:
+    """The window of every layer."""
+    attention: Any = decoder.resolved_attention
+    return tuple(attention.window_at(layer) if hasattr(attention, "window_at") else None for layer in range(decoder.layers))
+
+
+def meaning_of(decoder: Decoder) -> dict[str, Any]:
+    """What decides the logits, however it was written; equal for equal models."""
+    fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
+    found: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
+    found |= {"kv_heads": decoder.resolved_kv_heads, "head_dim": decoder.resolved_head_dim, "ffn_dim": decoder.resolved_ffn_dim}
+    found |= {"embed_multiplier": decoder.embed_multiplier, "residual_multiplier": decoder.residual_multiplier}
+    if decoder.rope.scaling != "dynamic":
+        found["max_length"] = decoder.max_length
+    found |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
+    attention = decoder.resolved_attention
+    if isinstance(attention, GQA):
+        scale = attention.scale or decoder.resolved_head_dim**-0.5
+        found |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
+        attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
+    return found | {"attention": attention, "mlp": decoder.resolved_mlp, "norm": decoder.resolved_norm}
+
+
+def misfits(family: Family, decoder: Decoder) -> list[str]:
+    """What a family's `config.json` cannot say about `decoder`; empty when reading it back gives the same model."""
+    try:
+        again = decoder_of(family, config_of(family, decoder), family.model_type)
+    except (ConfigError, Unsupported) as refusal:
+        return [str(refusal)]
+    wanted, got = meaning_of(decoder), meaning_of(again)
+    names = dict.fromkeys((*wanted, *got))
+    return [f"{name} = {wanted.get(name)!r}, it has {got.get(name)!r}" for name in names if wanted.get(name) != got.get(name)]

@@ -1,0 +1,197 @@
+"""A folder in the Hugging Face format, opened: model from `config.json`, tensors from safetensors, one or sharded."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.protocols.convert import Facts, Stored
+from forge_models.components.decoder import Decoder
+from forge_models.hf.config import CONFIG, Unsupported, read_config
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import Family, decoder_of
+from forge_models.hf.names import DERIVED, HEAD, name_in, names_in, shapes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+"""What belongs to a tokenizer in such a folder."""
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""safetensors' names of dtypes -> torch's."""
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def family_of(values: Mapping[str, Any], where: str) -> Family:
+    """The family that a configuration names.
+
+    Raises:
+        Unsupported: it is none of ours, or the model is not a causal language model.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise Unsupported(f"{where}: model_type {kind!r} is not implemented; known: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    architectures = values.get("architectures")
+    if architectures and list(architectures) != [family.architecture]:
+        raise Unsupported(f"{where}: architectures {architectures} is not implemented; only {family.architecture} is")
+    return family
+
+
+def read_model(folder: Path) -> Decoder:
+    """The decoder that a folder's `config.json` describes; imports no torch.
+
+    Raises:
+        ConfigError, Unsupported: every key that is not understood, by name.
+    """
+    values = read_config(folder)
+    where = str(folder / CONFIG)
+    return decoder_of(family_of(values, where), values, where)
+
+
+class Folder:
+    """`Weights` of a folder. Tensors are memory-mapped: what is not asked for is not read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens and checks everything but the values.
+
+        Raises:
+            ConfigError, Unsupported: a key, a tensor or a file that is not understood, missing, or left over.
+        """
+        from safetensors import safe_open
+
+        values = read_config(folder)
+        where = str(folder / CONFIG)
+        self.folder = folder
+        self.family = family_of(values, where)
+        self.model = decoder_of(self.family, values, where)
+        self._files = _located(folder)
+        self._open: dict[str, Any] = {}
+        for file in sorted(set(self._files.values())):
+            try:
+                self._open[file] = safe_open(str(folder / file), framework="pt")
+            except Exception as cause:  # the library raises its own type for damage, OSError and others besides
+                raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
+        self._check_files()
+        self._names = self._match(shapes_of(self.model))
+        self.tensors: Mapping[str, Stored] = {name: self._stored(theirs) for name, theirs in self._names.items()}
+        tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
+        tokens = {key: values[key] for key in TOKENS if values.get(key) is not None}
+        self.facts = Facts(special_tokens=tokens, tokenizer=tokenizer, origin=str(folder), family=self.family.model_type)
+
+    def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
+        """Whole tensors by global name, mapped from the file."""
+        return {name: self._handle(name).get_tensor(self._names[name]) for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
+        """The box of one tensor that begins at `offset`."""
+        if not self.tensors[name].shape:
+            return self._handle(name).get_tensor(self._names[name])
+        box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+        return self._handle(name).get_slice(self._names[name])[box]
+
+    def _handle(self, name: str) -> Any:
+        return self._open[self._files[self._names[name]]]
+
+    def _stored(self, theirs: str) -> Stored:
+        entry = self._open[self._files[theirs]].get_slice(theirs)
+        dtype = str(entry.get_dtype())
+        return Stored(tuple(entry.get_shape()), DTYPES.get(dtype, dtype))
+
+    def _check_files(self) -> None:
+        """Every file holds exactly what the index says."""
+        for file, handle in self._open.items():
+            listed = {name for name, place in self._files.items() if place == file}
+            held = set(handle.keys())
+            if listed != held:
+                raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
+
+    def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """Global name -> name in the files, once names and shapes agree exactly."""
+        wanted = names_in(self.family, shapes)
+        left = set(self._files) - set(wanted.values())
+        left = {name for name in left if not name.endswith(DERIVED)}
+        if self.model.tied_embeddings and HEAD in left:
+            left.remove(HEAD)
+            self._check_tie(name_in(self.family, "embed.weight"))
+        faults = [f"{theirs}: missing" for theirs in wanted.values() if theirs not in self._files]
+        faults += [f"{name}: the model that {CONFIG} describes has no such tensor" for name in sorted(left)]
+        for name, theirs in wanted.items():
+            if theirs not in self._files:
+                continue
+            stored = self._stored(theirs)
+            if stored.shape != shapes[name]:
+                faults.append(f"{theirs}: shape {stored.shape}, {CONFIG} means {shapes[name]}")
+            if stored.dtype not in FLOATS:
+                faults.append(f"{theirs}: dtype {stored.dtype} is not implemented")
+        if faults:
+            more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
+            raise Unsupported("\n  ".join([f"the tensors in {self.folder} do not fit:", *faults[:20], *more]))
+        return wanted
+
+    def _check_tie(self, embedding: str) -> None:
+        import torch
+
+        if embedding not in self._files:
+            return
+        table = self._open[self._files[embedding]].get_tensor(embedding)
+        head = self._open[self._files[HEAD]].get_tensor(HEAD)
+        if table.dtype != head.dtype or not torch.equal(table, head):
+            raise Unsupported(
+                f"{self.folder}: tie_word_embeddings is true, but {HEAD} differs from {embedding}; it would not be used"
+            )
+
+
+def _located(folder: Path) -> dict[str, str]:
+    """Name of every tensor -> its file."""
+    if (folder / INDEX).is_file():
+        try:
+            places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): str(file) for name, file in places.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            raise Unsupported(f"{folder / INDEX} is no index of safetensors: {cause!r}") from cause
+        for file in sorted(set(files.values())):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise Unsupported(f"{folder / INDEX} names {file!r}, which is no safetensors file of this folder")
+            if not (folder / file).is_file():
+                raise Unsupported(f"{folder / file} is missing, but {INDEX} names it")
+        return files
+    if (folder / SINGLE).is_file():
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(folder / SINGLE), framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), SINGLE)
+        except (SafetensorError, OSError) as cause:
+            raise Unsupported(f"{folder / SINGLE} cannot be read as safetensors: {cause}") from cause
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if pickled:
+        raise Unsupported(
+            f"{folder} holds pickled weights only ({_some(pickled)}); unpickling can run any code, so they are not read. "
+            "Convert them to safetensors with the tools of their origin"
+        )
+    raise Unsupported(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

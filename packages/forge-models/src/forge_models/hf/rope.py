@@ -1,0 +1,114 @@
+"""Rotary positions in a `config.json`: `rope_theta` with `rope_scaling`, or the newer `rope_parameters`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge_models.components.rope import Rope
+from forge_models.hf.config import Keys
+
+SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim"),
+    ),
+}
+"""Per `rope_type`, the keys that it reads; any other key is refused."""
+
+OURS = {"original_max_position_embeddings": "original_max_length"}
+"""Keys whose field in `Rope` has another name."""
+
+LOCAL_DEFAULT = 10000.0
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool) -> Rope:
+    """The rope of a configuration. With `local`, windowed layers have a base of their own (Gemma-3).
+
+    Faults are left in `keys`.
+    """
+    values = {key: keys.get(key) if key in keys.values else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
+    if values["rope_scaling"] and values["rope_parameters"]:
+        keys.fault("rope_scaling", "given beside rope_parameters; which of them holds is not clear")
+        return Rope()
+    table = values["rope_parameters"] or values["rope_scaling"] or {}
+    where = "rope_parameters" if values["rope_parameters"] else "rope_scaling"
+    if not isinstance(table, dict):
+        keys.fault(where, f"expected a table, not {table!r}")
+        return Rope()
+    theta = values["rope_theta"] or default_theta
+    local_theta = None
+    if local:
+        local_theta = (keys.get("rope_local_base_freq") if "rope_local_base_freq" in keys.values else None) or LOCAL_DEFAULT
+        if FULL in table or SLIDING in table:
+            sliding = table.get(SLIDING) or {}
+            fields = _fields(keys, f"{where}.{SLIDING}", sliding, local_theta, max_length)
+            if fields.get("scaling", "none") != "none":
+                keys.fault(f"{where}.{SLIDING}", "a scaling of local layers is not implemented")
+            local_theta = fields["theta"]
+            for name in sorted(set(table) - {FULL, SLIDING}):
+                keys.fault(f"{where}.{name}", "is not implemented")
+            table, where = table.get(FULL) or {}, f"{where}.{FULL}"
+    fields = _fields(keys, where, table, theta, max_length)
+    try:
+        return Rope(local_theta=local_theta, **fields)
+    except (ValueError, TypeError) as cause:
+        keys.fault(where, str(cause))
+        return Rope()
+
+
+def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_length: int) -> dict[str, Any]:
+    kind = table.get("rope_type", table.get("type")) or "default"
+    fields: dict[str, Any] = {"theta": float(table.get("rope_theta") or theta)}
+    if kind not in SCALINGS:
+        keys.fault(f"{where}.rope_type", f"{kind!r} is not implemented; known: {', '.join(SCALINGS)}")
+        return fields
+    inert = {"rope_type", "type", "rope_theta", "finetuned"}
+    for name, value in table.items():
+        if name in inert or value is None or (name == "partial_rotary_factor" and value == 1):
+            continue
+        # transformers adds the model's length to every table; only some scalings read it
+        if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):
+            keys.fault(f"{where}.{name}", f"{value!r} is not implemented for rope_type {kind!r}")
+        elif name in SCALINGS[kind]:
+            if (type(value) is bool and name != "truncate") or not isinstance(value, int | float):
+                keys.fault(f"{where}.{name}", f"expected a number, not {value!r}")
+                continue
+            whole = name == "original_max_position_embeddings" or name == "truncate"
+            fields[OURS.get(name, name)] = value if whole else float(value)
+    if kind == "default":
+        return fields
+    fields["scaling"] = kind
+    if kind == "dynamic":  # the reference counts from the model's own length
+        fields["original_max_length"] = max_length
+    elif kind == "yarn":
+        fields.setdefault("original_max_length", max_length)
+        fields.setdefault("factor", max_length / fields["original_max_length"])
+    elif kind == "llama3":
+        for name in SCALINGS[kind]:
+            if OURS.get(name, name) not in fields:
+                keys.fault(f"{where}.{name}", "is missing")
+    return fields
+
+
+def write_rope(rope: Rope) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads; with `local_theta` its key too."""
+    written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if rope.local_theta is not None:
+        written["rope_local_base_freq"] = rope.local_theta
+    if rope.scaling != "none":
+        values = {name: getattr(rope, OURS.get(name, name)) for name in SCALINGS[rope.scaling]}
+        kept = {name: value for name, value in values.items() if value is not None}
+        written["rope_scaling"] = {"rope_type": rope.scaling, **kept}
+    return written
+
+
+def meaning(rope: Rope) -> dict[str, Any]:
+    """The fields that change an angle."""
+    fields = {name: getattr(rope, name) for name in ("theta", "local_theta", "partial", "scaling")}
+    used = SCALINGS.get(rope.scaling, ()) if rope.scaling != "none" else ()
+    extra = ("original_max_length",) if rope.scaling == "dynamic" else ()
+    return fields | {name: getattr(rope, name) for name in (*(OURS.get(name, name) for name in used), *extra)}

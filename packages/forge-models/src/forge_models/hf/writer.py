@@ -1,0 +1,161 @@
+"""Weights written as a folder in the Hugging Face format, a shard at a time; the folder appears whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from forge_core.protocols.convert import Weights
+from forge_models.components.decoder import Decoder
+from forge_models.hf.card import card
+from forge_models.hf.config import CONFIG, Unsupported
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import Family, config_of, misfits
+from forge_models.hf.names import names_in, shapes_of
+from forge_models.hf.reader import FLOATS, INDEX, SINGLE, TOKENIZER_FILES
+
+ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+GENERATION = "generation_config.json"
+
+
+def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
+    """The family that says all that `decoder` is: the wanted one, else the preferred one where it does, else the first.
+
+    Raises:
+        Unsupported: none does; names per family what it cannot say.
+    """
+    if wanted is not None and wanted not in FAMILIES:
+        raise Unsupported(f"there is no family {wanted!r}; known: {', '.join(FAMILIES)}")
+    order = [wanted] if wanted is not None else [*([preferred] if preferred in FAMILIES else []), *FAMILIES]
+    reasons = []
+    for name in dict.fromkeys(order):
+        if not (found := misfits(FAMILIES[name], decoder)):
+            return FAMILIES[name]
+        reasons.append(f"{name}: {'; '.join(found)}")
+    raise Unsupported("\n  ".join(["no Hugging Face family can say what this model is:", *reasons]))
+
+
+def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path | None, max_shard_bytes: int) -> None:
+    """Writes weights, configuration, generation settings, tokenizer and a model card.
+
+    Args:
+        path: of the new folder; an empty one may exist.
+        weights: what is written, in the dtypes that it has.
+        family: `model_type`; by default where the weights came from, else the first that fits.
+        tokenizer: folder whose tokenizer files are copied; by default the one of `weights`.
+        max_shard_bytes: of one file of tensors; a single larger tensor has a file of its own.
+
+    Raises:
+        Unsupported: the model is none of these families, or `path` is not empty.
+    """
+    if not isinstance(weights.model, Decoder):
+        raise Unsupported(f"a {type(weights.model).__name__} cannot be written in the Hugging Face format; only a decoder can")
+    chosen_family = chosen(weights.model, family, weights.facts.family)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Unsupported(f"{path} exists and is not an empty folder; choose another")
+    folder = tokenizer or weights.facts.tokenizer
+    if tokenizer is not None and not any((tokenizer / name).exists() for name in TOKENIZER_FILES):
+        raise Unsupported(f"{tokenizer} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+    names = names_in(chosen_family, shapes_of(weights.model))
+    if odd := sorted({entry.dtype for entry in weights.tensors.values()} - set(FLOATS)):
+        raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        _write_tensors(partial, weights, names, max_shard_bytes)
+        _write_texts(partial, weights, chosen_family, folder)
+        for file in partial.iterdir():
+            _sync(file)
+        if path.exists():
+            path.rmdir()
+        partial.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_tensors(folder: Path, weights: Weights, names: Mapping[str, str], limit: int) -> None:
+    from safetensors.torch import save_file
+
+    shards = list(_shards(weights, names, limit))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        read = weights.read(shard)
+        save_file({names[name]: read[name].contiguous() for name in shard}, str(folder / file), metadata={"format": "pt"})
+        places |= dict.fromkeys((names[name] for name in shard), file)
+    if len(shards) > 1:
+        total = sum(_bytes(weights, name) for name in names)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        _write_json(folder / INDEX, index)
+
+
+def _shards(weights: Weights, names: Mapping[str, str], limit: int) -> Iterator[list[str]]:
+    """Names in the model's order, cut so that no group has more than `limit` bytes unless it is a single tensor."""
+    group: list[str] = []
+    size = 0
+    for name in names:
+        more = _bytes(weights, name)
+        if group and size + more > limit:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += more
+    yield group
+
+
+def _bytes(weights: Weights, name: str) -> int:
+    entry = weights.tensors[name]
+    return prod(entry.shape) * ITEM[entry.dtype]
+
+
+def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path | None) -> None:
+    assert isinstance(weights.model, Decoder)
+    tokens = _special_tokens(weights, tokenizer)
+    dtypes = {entry.dtype for entry in weights.tensors.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    _write_json(folder / CONFIG, config_of(family, weights.model) | tokens | {"torch_dtype": dtype})
+    (folder / "README.md").write_text(card(weights, family, dtype), encoding="utf-8")
+    kept = tokenizer / GENERATION if tokenizer is not None else None
+    if kept is not None and kept.is_file():
+        shutil.copyfile(kept, folder / GENERATION)
+    else:
+        _write_json(folder / GENERATION, {"_from_model_config": True} | tokens)
+    if tokenizer is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, folder / name)
+
+
+def _special_tokens(weights: Weights, tokenizer: Path | None) -> dict[str, Any]:
+    """Ids of special tokens: those that travel with the weights, else those that the tokenizer's folder names."""
+    if weights.facts.special_tokens or tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None} | dict(weights.facts.special_tokens)
+    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    settings, content = tokenizer / "tokenizer_config.json", tokenizer / "tokenizer.json"
+    if not (settings.is_file() and content.is_file()):
+        return found
+    ids = {entry["content"]: entry["id"] for entry in json.loads(content.read_text(encoding="utf-8")).get("added_tokens", [])}
+    named = json.loads(settings.read_text(encoding="utf-8"))
+    for key in ("bos_token", "eos_token", "pad_token"):
+        token = named.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in ids:
+            found[f"{key}_id"] = ids[text]
+    return found
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

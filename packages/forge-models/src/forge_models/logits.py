@@ -1,0 +1,51 @@
+"""Logits straight from stored weights, one block in memory at a time: how a conversion is checked, whatever its size."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from forge_core.protocols.convert import Weights
+
+
+def fixed_tokens(component: Any, length: int = 32, rows: int = 2) -> Tensor:
+    """(rows, length) token ids that are always the same for a model, shorter where it takes no more."""
+    generator = torch.Generator().manual_seed(20)
+    return torch.randint(0, component.vocab_size, (rows, min(length, component.max_length)), generator=generator)
+
+
+@torch.no_grad()
+def logits_of(weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Logits (B, T, vocab) of `tokens` (B, T) in `dtype`, on the CPU.
+
+    Each block's tensors are read when it runs and dropped afterwards. Equal weights give equal bits: every tensor is
+    copied to memory of its own first, so that neither its place in a file nor its stored dtype decides a kernel.
+    """
+    component: Any = weights.model
+    with torch.device("meta"):
+        model = component.build()
+    model.eval()
+    tied = dict(model.specs().ties)
+    units = [(path, module) for path, module in model.named_children() if not isinstance(module, nn.ModuleDict)]
+    units += [(f"blocks.{name}", block) for name, block in model.blocks.items()]
+    for path, unit in units:
+        unit.register_forward_pre_hook(_loader(weights, path, tied, dtype))
+        unit.register_forward_hook(_drop)
+    return model(tokens)
+
+
+def _loader(weights: "Weights", path: str, tied: dict[str, str], dtype: torch.dtype) -> Callable[[nn.Module, Any], None]:
+    def load(module: nn.Module, _inputs: Any) -> None:
+        names = {name: f"{path}.{name}" for name, _ in module.named_parameters()}
+        names = {name: tied.get(whole, whole) for name, whole in names.items()}
+        read = weights.read(list(names.values()))
+        state = {name: read[whole].to(dtype, copy=True) for name, whole in names.items()}
+        module.load_state_dict(state, assign=True, strict=False)
+
+    return load
+
+
+def _drop(module: nn.Module, _inputs: Any, _output: Any) -> None:
+    module.to("meta")

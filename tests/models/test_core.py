@@ -1,0 +1,133 @@
+"""The attention core: which kernel is chosen, and the arithmetic of those that need CUDA, run here in plain form."""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention, varlen
+
+from forge_models.blocks import core as module
+from forge_models.blocks.core import Boundaries, LocalAttention
+from forge_models.components.attentions import GQA, MLA
+
+CPU = torch.device("cpu")
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 3], [4, 4, 4, 4, 4, 4, 4, 4, 4]], dtype=torch.int32)
+
+
+def qkv(dtype=torch.float32, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, heads, 9, 16, generator=generator, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads, 9, 16, generator=generator, dtype=dtype)
+    return q, k, v
+
+
+def by_hand(q, k, v, documents, window, scale, soft_cap):
+    """Softmax over exactly the keys that each query sees."""
+    out = torch.zeros_like(q)
+    share = q.shape[1] // k.shape[1]
+    for b in range(2):
+        for h in range(q.shape[1]):
+            for t in range(9):
+                keys = [s for s in range(t + 1) if window is None or t - s < window]
+                keys = [s for s in keys if documents is None or documents[b, s] == documents[b, t]]
+                scores = k[b, h // share, keys] @ q[b, h, t] * scale
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                out[b, h, t] = scores.softmax(0) @ v[b, h // share, keys]
+    return out
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The functions of torch that are compiled on CUDA, as they are: their forward runs on a CPU."""
+    monkeypatch.setattr(module, "_compiled", lambda name: getattr(flex_attention, name))
+
+
+masks = pytest.mark.parametrize(("documents", "window"), [(None, None), (None, 3), (DOCUMENTS, None), (DOCUMENTS, 2)])
+
+
+@masks
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_sdpa_and_written_out(documents, window, soft_cap):
+    q, k, v = qkv(torch.float64)
+    core = LocalAttention("sdpa", capped=soft_cap is not None)
+    shared = core.prepare(documents, 9, window, CPU)
+    found = core(q, k, v, shared, 0.7, soft_cap)
+    torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, soft_cap), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@masks
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_flex(plain, documents, window, soft_cap):
+    q, k, v = qkv()
+    shared = module._block_mask(documents, 9, window, CPU)
+    assert isinstance(shared, flex_attention.BlockMask)
+    with torch.no_grad():
+        found = LocalAttention("flex")(q, k, v, shared, 0.7, soft_cap)
+    torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, soft_cap), rtol=1e-5, atol=1e-6)
+    q, k, v = qkv(torch.float64)
+    found = LocalAttention("flex")(q, k, v, shared, 0.7, soft_cap)  # falls back to a mask
+    torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, soft_cap), rtol=1e-10, atol=1e-12)
+
+
+@masks
+def test_varlen(monkeypatch, documents, window):
+    def reference(query, key, value, starts, same, longest, also, *, scale, window_size, enable_gqa):
+        """Each run of the flattened rows by itself."""
+        assert starts is same
+        assert enable_gqa
+        assert longest == also >= int(starts.diff().max())
+        parts = []
+        for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            q, k, v = (x[first:last].transpose(0, 1)[None] for x in (query, key, value))
+            mask = module._mask(None, last - first, None if window_size[0] < 0 else window_size[0] + 1, CPU)
+            assert window_size[1] == 0
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(varlen, "varlen_attn", reference)
+    q, k, v = qkv(torch.float64)
+    shared = module._boundaries(documents, 9, window, CPU)
+    found = LocalAttention("varlen")(q, k, v, shared, 0.7)
+    torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, None), rtol=1e-10, atol=1e-12)
+
+
+def test_which_kernel_is_chosen_where(plain, monkeypatch):
+    """`prepare` for CUDA, with the device check alone played: masks are then made on this machine."""
+    monkeypatch.setattr(module.torch, "device", lambda name: type("Device", (), {"type": "cuda"})())
+    auto, capped = LocalAttention(), LocalAttention(capped=True)
+    block = flex_attention.BlockMask
+    assert auto.prepare(None, 9, None, "cpu") is None  # causal flash
+    assert auto.prepare(None, 9, 9, "cpu") is None  # a window as long as the row hides nothing
+    assert isinstance(auto.prepare(None, 9, 8, "cpu"), block)
+    assert isinstance(auto.prepare(DOCUMENTS, 9, None, "cpu"), block)
+    assert isinstance(capped.prepare(None, 9, None, "cpu"), block)
+    assert isinstance(LocalAttention("flex").prepare(None, 9, None, "cpu"), block)
+    assert isinstance(LocalAttention("sdpa").prepare(DOCUMENTS, 9, None, "cpu"), torch.Tensor)
+    assert isinstance(LocalAttention("varlen").prepare(DOCUMENTS, 9, None, "cpu"), Boundaries)
+
+
+@pytest.mark.parametrize("kind", ["flex", "varlen"])
+def test_kernels_of_another_device_are_refused(make, tokens, kind):
+    with pytest.raises(ValueError, match=f"'{kind}' needs a CUDA device"):
+        make(attention=GQA(core=kind))(tokens(1, 5))
+
+
+def test_a_core_that_knows_no_soft_cap_is_refused(make, tokens):
+    class Replacement(LocalAttention):
+        def __call__(self, q, k, v, shared, scale):
+            return super().__call__(q, k, v, shared, scale)
+
+    model = make(attention=GQA(soft_cap=3.0))
+    model.blocks["0"].attention.core = Replacement()
+    with pytest.raises(TypeError, match="positional arguments"):
+        model(tokens(1, 5))
+
+
+def test_a_latent_cache_holds_the_latent_only(make, tokens):
+    mla = MLA(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10)
+    model = make(kv_heads=None, attention=mla)
+    cache = model.new_cache(2, 5)
+    model(tokens(2, 5), cache=cache)
+    layer = cache.layers["1"]
+    assert (layer.k.shape, layer.v.shape) == ((2, 1, 5, 4), (2, 1, 5, 12))

@@ -1,0 +1,223 @@
+"""What must hold for every block component, ours of today and those that are registered later."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forge_core.layout import Layout
+from forge_models.components.decoder import Decoder
+from forge_models.components.objectives import CrossEntropy
+from forge_models.generation import generate
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.parity import Case, compare, measure
+from forge_parallel.transforms.shard import Shard
+from models.variants import SIZES, VARIANTS
+
+every = pytest.mark.parametrize("name", VARIANTS)
+
+
+@pytest.fixture
+def build(make):
+    """build(name) -> the variant with weights large enough that attention is far from uniform."""
+
+    def build(name, **fields):
+        model = make(**({"kv_heads": None, "spread": 8.0} | SIZES | VARIANTS[name] | fields))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():  # neither ones nor zeros, or a norm or bias in the wrong place would pass
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        return model
+
+    return build
+
+
+@every
+def test_specs_are_complete_and_fit(name):
+    config = Decoder(**SIZES | VARIANTS[name])
+    state = torch.get_rng_state()
+    model = config.build()
+    assert torch.equal(state, torch.get_rng_state()), "a constructor draws"
+    assert not list(model.buffers())
+    specs, parameters = model.specs(), dict(model.named_parameters())
+    assert specs.tensors.keys() == parameters.keys()
+    assert all(parameter.isnan().all() for parameter in parameters.values()), "filled by its constructor, and again later"
+    head, kv_heads = config.resolved_head_dim, config.resolved_kv_heads
+    sizes = {"embed": {48}, "heads": {6 * head}, "kv_heads": {kv_heads * head}, "ffn": {56}, "vocab": {101}}
+    if "latent" in name or name == "mla":
+        sizes["heads"] = {6 * 10, 6 * 12, 6 * 18}  # of queries, values, and keys with values
+    for path, spec in specs.tensors.items():
+        assert len(spec.dims) == parameters[path].dim(), path
+        for size, dim in zip(parameters[path].shape, spec.dims, strict=True):
+            assert dim is None or size in sizes[dim], path
+        assert (spec.group == "vector") == (len(spec.dims) == 1), path
+    with torch.device("meta"):
+        assert all(parameter.is_meta for parameter in config.build().parameters())
+
+
+@every
+def test_module_specs_tell_the_shapes_that_flow(build, tokens, name):
+    model = build(name)
+    specs = model.specs()
+    linear = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert linear <= specs.modules.keys()
+    fixed, seen = {"batch": 2, "sequence": 9, "embed": 48, "ffn": 56, "vocab": 101}, set()
+    units = dict(specs.units)
+
+    def check(path):
+        def hook(module, inputs, output):
+            spec = specs.modules[path]
+            for tensor, dims in ((inputs[0], spec.inputs[0]), (output, spec.outputs[0])):
+                assert tensor.dim() == len(dims), path
+                for size, dim in zip(tensor.shape, dims, strict=True):
+                    assert size == fixed[dim] if dim in fixed else dim is None or size % units[dim] == 0, path
+            seen.add(path)
+
+        return hook
+
+    modules = dict(model.named_modules())
+    for path in specs.modules:
+        modules[path].register_forward_hook(check(path))
+    model(tokens(2, 9, 101))
+    assert seen == specs.modules.keys()
+
+
+@every
+@pytest.mark.parametrize("chunks", [(11,), (1,) * 11, (4, 1, 6)], ids=str)
+def test_cached_equals_uncached(build, tokens, name, chunks):
+    model, rows = build(name), tokens(2, 11, 101)
+    cache, found, start = model.new_cache(2, 11), [], 0
+    with torch.no_grad():
+        for length in chunks:
+            found.append(model(rows[:, start : start + length], cache=cache))
+            start += length
+        whole = model(rows)
+    scale = float(whole.abs().max())
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-5, atol=1e-5 * max(1.0, scale))
+
+
+@every
+def test_greedy_tokens_equal_those_without_a_cache(build, name):
+    model, prompts = build(name), [[5, 6, 7, 8, 9, 10, 11], [1, 2]]
+    found = generate(model, prompts, max_tokens=9, prefill=3)
+    for prompt, row in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        for token in row:
+            with torch.no_grad():
+                assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
+            ids.append(token)
+
+
+@every
+def test_a_packed_document_equals_the_document_alone(build, tokens, name):
+    model, row, lengths = build(name), tokens(1, 17, 101), (5, 1, 11)
+    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
+    positions = torch.tensor([[place for length in lengths for place in range(length)]])
+    with torch.no_grad():
+        together = model(row, documents=documents.int(), positions=positions.int())
+        alone = torch.cat([model(part) for part in row.split(lengths, dim=1)], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5 * max(1.0, float(alone.abs().max())))
+
+
+class _Narrowing(TorchDispatchMode):
+    """Refuses every operator that makes lower precision of fp64."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.dtype in (torch.float32, torch.bfloat16):
+            assert not any(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in args), function
+        return result
+
+
+@every
+def test_fp64_stays_fp64(build, tokens, name):
+    model, rows = build(name, dtype=torch.float64), tokens(2, 9, 101)
+    with _Narrowing():
+        terms = model(rows[:, :-1], labels=rows[:, 1:], objective=CrossEntropy().build())
+        terms.sum.backward()
+    assert terms.sum.dtype == torch.float64
+    for path, parameter in model.named_parameters():
+        assert parameter.grad is not None, path
+        assert parameter.grad.dtype == torch.float64, path
+        assert float(parameter.grad.abs().max()) > 0, path
+
+
+def _measure(case, layout):
+    return measure(case, Layout.parse(layout), [Shard()], torch.device("cpu"))
+
+
+@every
+def test_sharded_equals_one_process(world, name):
+    config = Decoder(**SIZES | {"layers": 2} | VARIANTS[name])
+    objective = CrossEntropy().build()
+    case = Case(config.build, objective, AdamW(lr=1e-2).build, 101, rows=4, micro_batch=2, silent=2, steps=1, state="fp64")
+    whole = _measure(case, "1")
+    # Filled exactly once: nothing is left as NaN, and every layout starts with the same bits.
+    assert all(bool(tensor.isfinite().all()) for tensor in whole.initial.values())
+    for found in world.run(_measure, 2, case, "dp2"):
+        difference = compare(whole, found)
+        assert difference.accepted("fp64"), difference
+
+
+MINE = '''
+from dataclasses import dataclass
+
+from forge_core.component import Component
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanOfThePast(Component):
+    """Each position gets the mean of itself and all before it."""
+
+    strength: float = 1.0
+    """Factor."""
+
+    def build(self, context):
+        import torch
+
+        class Module(torch.nn.Module):
+            def forward(module, x, turn, shared, cache=None):
+                counts = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)
+                return self.strength * x.cumsum(1) / counts[:, None]
+
+        return Module()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Double(Component):
+    """No parameters at all."""
+
+    def build(self, context):
+        import torch
+
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return 2 * x
+
+        return Module()
+'''
+
+
+def test_parts_from_a_plain_file_are_chosen_by_name(tmp_path, tokens):
+    from forge_core.registry import Registry
+    from models.conftest import fill
+
+    (tmp_path / "mine.py").write_text(MINE)
+    registry = Registry()
+    attention = registry.load("forge.attentions", f"{tmp_path}/mine.py:MeanOfThePast")(strength=0.5)
+    mlp = registry.load("forge.mlps", f"{tmp_path}/mine.py:Double")()
+    model = Decoder(dim=8, layers=1, heads=2, vocab_size=11, attention=attention, mlp=mlp).build()
+    fill(model, model.specs(), 0)
+    assert model.specs().tensors.keys() == {
+        "embed.weight",
+        "head.weight",
+        "norm.weight",
+        "blocks.0.attention_norm.weight",
+        "blocks.0.mlp_norm.weight",
+    }
+    rows = tokens(1, 4, 11)
+    normed = model.blocks["0"].attention_norm
+    x = model.embed(rows)
+    x = x + 0.5 * torch.stack([normed(x)[:, : t + 1].mean(1) for t in range(4)], 1)
+    x = x + 2 * normed(x)  # both norms are ones
+    torch.testing.assert_close(model(rows), model.head(model.norm(x)))

@@ -1,0 +1,62 @@
+"""Small decoders with every block component that is registered, and with every option of ours that changes a block."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from forge_models.components.attentions import GQA, MLA
+from forge_models.components.mlps import GELU, GeGLU, SwiGLU
+from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.rope import Rope
+
+SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
+"""All different, so that a dimension under a wrong name shows."""
+
+LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 12}
+
+SMALL: dict[tuple[str, str], dict[str, Any]] = {("attention", "mla"): LATENT}
+"""Fields of components whose defaults are large."""
+
+
+def registered() -> dict[str, dict[str, Any]]:
+    """One decoder for each component that forge-models registers for a block."""
+    found = {}
+    for slot in ("attention", "mlp", "norm"):
+        for point in entry_points(group=f"forge.{slot}s"):
+            if point.dist is not None and point.dist.name == "forge-models":
+                found[point.name] = {slot: point.load()(**SMALL.get((slot, point.name), {}))}
+    return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grouped_heads": {"kv_heads": 3},
+    "one_key_head": {"kv_heads": 1, "tied_embeddings": True},
+    "windows": {"attention": GQA(window=4)},
+    "local_and_global": {
+        "attention": GQA(window=3, global_every=2, qk_norm="head"),
+        "rope": Rope(theta=500.0, local_theta=50.0, scaling="linear", factor=4.0),
+        "kv_heads": 2,
+    },
+    "capped_scores": {"attention": GQA(soft_cap=2.0, window=4, global_layers=(1,), scale=0.4), "kv_heads": 2, "soft_cap": 5.0},
+    "biases_and_full_qk_norm": {
+        "attention": GQA(qkv_bias=True, output_bias=True, qk_norm="full"),
+        "mlp": SwiGLU(bias=True),
+        "kv_heads": 3,
+    },
+    "query_latent": {"attention": MLA(q_lora_rank=16, **LATENT), "rope": Rope(scaling="yarn", factor=4.0, original_max_length=8)},
+    "post_norms": {"norm_placement": "post", "norm": LayerNorm()},
+    "sandwich": {
+        "norm_placement": "sandwich",
+        "norm": RMSNorm(offset=1),
+        "mlp": GeGLU(exact=True, bias=True),
+        "embed_multiplier": 6.9,
+        "residual_multiplier": 0.5,
+    },
+    "norm_without_bias": {"norm": LayerNorm(bias=False), "mlp": GELU(bias=True), "attention": GQA(qk_norm="head")},
+    "partial_rotation": {
+        "rope": Rope(partial=0.4, scaling="llama3", factor=4.0, original_max_length=8),
+        "attention": GQA(output_bias=True),
+    },
+    "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},
+}
+
+VARIANTS = registered() | OPTIONS

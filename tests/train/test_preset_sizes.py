@@ -1,0 +1,107 @@
+"""Presets of stated sizes: parameters by closed form, worlds that `check` takes, and the editors' schema over all presets."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge_train.presets
+from core.judge import accepts
+from forge_core.config.schema import json_schema
+from forge_core.errors import ConfigError
+from forge_core.registry import Registry
+from forge_models.flops import count
+from forge_train.job import Job
+from forge_train.recipe import load
+
+FOLDER = Path(forge_train.presets.__file__).parent
+EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
+SIZED = sorted(set(EVERY) - {"debug", "demo"})
+
+PUBLISHED = {"1b": 1_235_814_400, "7b": 8_030_261_248, "13b": 13_015_864_320, "30b": 32_528_943_616, "70b": 70_553_706_496}
+"""Of Llama-3.2-1B, Llama-3-8B, Llama-2-13B, LLaMA-30B and Llama-3-70B, as their model cards' tensors add up."""
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return Registry()
+
+
+def stated(name: str, what: str) -> list[int]:
+    """Numbers of the line `# Parameters: ...` or `# GPUs: ...` of a preset."""
+    line = re.search(rf"^# {what}: (.*)$", (FOLDER / f"{name}.toml").read_text(), re.MULTILINE)
+    assert line, f"{name} does not state its {what}"
+    return [int(number.replace(",", "")) for number in line[1].split(", ")]
+
+
+def closed_form(model: dict[str, Any]) -> int:
+    """Weights of a decoder of the Llama family, term by term."""
+    dim, layers, heads, ffn = (model[key] for key in ("dim", "layers", "heads", "ffn_dim"))
+    head_dim = dim // heads
+    attention = dim * heads * head_dim * 2 + dim * model.get("kv_heads", heads) * head_dim * 2
+    tables = 1 if model.get("tied_embeddings") else 2
+    return tables * model["vocab_size"] * dim + layers * (attention + 3 * dim * ffn + 2 * dim) + dim
+
+
+def test_the_sizes_that_are_promised_exist() -> None:
+    assert set(SIZED) == {"20m", "125m", "350m", "1b", "7b", "13b", "30b", "70b"}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_parameters_are_those_stated(name: str, registry: Registry) -> None:
+    model = tomllib.loads((FOLDER / f"{name}.toml").read_text())["model"]
+    assert stated(name, "Parameters") == [closed_form(model)]
+    assert count(load(name, registry=registry).job.model).parameters == closed_form(model)
+    assert closed_form(model) == PUBLISHED.get(name, closed_form(model))
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_check_takes_the_stated_worlds_and_refuses_others(name: str, registry: Registry) -> None:
+    worlds = stated(name, "GPUs")
+    for world in worlds:
+        layout = load(name, world=world, registry=registry).layout
+        assert layout is not None and layout.dp_shard == world
+    assert load(name, ["--parallel.dp_replicate=2"], worlds[-1], registry).layout is not None
+    for world, key in ((3 * worlds[0], "train.global_batch"), (2 * worlds[-1], None)):
+        with pytest.raises(ConfigError) as refusal:
+            load(name, world=world, registry=registry)
+        job = load(name, registry=registry).job
+        larger = "train.global_batch" if job.train.global_batch % world else "train.micro_batch"
+        assert [fault.key for fault in refusal.value.faults] == [key or larger]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_state_fits_from_the_smallest_stated_world_on(name: str, registry: Registry) -> None:
+    """fp32 weights, gradients and two moments: 16 bytes a parameter, in half of 80 GB; half as many GPUs would not do."""
+    (parameters,), worlds = stated(name, "Parameters"), stated(name, "GPUs")
+    each = 16 * parameters / worlds[0]
+    assert each <= 40e9
+    assert worlds[0] == 1 or 2 * each > 40e9
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_run_is_about_twenty_tokens_a_parameter(name: str, registry: Registry) -> None:
+    job = load(name, registry=registry).job
+    tokens = job.train.max_steps * job.train.global_batch * job.data.sequence_length
+    assert tokens == pytest.approx(20 * stated(name, "Parameters")[0], rel=0.05)
+    if name in ("7b", "13b", "30b", "70b"):
+        assert job.train.global_batch * job.data.sequence_length == 2**22
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_the_user_gives_the_data(name: str, registry: Registry) -> None:
+    job = load(name, ["--data.sources.0.path=elsewhere"], registry=registry).job
+    assert [source.path for source in job.data.sources] == ["elsewhere"]
+
+
+def test_the_schema_accepts_every_preset_and_no_misspelt_one(registry: Registry) -> None:
+    schema = json_schema(Job, registry)
+    for name in EVERY:
+        recipe = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+        assert accepts(schema, recipe), name
+        for section, table in recipe.items():
+            if isinstance(table, dict) and section != "transforms":
+                assert not accepts(schema, recipe | {section: table | {"misspelt": 1}}), (name, section)
+        assert not accepts(schema, recipe | {"train": recipe["train"] | {"max_steps": "many"}}), name
