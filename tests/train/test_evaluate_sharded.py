@@ -65,3 +65,27 @@ def test_evaluation_leaves_no_trace(world: World, layout: str, size: int) -> Non
         assert same, "parameters after an evaluation are not those that the optimizer holds"
         assert dtypes == {torch.float32}
         assert equal
+
+
+def between(layout: str, evaluate: bool) -> dict[str, torch.Tensor]:
+    """Weights after three steps, with an evaluation between each backward and its update, as `before_update` may do.
+
+    A parameter that stayed gathered would then be older than the update, and the next forward would use it.
+    """
+    at = Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), topology, 0, "fp32")
+    step, optimizer = Step(model, cross_entropy), AdamW(lr=0.1).build(model)
+    for number in range(3):
+        result = step(share(synthetic(CASE, number), topology.data_rank, topology.data_size, 1))
+        if evaluate:
+            step.evaluate(share(synthetic(CASE, 9), topology.data_rank, topology.data_size, 1))
+        optimizer.step(result.skip)
+        optimizer.zero_grad()
+    return {name: full(tensor) for name, tensor in model.tensors()}
+
+
+def test_an_evaluation_before_the_update_leaves_no_old_weights_behind(world: World) -> None:
+    for layout, size in (("dp2", 2), ("hsdp2x2", 4)):
+        expected, found = world.run(between, size, layout, False)[0], world.run(between, size, layout, True)[0]
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
