@@ -10,9 +10,10 @@ from forge_core.protocols.model import NamedTensor
 from forge_parallel.boxes import Box
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Precision
+from forge_parallel.gather import full
 from forge_parallel.optim import rounding
 from forge_parallel.optim.rounding import chunks, noise, rounded
-from forge_parallel.parity import Case, full, share, synthetic
+from forge_parallel.parity import Case, share, synthetic
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step

@@ -9,6 +9,7 @@ from torch import nn
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_core.protocols.model import Transform
 from forge_core.specs import Init, TensorSpec
 from forge_parallel.plan import Phase, Plan, default_transforms
 from forge_parallel.realization import Blueprint, realize
@@ -18,7 +19,7 @@ from parallel.tiny import TiedTiny, Tiny
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Transform):
     name: str
     phase: int
     axes: frozenset[str] = frozenset()
@@ -28,8 +29,6 @@ class Probe:
         assert all(p.is_meta for p in part.parameters()), "transforms see the meta device only"
         self.seen.append(self.name)
         return part
-
-    def before_micro_batch(self, part: nn.Module, last: bool) -> None: ...
 
 
 def test_a_plan_applies_in_phase_order_whatever_the_order_given() -> None:

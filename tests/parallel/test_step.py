@@ -11,8 +11,9 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.layout import Layout
 from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
+from forge_parallel.gather import full
 from forge_parallel.model import ParallelModel
-from forge_parallel.parity import Case, full, share, synthetic
+from forge_parallel.parity import Case, share, synthetic
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step

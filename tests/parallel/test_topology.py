@@ -10,7 +10,6 @@ from forge_core.layout import Layout
 from forge_parallel.bootstrap import start, stop
 from forge_parallel.launcher import launch
 from forge_parallel.owner import owns
-from forge_parallel.parity import full
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.topology import Topology
@@ -45,7 +44,7 @@ def test_each_element_has_exactly_one_owner(world: World, layout: str) -> None:
 def _replicates(layout: str) -> bool:
     at = Layout.parse(layout)
     model = realize(Blueprint.of(TiedTiny), Plan.of([Shard()], at), Topology.of(at, torch.device("cpu")), 0)
-    return all(tensor.to_local().shape == full(tensor).shape for _, tensor, _ in model.trainable())
+    return all(tensor.to_local().shape == tensor.shape for _, tensor, _ in model.trainable())
 
 
 def test_dp_replicate_alone_replicates(world: World) -> None:

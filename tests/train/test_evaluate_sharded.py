@@ -8,7 +8,8 @@ import torch
 
 from forge_core.layout import Layout
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, full, share, synthetic
+from forge_parallel.gather import full
+from forge_parallel.parity import Case, share, synthetic
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step

@@ -1,7 +1,10 @@
 """`convert` and `generate` as a user calls them, on sharded runs, and starting a run from a folder."""
 
+import io
 import json
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,12 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
+from forge_models.generation import generate
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.logits import logits_of
-from forge_parallel.parity import full
+from forge_models.sampling import GREEDY, Sampling
+from forge_parallel.gather import full
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.topology import Topology
@@ -94,7 +99,7 @@ def test_a_run_on_4_processes_becomes_a_folder_after_training(world: World, reci
     with torch.no_grad():
         torch.testing.assert_close(ours(inputs), theirs(inputs).logits, rtol=1e-5, atol=1e-5)
     text = theirs.generate(inputs[:1, :4], max_new_tokens=28, do_sample=False, eos_token_id=None, pad_token_id=0)
-    begun = Continuation(inference.loaded(folder), _Plain(), {"max_tokens": 28, "temperature": 0.0}, (), frozenset())
+    begun = Continuation(inference.loaded(folder), _Plain(), GREEDY, max_tokens=28)
     assert "".join(begun(" ".join(map(str, inputs[0, :4].tolist())))).split() == [str(token) for token in text[0, 4:].tolist()]
 
 
@@ -251,7 +256,6 @@ def test_generate_speaks_with_a_runs_own_tokenizer(
     training, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=2", "--schedule.name=constant"])
     fit(training)
     from forge_data.tokenizers.bytes import ByteTokenizer
-    from forge_models.generation import generate
 
     coder = ByteTokenizer()
     ids = generate(training.model.part, [coder.encode("ab").tolist()], max_tokens=12, eos=coder.eos)[0]
@@ -272,7 +276,84 @@ def test_generate_speaks_with_a_runs_own_tokenizer(
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or _end_of_input())
     assert run("generate", tmp_path / "run", "--temperature", "0", "--max-tokens", "12") == 0
     assert capsys.readouterr().out == f"ab{answer['text']}\n\n"
+    for piped in (("--file", "-"), ()):
+        monkeypatch.setattr("sys.stdin", io.StringIO("ab"))
+        assert run("generate", tmp_path / "run", *piped, "--temperature", "0", "--max-tokens", "12") == 0
+        assert capsys.readouterr().out == f"ab{answer['text']}\n"
     assert run("generate", tmp_path / "nowhere") == 2
+
+
+SETTINGS = Sampling(repetition_penalty=1.2, temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, seed=5)
+OPTIONS = ("--repetition-penalty=1.2", "--temperature=0.9", "--top-k=40", "--top-p=0.9", "--min-p=0.01", "--seed=5")
+
+
+def test_every_option_of_generate_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = with_tokenizer(saved(random_model("llama", {}), tmp_path / "source"))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = [backend.encode("1A1").ids]
+    model = inference.loaded(Folder(folder))
+
+    def text(**other: Any) -> str:
+        sampling = replace(SETTINGS, **other)
+        return backend.decode(generate(model, prompt, sampling, max_tokens=15, eos=2)[0])  # type: ignore[arg-type]
+
+    def spoken(*options: str) -> str:
+        assert run("generate", folder, "--prompt", "1A1", "--max-tokens", "15", "--json", *OPTIONS, *options) == 0
+        return json.loads(capsys.readouterr().out)["text"]
+
+    expected = text()
+    assert len(expected) > 5
+    assert spoken() == spoken("--prefill=1") == expected
+    assert spoken(f"--stop={expected[3:5]}", "--stop=never") == expected[:3]
+    changes: dict[str, Any] = {"repetition_penalty": 3.0, "temperature": 0.1, "top_k": 1, "top_p": 0.01, "min_p": 0.9, "seed": 6}
+    for name, value in changes.items():
+        other = text(**{name: value})
+        assert other != expected, f"the case does not show {name}"
+        assert spoken(f"--{name.replace('_', '-')}={value}") == other
+        capsys.readouterr()
+    assert run("generate", tmp_path / "nowhere", "--temperature=-1") == 2
+    assert "temperature -1.0 must be at least 0" in capsys.readouterr().err
+
+
+def test_generate_shows_each_token_before_it_makes_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is only in a buffer of the process counts as not shown."""
+    folder = with_tokenizer(saved(random_model("llama", {}), tmp_path / "source"))
+    screen = io.BytesIO()
+    lengths: list[int] = []
+
+    def steps(*_: Any, **__: Any) -> Iterator[list[int]]:
+        for token in (10, 11, 12):
+            lengths.append(len(screen.getvalue()))
+            yield [token]
+
+    monkeypatch.setattr("forge_models.generation.stream", steps)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(screen)))  # type: ignore[type-var]
+    assert run("generate", folder, "--prompt", "1A") == 0
+    assert lengths == [2, 3, 4]
+    assert screen.getvalue() == b"1A()*"
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a1"}
+
+
+@pytest.mark.parametrize(("launcher", "words"), [(TORCHRUN, "rank 1 of 2 (torchrun)"), (SRUN, "rank 0 of 4 (srun)")])
+@pytest.mark.parametrize("command", ["generate", "convert"])
+def test_commands_for_one_process_refuse_several(
+    command: str,
+    launcher: dict[str, str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    arguments = {"generate": (tmp_path,), "convert": (tmp_path, tmp_path / "target", "--from", "hf", "--to", "forge")}[command]
+    assert run(command, *arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{command} works on one process" in said
+    assert words in said
 
 
 def test_generate_reads_a_folder_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +380,7 @@ def test_text_is_shown_only_when_it_is_decided(monkeypatch: pytest.MonkeyPatch) 
 
     def shown(text: str, *stops: str) -> list[str]:
         monkeypatch.setattr("forge_models.generation.stream", lambda *_, **__: steps(text))
-        return list(Continuation(torch.nn.Module(), ByteTokenizer(), {}, stops, frozenset((256,)))("x"))
+        return list(Continuation(torch.nn.Module(), ByteTokenizer(), GREEDY, max_tokens=9, stops=stops)("x"))
 
     assert [piece for piece in shown("aé€b") if piece] == ["a", "é", "€", "b"]
     assert "".join(shown("one END two", "END")) == "one "

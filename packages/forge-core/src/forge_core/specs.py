@@ -64,6 +64,8 @@ class Specs:
         blocks: paths of the repeated blocks in forward order: the units of sharding, recomputation and compilation.
         units: indivisible units per logical dimension, such as the number of heads.
         ties: global name of a tied copy -> global name of the tensor that it repeats.
+        entry: paths of the modules that run before the first block; a pipeline keeps them on its first part.
+        exit: paths of the modules that run after the last block; a pipeline keeps them on its last part.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -71,3 +73,5 @@ class Specs:
     blocks: tuple[str, ...]
     units: Mapping[str, int]
     ties: Mapping[str, str] = field(default_factory=_empty)
+    entry: tuple[str, ...] = ()
+    exit: tuple[str, ...] = ()

@@ -195,6 +195,8 @@ class Decoder(nn.Module):
                 "vocab": config.vocab_size,
             },
             ties=dict([TIED]) if tied else {},
+            entry=("embed",) if self.embed is not None else (),
+            exit=tuple(name for name in ("norm", "head") if getattr(self, name) is not None),
         )
 
     def _head_std(self) -> float:

@@ -1,10 +1,11 @@
 """Which box of a global tensor a rank holds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 
 @dataclass(frozen=True)
@@ -15,15 +16,49 @@ class Box:
     offset: tuple[int, ...]
     local: torch.Tensor
 
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of `whole`, a tensor of the global shape, that this box is."""
+        extents = zip(self.offset, self.local.shape, strict=True)
+        return whole[tuple(slice(start, start + size) for start, size in extents)]
+
 
 def local_box(tensor: torch.Tensor) -> Box:
     """The box of this rank. A plain tensor is held whole. `local` shares memory with `tensor`."""
+    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Box(tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local().detach()
-    if tuple(shape) != tuple(local.shape):
-        raise AssertionError(f"torch reports a local shape {tuple(shape)} but holds {tuple(local.shape)}")
-    # An empty shard may be placed beyond the end of the tensor; its offset means nothing then.
-    within = tuple(min(start, size) for start, size in zip(offset, tensor.shape, strict=True))
-    return Box(tuple(tensor.shape), within, local)
+        return Box(shape, (0,) * tensor.dim(), tensor.detach())
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    at = mesh.get_coordinate()
+    assert at is not None, "a tensor lives on the mesh of its rank"
+    offset, extent = [0] * tensor.dim(), list(shape)
+    for axis, dim in _cuts(tensor.placements):
+        start, size = chunk(extent[dim], mesh.size(axis), at[axis])
+        offset[dim], extent[dim] = offset[dim] + start, size
+    if tuple(extent) != tuple(local.shape):
+        raise AssertionError(f"{tensor.placements} of {shape} should give {tuple(extent)}, but torch holds {tuple(local.shape)}")
+    return Box(shape, tuple(offset), local)
+
+
+def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
+    """(start, length) of piece `index` when torch cuts `size` elements: all pieces are equal but the last ones, which may be
+    shorter or empty."""
+    full = -(-size // pieces)
+    start = min(full * index, size)
+    return start, min(full, size - start)
+
+
+def _cuts(placements: tuple[Placement, ...]) -> Iterator[tuple[int, int]]:
+    """(mesh dimension, tensor dimension) of every cut, in the order in which the cuts were made.
+
+    Plain cuts were made from left to right. A strided one was made by FSDP after tensor parallelism, to its right, had cut
+    the same dimension.
+    """
+    late = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            late.append((axis, placement.dim))
+        elif isinstance(placement, Shard):
+            yield axis, placement.dim
+        elif not isinstance(placement, Replicate):
+            raise AssertionError(f"{placement} is no way to hold a tensor")
+    yield from reversed(late)

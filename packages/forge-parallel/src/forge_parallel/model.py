@@ -1,6 +1,6 @@
 """What `realize` returns: the only thing that a step or an optimizer accepts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from forge_core.batch import Batch
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Specs
 from forge_parallel.boxes import local_box
+from forge_parallel.context import Context
 from forge_parallel.owner import owns
 from forge_parallel.plan import Plan
 from forge_parallel.precision import cast_parameters
@@ -25,14 +27,18 @@ class ParallelModel:
 
     Attributes:
         parts: what this rank runs, in order; one unless a pipeline is cut.
-        specs: how the model describes itself, by global name.
+        contexts: what strategies were told about each part.
+        specs: how the whole model describes itself, by global name.
+        shapes: global shape of every parameter of the whole model.
         plan: what was applied, in order.
         topology: this rank's place.
         compute: dtype of parameters in forward and backward.
     """
 
     parts: tuple[nn.Module, ...]
+    contexts: tuple[Context, ...]
     specs: Specs
+    shapes: Mapping[str, tuple[int, ...]]
     plan: Plan
     topology: Topology
     compute: torch.dtype
@@ -103,11 +109,24 @@ class ParallelModel:
             return nullcontext()
         return cast_parameters(self.part, self.compute)
 
+    def local_batch(self, batch: Batch) -> Batch:
+        """This rank's share of what its data rank read, on the device."""
+        batch = batch.to(str(self.topology.device))
+        for transform in self.plan.transforms:
+            batch = transform.local_batch(batch, self.contexts[0])
+        return batch
+
     def before_micro_batch(self, last: bool) -> None:
         """Tells every strategy that a micro-batch begins, and whether it is the step's last one."""
         for transform in self.plan.transforms:
             for part in self.parts:
                 transform.before_micro_batch(part, last)
+
+    def after_backward(self) -> None:
+        """Tells every strategy that the step's last backward is over: gradients are complete afterwards."""
+        for transform in reversed(self.plan.transforms):
+            for part, context in zip(self.parts, self.contexts, strict=True):
+                transform.after_backward(part, context)
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, counted once over all ranks and ties."""

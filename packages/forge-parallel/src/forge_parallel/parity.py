@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Objective, Optimizer, Transform
 from forge_parallel.clipping import clip
+from forge_parallel.gather import gathered
 from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
@@ -102,33 +102,31 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
     ]
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, detached and copied, on the host."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone().cpu()
-
-
 def measure(case: Case, layout: Layout, transforms: Iterable[Transform], device: torch.device) -> Measurement:
     """Runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
     topology = Topology.of(layout, device)
     model = realize(Blueprint.of(case.build), Plan.of(transforms, layout), topology, case.seed, case.compute, case.state)
     optimizer = case.optimizer(model)
     step = Step(model, case.objective)
-    initial = {name: full(tensor) for name, tensor, _ in model.trainable()}
+    initial = gathered(model, _weights(model))
     gradients: dict[str, torch.Tensor] = {}
     numbers = []
     for index in range(case.steps):
         batch = synthetic(case, index)
         result = step(share(batch, topology.data_rank, topology.data_size, case.micro_batch))
         if index == 0:
-            gradients = {name: full(tensor.grad) for name, tensor, _ in model.trainable() if tensor.grad is not None}
+            gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
         clip(model, result.norm, case.grad_clip)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         numbers.append(result.numbers())
-    weights = {name: full(tensor) for name, tensor, _ in model.trainable()}
+    weights = gathered(model, _weights(model))
     column = {key: [row[key] for row in numbers] for key in ("loss", "grad_norm", "tokens")}
     return Measurement(column["loss"], column["grad_norm"], column["tokens"], initial, gradients, weights)
+
+
+def _weights(model: ParallelModel) -> dict[str, torch.Tensor | None]:
+    return {name: tensor for name, tensor, _ in model.trainable()}
 
 
 @dataclass(frozen=True)

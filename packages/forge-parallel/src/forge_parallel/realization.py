@@ -13,6 +13,7 @@ from torch import nn
 from forge_core.errors import PlanError
 from forge_core.specs import Specs, TensorSpec
 from forge_parallel.boxes import local_box
+from forge_parallel.context import Context
 from forge_parallel.init import fill
 from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan
@@ -75,16 +76,6 @@ def _tie(part: nn.Module, specs: Specs) -> None:
         setattr(part.get_submodule(path), slot, part.get_parameter(original))
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a transform may use: the model's description and this rank's place."""
-
-    specs: Specs
-    topology: Topology
-    compute: torch.dtype
-    state: torch.dtype
-
-
 Restore = Callable[[ParallelModel], None]
 """Fills every tensor of a model from elsewhere, such as a checkpoint."""
 
@@ -109,11 +100,12 @@ def realize(
         raise PlanError(f"the plan is for layout {plan.layout}, the topology for {topology.layout}")
     context = Context(blueprint.specs, topology, DTYPES[compute], DTYPES[state])
     part = blueprint.module.to(context.state)
+    shapes = {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
     for transform in plan.transforms:
         part = transform.apply(part, context)
     part.to_empty(device=topology.device)
     _tie(part, blueprint.specs)
-    model = ParallelModel((part,), blueprint.specs, plan, topology, context.compute)
+    model = ParallelModel((part,), (context,), blueprint.specs, shapes, plan, topology, context.compute)
     if isinstance(source, int):
         initialize(model, source)
     else:

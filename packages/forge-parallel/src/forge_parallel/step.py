@@ -74,10 +74,11 @@ class Step:
         Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
         """
         topology = self.model.topology
-        moved = [batch.to(str(topology.device)) for batch in batches]
+        moved = [self.model.local_batch(batch) for batch in batches]
         tokens = valid_tokens(moved, topology)
         divisor = tokens.clamp(min=1)
         terms = [self._train(batch, divisor, last=index == len(moved) - 1) for index, batch in enumerate(moved)]
+        self.model.after_backward()
         names = sorted(terms[0].metrics) if terms else []
         mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
         if not speaks(topology):
@@ -111,7 +112,7 @@ class Step:
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
         with self.model.inference():
             for batch in batches:
-                terms = self._forward(batch.to(str(topology.device)))
+                terms = self._forward(self.model.local_batch(batch))
                 total += torch.stack([terms.sum.double(), terms.tokens.double()])
         loss, count = topology.all_reduce(total if speaks(topology) else torch.zeros_like(total)).tolist()
         return Evaluation(loss / max(count, 1.0), int(count))

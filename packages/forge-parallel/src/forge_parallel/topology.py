@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from forge_core.errors import LayoutError
 from forge_core.layout import DENSE, Layout
 
+SHARD_AND_CP = "dp_shard+cp"
+"""Mesh dimension of all ranks of dp_shard and cp."""
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -56,15 +59,31 @@ class Topology:
 
     @cached_property
     def dense(self) -> DeviceMesh:
-        """Mesh of the dense view. Axes of size 1 are left out, but for dp_shard: replication without sharding is the
-        mesh (dp_replicate, dp_shard = 1), since FSDP2 shards over the last dimension of whatever it is given."""
-        axes = [axis for axis in DENSE if self.layout.size(axis) > 1 or axis == "dp_shard"]
-        return init_device_mesh(self.device.type, tuple(map(self.layout.size, axes)), mesh_dim_names=tuple(axes))
+        """Mesh on which dense parameters live: (pp, dp_replicate, dp_shard, tp) without axes of size 1, but for dp_shard:
+        replication without sharding is (dp_replicate, dp_shard = 1), since FSDP2 shards over the last dimension that it is
+        given. Ranks that split a sequence shard parameters, too: dp_shard is then `dp_shard+cp`."""
+        sizes = {name: self.layout.size(name) for name in DENSE}
+        if sizes.pop("cp") > 1:
+            sizes = {SHARD_AND_CP if name == "dp_shard" else name: size for name, size in sizes.items()}
+            sizes[SHARD_AND_CP] *= self.layout.cp
+        kept = {name: size for name, size in sizes.items() if size > 1 or name in ("dp_shard", SHARD_AND_CP)}
+        return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Mesh over which the shard transform works: dp_shard (with cp), after dp_replicate where there is one."""
+        shard = SHARD_AND_CP if self.layout.cp > 1 else "dp_shard"
+        return self.dense["dp_replicate", shard] if self.layout.dp_replicate > 1 else self.dense[shard]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one on `axis` only, in the order of their coordinates. `axis` is larger than 1."""
+        return self._cp_group if axis == "cp" else self.dense[axis].get_group()
 
     @cached_property
-    def data_mesh(self) -> DeviceMesh:
-        """Mesh over which the shard transform works: (dp_shard,) or (dp_replicate, dp_shard)."""
-        return self.dense["dp_replicate", "dp_shard"] if self.layout.dp_replicate > 1 else self.dense["dp_shard"]
+    def _cp_group(self) -> dist.ProcessGroup:
+        mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in self.layout.groups(("cp",))])
+        assert isinstance(mine, dist.ProcessGroup)
+        return mine
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` in place over the world; the identity in a world of one."""

@@ -12,6 +12,8 @@ from forge_core.specs import Specs
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from forge_core.batch import Batch
+
 
 class LossTerms(NamedTuple):
     """What an objective makes of one micro-batch, before any reduction.
@@ -161,21 +163,25 @@ class Optimizer(Protocol):
 
 
 class Transform(Protocol):
-    """One strategy. `phase` orders it, `axes` are the mesh axes that it claims."""
+    """One strategy. `phase` orders it, `axes` are the mesh axes that it claims.
 
-    @property
-    def name(self) -> str: ...
+    Derive from it: a strategy then says only what it does, and the rest does nothing.
+    """
 
-    @property
-    def phase(self) -> int: ...
-
-    @property
-    def axes(self) -> frozenset[str]: ...
+    name: str
+    phase: int
+    axes: frozenset[str]
 
     def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""
         ...
 
+    def local_batch(self, batch: "Batch", context: Any) -> "Batch":
+        """This rank's share of a batch that its data rank read; called before anything is counted."""
+        return batch
+
     def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
         """Called before each forward in training; `last` is the one after which gradients must be complete."""
-        ...
+
+    def after_backward(self, part: "nn.Module", context: Any) -> None:
+        """Called once a step, after its last backward: what is still missing from the gradients is added here."""

@@ -13,14 +13,15 @@ import torch
 import torch._functorch.config as functorch
 from torch import nn
 
+from forge_core.protocols.model import Transform
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
-    from forge_parallel.realization import Context
+    from forge_parallel.context import Context
 
 
 @dataclass(frozen=True)
-class Compile:
+class Compile(Transform):
     """Compiles every block with inductor.
 
     `budget` is the share of activations that the compiler may keep between forward and backward (1 keeps all that it likes);
@@ -46,6 +47,3 @@ class Compile:
         # The compiler reads its budget when it compiles, which is inside some call of the block.
         with functorch.patch(activation_memory_budget=self.budget):
             return compiled(*args, **kwargs)
-
-    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
-        """Nothing to do."""

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from forge_core.protocols.model import Transform
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
-    from forge_parallel.realization import Context
+    from forge_parallel.context import Context
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ byte crosses ranks twice."""
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Transform):
     """Wraps every n-th block. `keep` is None to keep a block's input only, else the kinds of operators of `KEPT`."""
 
     keep: tuple[str, ...] | None = None
@@ -56,9 +57,6 @@ class Recompute:
                 block = part.get_submodule(path)
                 block.forward = partial(_checkpointed, block.forward, settings)  # type: ignore[method-assign]
         return part
-
-    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
-        """Nothing to do."""
 
 
 def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,14 +12,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from forge_core.errors import PlanError
+from forge_core.protocols.model import Transform
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
-    from forge_parallel.realization import Context
+    from forge_parallel.context import Context
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Transform):
     """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing."""
 
     reshard: bool = True
