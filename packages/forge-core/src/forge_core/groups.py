@@ -103,6 +103,7 @@ KNOWN_ELSEWHERE: MappingProxyType[tuple[str, str], str] = MappingProxyType(
         ("forge.transforms", "compile"): "forge-parallel",
         ("forge.transforms", "recompute"): "forge-parallel",
         ("forge.transforms", "shard"): "forge-parallel",
+        ("forge.transforms", "tensor"): "forge-parallel",
     }
 )
 """Names that a sibling distribution offers, so that an unknown name can say what to install."""

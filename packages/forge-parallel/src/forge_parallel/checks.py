@@ -11,7 +11,7 @@ from forge_core.layout import Layout, divisors
 from forge_parallel.plan import AXIS_DEFAULTS
 from forge_parallel.proven import FEATURES, unproven
 
-IMPLEMENTED = frozenset({"compile", "recompute", "shard"})
+IMPLEMENTED = frozenset({"compile", "recompute", "shard", "tensor"})
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
 
 

@@ -73,7 +73,8 @@ def _tie(part: nn.Module, specs: Specs) -> None:
     """Shares tied parameters again: `to_empty` gives every module slot memory of its own."""
     for copy, original in specs.ties.items():
         path, _, slot = copy.rpartition(".")
-        setattr(part.get_submodule(path), slot, part.get_parameter(original))
+        module, _, name = original.rpartition(".")
+        part.get_submodule(path)._parameters[slot] = part.get_submodule(module)._parameters[name]
 
 
 Restore = Callable[[ParallelModel], None]

@@ -27,6 +27,20 @@ class Shard(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tensor(Component):
+    """Cuts single matrices over `parallel.tp` ranks: heads, hidden features and vocabulary (tensor parallelism)."""
+
+    sequence_parallel: bool = True
+    """Cut the residual stream along the sequence between the cut matrices: less memory, the same bytes on the wire. `parallel.tp`
+    has to divide the length then."""
+
+    def build(self) -> "Transform":
+        from forge_parallel.transforms.tensor import Tensor as Transformed
+
+        return Transformed(self.sequence_parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recompute(Component):
     """Keeps less between forward and backward and computes the rest again: memory for time.
 

@@ -1,0 +1,109 @@
+"""Collectives with gradients over a group of ranks, traceable by the compiler.
+
+Each pairs a collective with its transpose (p ranks, sums over them):
+
+    forward                         backward
+    gather along a dimension        sum, keep the own part of that dimension
+    sum, keep the own part          gather
+    identity                        sum
+    sum                             identity
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A process group as the compiler can hold it: constants."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "Ranks":
+        """The group that this rank is in."""
+        return cls(group.group_name, group.size(), group.rank())
+
+
+def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Concatenates the tensors of all ranks, which have one shape, along `dim`. No gradient."""
+    out = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name))
+    if dim == 0:
+        return out
+    return out.unflatten(0, (ranks.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Sums over ranks; each keeps its part of `dim`, which the number of ranks divides. No gradient."""
+    if dim:
+        x = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).flatten(0, 1)
+    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.name))
+
+
+def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
+    """Sums over ranks. No gradient."""
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks.name))
+
+
+class Gather(torch.autograd.Function):
+    """All-gather; backward: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return all_gather(x, ranks, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return reduce_scatter(grads[0], ctx.ranks, ctx.dim), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """Reduce-scatter; backward: all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return reduce_scatter(x, ranks, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return all_gather(grads[0], ctx.ranks, ctx.dim), None, None
+
+
+class Copy(torch.autograd.Function):
+    """Identity; backward: all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grads[0], ctx.ranks), None
+
+
+class Sum(torch.autograd.Function):
+    """All-reduce; backward: identity."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return all_reduce(x, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grads[0], None

@@ -1,0 +1,150 @@
+"""What modules become under tensor parallelism: a subclass of their own class, so that no name and no other method changes.
+
+A parameter stays in its slot, as a DTensor on the tp mesh. Reading it as an attribute gives this rank's local tensor, so a
+module computes on plain tensors, in eager mode, inside recomputation and inside a compiled graph alike.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from forge_parallel.tensor.collectives import Copy, Gather, Ranks, Scatter, Sum, all_gather
+from forge_parallel.tensor.rules import Role
+
+SEQUENCE = 1
+"""Dimension of the residual stream (B, T, embed) that sequence parallelism cuts."""
+
+
+class Split(nn.Module):
+    """A module whose place in the split `tp` says. Mixed into the class of each module that has parameters or a role.
+
+    Attributes:
+        tp: the ranks.
+        sequence: whether the residual stream is cut along the sequence outside regions.
+    """
+
+    tp: Ranks
+    sequence: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From the residual stream to the whole sequence on every rank."""
+        return Gather.apply(x, self.tp, SEQUENCE) if self.sequence else Copy.apply(x, self.tp)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From each rank's summand of the whole sequence to the residual stream."""
+        if not self.sequence:
+            return Sum.apply(x, self.tp)
+        if x.shape[SEQUENCE] % self.tp.size:
+            raise ValueError(
+                f"{x.shape[SEQUENCE]} tokens cannot be cut into {self.tp.size} equal parts for sequence parallelism; choose a "
+                "length that parallel.tp divides, or transforms.tensor.sequence_parallel = false"
+            )
+        return Scatter.apply(x, self.tp, SEQUENCE)
+
+
+class Region(Split):
+    """Gathers the sequence on entry; a `Row` inside scatters it again."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, on the whole sequence."""
+        return super().forward(self.enter(x), *args, **kwargs)
+
+
+class Row(Split):
+    """Sums the products of all ranks. The bias is added once, to the sum."""
+
+    @property
+    def bias(self) -> None:
+        """Hidden from the module's own forward."""
+        return
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, this rank's features) -> residual stream."""
+        out = self.leave(super().forward(x))
+        bias = self._parameters.get("bias")
+        return out if bias is None else out + _local(bias).to(out.dtype)
+
+
+class Table(Split):
+    """Looks up the rows that this rank has; other tokens give zero."""
+
+    first: int
+    rows: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> residual stream."""
+        index = tokens - self.first
+        mine = (index >= 0) & (index < self.rows)
+        return self.leave(super().forward(index.where(mine, 0)) * mine.unsqueeze(-1))
+
+
+class Head(Split):
+    """The loss, or whole logits, from this rank's share of the vocabulary."""
+
+    vocab: int
+    share: int
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, objective: Any = None) -> Any:
+        """Residual stream -> `LossTerms`, the same on every rank, or logits (B, T, vocab)."""
+        out = super().forward(self.enter(hidden), labels, objective)
+        if not isinstance(out, Tensor) or objective is not None:
+            return out
+        # Shares are equal but the last ones: those are filled up for the exchange.
+        padded = torch.nn.functional.pad(out, (0, self.share - out.shape[-1]))
+        return all_gather(padded, self.tp, out.dim() - 1)[..., : self.vocab]
+
+
+class Across(Split):
+    """Gathers all features, of which `copies` neighboring ranks have the same, and keeps this rank's share of the result."""
+
+    copies: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., this rank's features) -> the same shape."""
+        whole = Gather.apply(x, self.tp, x.dim() - 1).unflatten(-1, (self.tp.size, -1))[..., :: self.copies, :]
+        return super().forward(whole.flatten(-2)).unflatten(-1, (-1, x.shape[-1]))[..., self.tp.rank // self.copies, :]
+
+
+class KVCopy(Split):
+    """Uses the rows of one key-value head of a whole weight."""
+
+    rows: slice
+
+
+_MIXINS = {Role.REGION: Region, Role.ROW: Row, Role.TABLE: Table, Role.HEAD: Head, Role.KV_COPY: KVCopy, Role.ACROSS: Across}
+
+
+@cache
+def split_class(original: type[nn.Module], role: Role, parameters: tuple[str, ...]) -> type[nn.Module]:
+    """The class of a module of class `original` in a role. One class per kind, so that compiled blocks share a graph."""
+    mixin = _MIXINS.get(role, Split)
+    local: Any = _rows_of if role is Role.KV_COPY else _whole_of
+    views = {name: property(local(name)) for name in parameters if not (role is Role.ROW and name == "bias")}
+    return type(f"{original.__name__}{role.name.title().replace('_', '')}", (mixin, original), views)
+
+
+def _local(parameter: Tensor, rows: slice | None = None) -> Tensor:
+    # Outside of its module's forward FSDP shows a shard, on a mesh of more dimensions, and asks for that shard itself.
+    if not isinstance(parameter, DTensor) or len(parameter.placements) > 1:
+        return parameter
+    local = parameter.to_local()
+    return local if rows is None else local[rows]
+
+
+def _whole_of(name: str) -> Any:
+    def read(self: nn.Module) -> Tensor | None:
+        parameter = self._parameters[name]
+        return None if parameter is None else _local(parameter)
+
+    return read
+
+
+def _rows_of(name: str) -> Any:
+    def read(self: Any) -> Tensor | None:
+        parameter = self._parameters[name]
+        return None if parameter is None else _local(parameter, self.rows)
+
+    return read

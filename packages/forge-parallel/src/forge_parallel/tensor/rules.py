@@ -1,0 +1,149 @@
+"""From logical dimensions to tensor parallelism: which dimension of each parameter is cut, and what each module becomes.
+
+Pure data over `Specs`, so a model is laid out, or refused, before anything is built. The table is that of Shoeybi et al. (2019)
+with the sequence parallelism of Korthikanti et al. (2022): a matrix that makes heads, hidden features or logits is cut by its
+outputs (column), one that consumes them by its inputs (row); what lies between works on its own heads and features.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from forge_core.errors import PlanError
+from forge_core.specs import Dim, ModuleSpec, Specs, TensorSpec
+
+CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+"""Logical dimensions that are cut over tp ranks."""
+
+STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
+
+
+class Role(Enum):
+    """What a module becomes."""
+
+    REGION = "takes the whole sequence; a row module inside gives it back"
+    COLUMN = "makes this rank's share of heads or features"
+    KV_COPY = "makes the key-value head that this rank's query heads use; its weight is whole on every rank"
+    ROW = "consumes this rank's share; the results of all ranks are summed"
+    TABLE = "looks up the rows that this rank has"
+    HEAD = "makes this rank's share of the logits"
+    ACROSS = "works across all heads, such as a norm: takes all ranks' shares, keeps its own of what it makes"
+    STREAM = "works on the residual stream, or inside a region on what every rank has"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a part is laid out over tp ranks.
+
+    Attributes:
+        cut: per parameter the dimension that is cut; None where every rank holds the whole.
+        roles: per path of a module; a region may be a head at the same time, then it is listed as the head.
+        partial: parameters whose gradients are complete only as a sum over tp ranks.
+    """
+
+    cut: Mapping[str, int | None]
+    roles: Mapping[str, Role]
+    partial: frozenset[str]
+
+
+def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
+    """Applies the table to a part's description. `sequence` says that the residual stream is cut along the sequence.
+
+    Raises:
+        PlanError: heads do not divide, a parameter has a dimension to cut but no rule covers its module, or the rules
+            match nothing.
+    """
+    copied = kv_copies(specs, tp) > 1
+    cut: dict[str, int | None] = {}
+    roles: dict[str, Role] = {}
+    for name, spec in specs.tensors.items():
+        path = name.rpartition(".")[0]
+        dim = _dimension(spec)
+        if dim is None:
+            cut[name] = None
+            if _across(specs.modules.get(path)):
+                roles[path] = Role.ACROSS
+            continue
+        role = _role(name, spec, specs.modules.get(path))
+        if role is Role.COLUMN and copied and spec.dims[dim] == "kv_heads":
+            role = Role.KV_COPY
+        if roles.setdefault(path, role) is not role:
+            raise PlanError(f"tensor: the parameters of {path} ask for different roles: {roles[path].name} and {role.name}")
+        cut[name] = None if role is Role.KV_COPY else dim
+    heads = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and module.outputs[0][-1] == "vocab")
+    roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no tensor of its own
+    if not roles and specs.blocks:
+        raise PlanError("tensor: no parameter has a dimension to cut (heads, kv_heads, ffn, vocab); set parallel.tp = 1")
+    regions = {_region(path, specs) for path, role in roles.items() if role in (Role.COLUMN, Role.KV_COPY)}
+    for name in specs.tensors:
+        roles.setdefault(name.rpartition(".")[0], Role.STREAM)
+    roles |= dict.fromkeys(regions, Role.REGION)
+    whole = {name for name, dim in cut.items() if dim is None}
+    partial = whole if sequence else {name for name in whole if _inside(name, regions, roles)}
+    return Rules(cut, roles, frozenset(partial))
+
+
+def kv_copies(specs: Specs, tp: int) -> int:
+    """How many ranks hold the same key-value head.
+
+    Raises:
+        PlanError: heads cannot be shared evenly.
+    """
+    heads, kv_heads = specs.units.get("heads"), specs.units.get("kv_heads")
+    if heads is not None and heads % tp:
+        raise PlanError(f"tensor: {heads} heads cannot be shared by parallel.tp = {tp} ranks; tp has to divide them")
+    if kv_heads is None or kv_heads % tp == 0:
+        return 1
+    if tp % kv_heads:
+        raise PlanError(f"tensor: {kv_heads} key-value heads and parallel.tp = {tp}: one has to divide the other")
+    return tp // kv_heads
+
+
+def _dimension(spec: TensorSpec) -> int | None:
+    """The first dimension to cut. Stacked experts stay whole: they are distributed by expert, not by tp."""
+    if "expert" in spec.dims:
+        return None
+    return next((index for index, dim in enumerate(spec.dims) if dim in CUT), None)
+
+
+def _role(name: str, spec: TensorSpec, module: ModuleSpec | None) -> Role:
+    if module is None:
+        raise PlanError(f"tensor: no rule covers {name}: its module has no entry in the model's specs")
+    enters, leaves = module.inputs[0], module.outputs[0]
+    into, out = enters[-1] in CUT, leaves[-1] in CUT
+    if enters == ("batch", "sequence") and spec.dims == ("vocab", "embed"):
+        return Role.TABLE
+    if out and not into:
+        return Role.HEAD if leaves[-1] == "vocab" else Role.COLUMN
+    if into and not out:
+        return Role.ROW
+    raise PlanError(
+        f"tensor: no rule covers {name}: its module takes {enters[-1]} and makes {leaves[-1]}, so it would need all of a "
+        "dimension that is cut over tp ranks"
+    )
+
+
+def _across(module: ModuleSpec | None) -> bool:
+    return module is not None and module.inputs[0][-1] in CUT and module.inputs[0][-1] == module.outputs[0][-1]
+
+
+def _region(path: str, specs: Specs) -> str:
+    """The innermost module around `path` through which the residual stream passes."""
+    for ancestor in _ancestors(path):
+        module = specs.modules.get(ancestor)
+        if module is not None and module.inputs[0] == STREAM and module.outputs[0] == STREAM:
+            return ancestor
+    raise PlanError(f"tensor: {path} is cut by its outputs, but no module around it is known to take the residual stream")
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        if path:
+            yield path
+
+
+def _inside(name: str, regions: set[str], roles: Mapping[str, Role]) -> bool:
+    """Whether a whole parameter is used on this rank's heads or features only. A row module's bias is added to the sum."""
+    path = name.rpartition(".")[0]
+    return roles[path] is not Role.ROW and any(path == region or path.startswith(f"{region}.") for region in regions)

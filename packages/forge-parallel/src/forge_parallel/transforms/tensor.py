@@ -1,0 +1,114 @@
+"""Tensor parallelism: single matrices are cut over ranks (Shoeybi et al., 2019), the residual stream along the sequence
+(Korthikanti et al., 2022).
+
+What is cut, and how, is data (`tensor.rules`); what modules become is in `tensor.modules`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from forge_core.errors import PlanError
+from forge_core.protocols.model import Transform
+from forge_parallel.boxes import chunk
+from forge_parallel.context import Context
+from forge_parallel.plan import Phase
+from forge_parallel.reduce import local_gradient
+from forge_parallel.tensor.collectives import Ranks
+from forge_parallel.tensor.loss import SplitCrossEntropy
+from forge_parallel.tensor.modules import split_class
+from forge_parallel.tensor.rules import Role, Rules, kv_copies, rules
+
+
+@dataclass(frozen=True)
+class Tensor(Transform):
+    """Cuts the parameters of a part over tp ranks. On one tp rank it does nothing."""
+
+    sequence: bool = True
+    name: str = "tensor"
+    phase: int = Phase.TENSOR
+    axes: frozenset[str] = frozenset({"tp"})
+
+    def apply(self, part: nn.Module, context: Context) -> nn.Module:
+        """Makes every parameter of `part` a DTensor on the tp mesh, and every module what its role says.
+
+        Raises:
+            PlanError: the model's specs do not tell how to cut a parameter, or a cut would leave a rank without any.
+        """
+        topology = context.topology
+        tp = topology.layout.tp
+        if tp == 1:
+            return part
+        table = rules(context.specs, tp, self.sequence)
+        ranks, mesh = Ranks.of(topology.group("tp")), topology.dense["tp"]
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for path, module in list(part.named_modules()):
+            slots = {name: p for name, p in module._parameters.items() if p is not None}
+            for slot, parameter in slots.items():
+                if parameter not in made:
+                    made[parameter] = _cut(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
+                module._parameters[slot] = made[parameter]
+            if (role := table.roles.get(path)) is not None:
+                _become(module, path, role, tuple(slots), ranks, context, self.sequence)
+        return part
+
+    def after_backward(self, part: nn.Module, context: Context) -> None:
+        """Sums over tp the gradients of parameters that every rank holds and used for its own share, in one all-reduce."""
+        topology = context.topology
+        if topology.layout.tp == 1:
+            return
+        partial = rules(context.specs, topology.layout.tp, self.sequence).partial
+        found = [local_gradient(parameter) for name, parameter in part.named_parameters() if name in partial]
+        gradients = [gradient for gradient in found if gradient is not None]
+        if not gradients:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=topology.group("tp"))
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter on the meta device, as this rank will hold it."""
+    if name not in table.cut:
+        raise PlanError(f"tensor: no spec covers {name}")
+    dim, shape = table.cut[name], list(parameter.shape)
+    if dim is not None:
+        size, last = shape[dim], mesh.size() - 1
+        if chunk(size, mesh.size(), last)[1] == 0:
+            raise PlanError(f"tensor: {name} has {size} rows to cut, which leaves none for the last of {mesh.size()} ranks")
+        shape[dim] = chunk(size, mesh.size(), mesh.get_local_rank())[1]
+    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    placement = Replicate() if dim is None else Shard(dim)
+    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _become(
+    module: Any, path: str, role: Role, parameters: tuple[str, ...], ranks: Ranks, context: Context, sequence: bool
+) -> None:
+    module.__class__ = split_class(type(module), role, parameters)
+    module.tp, module.sequence = ranks, sequence
+    if role in (Role.TABLE, Role.HEAD):
+        vocab = context.specs.units["vocab"]
+        first, rows = chunk(vocab, ranks.size, ranks.rank)
+        if role is Role.TABLE:
+            module.first, module.rows = first, rows
+        else:
+            if not hasattr(module, "core"):
+                raise PlanError(f"tensor: {path} makes logits but has no `core` that computes the loss (LossHead)")
+            module.vocab, module.share = vocab, chunk(vocab, ranks.size, 0)[1]
+            module.core = SplitCrossEntropy(ranks, first)
+    elif role is Role.ACROSS:
+        keys = context.specs.modules[path].inputs[0][-1] == "kv_heads"
+        module.copies = kv_copies(context.specs, ranks.size) if keys else 1
+    elif role is Role.KV_COPY:
+        kv_heads = context.specs.units["kv_heads"]
+        width = module._parameters[parameters[0]].shape[0] // kv_heads
+        mine = ranks.rank * kv_heads // ranks.size
+        module.rows = slice(mine * width, (mine + 1) * width)
