@@ -35,7 +35,7 @@ DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=23, vocab_size=
 CHOSEN = {
     "gqa": {},
     "tied": {"tied_embeddings": True},
-    "one key head, norms across all heads": {"kv_heads": 1, "attention": GQA(qkv_bias=True, qk_norm="full")},
+    "one key head, norms across all heads": {"kv_heads": 1, "attention": GQA(qkv_bias=True, output_bias=True, qk_norm="full")},
 }
 
 

@@ -7,6 +7,7 @@ Each pairs a collective with its transpose (p ranks, sums over them):
     sum, keep the own part          gather
     identity                        sum
     sum                             identity
+    join: gather for one use        keep the own part
 """
 
 from dataclasses import dataclass
@@ -107,3 +108,19 @@ class Sum(torch.autograd.Function):
     @once_differentiable
     def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grads[0], None
+
+
+class Join(torch.autograd.Function):
+    """All-gather along the last dimension of what all ranks then use alike, cut to `width`; backward: the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, width: int) -> Tensor:
+        ctx.ranks, ctx.width, ctx.share = ranks, width, x.shape[-1]
+        return all_gather(x, ranks, x.dim() - 1)[..., :width].clone()  # a view would confuse FSDP's hooks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        start = ctx.ranks.rank * ctx.share
+        mine = grads[0][..., start : start + ctx.share]
+        return torch.nn.functional.pad(mine, (0, ctx.share - mine.shape[-1])), None, None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge_parallel.tensor.collectives import Copy, Gather, Ranks, Scatter, Sum, all_gather
+from forge_parallel.tensor.collectives import Copy, Gather, Join, Ranks, Scatter, Sum, all_gather
 from forge_parallel.tensor.rules import Role
 
 SEQUENCE = 1
@@ -53,13 +53,29 @@ class Region(Split):
         return super().forward(self.enter(x), *args, **kwargs)
 
 
+class Entering(Split):
+    """A column that takes the residual stream itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, embed), the same on all ranks -> (B, T, this rank's features)."""
+        return super().forward(Copy.apply(x, self.tp))
+
+
+class Gathered(Split):
+    """A column whose outputs every rank gets whole, and uses for the same: the gradient is not summed."""
+
+    width: int
+    share: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, embed), the same on all ranks -> (B, T, all features)."""
+        out = super().forward(Copy.apply(x, self.tp))
+        padded = torch.nn.functional.pad(out, (0, self.share - out.shape[-1]))
+        return Join.apply(padded, self.tp, self.width)
+
+
 class Row(Split):
     """Sums the products of all ranks. The bias is added once, to the sum."""
-
-    @property
-    def bias(self) -> None:
-        """Hidden from the module's own forward."""
-        return
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, this rank's features) -> residual stream."""
@@ -114,15 +130,27 @@ class KVCopy(Split):
     rows: slice
 
 
-_MIXINS = {Role.REGION: Region, Role.ROW: Row, Role.TABLE: Table, Role.HEAD: Head, Role.KV_COPY: KVCopy, Role.ACROSS: Across}
+_MIXINS = {
+    Role.REGION: Region,
+    Role.ENTERING: Entering,
+    Role.GATHERED: Gathered,
+    Role.ROW: Row,
+    Role.TABLE: Table,
+    Role.HEAD: Head,
+    Role.KV_COPY: KVCopy,
+    Role.ACROSS: Across,
+}
 
 
 @cache
-def split_class(original: type[nn.Module], role: Role, parameters: tuple[str, ...]) -> type[nn.Module]:
-    """The class of a module of class `original` in a role. One class per kind, so that compiled blocks share a graph."""
+def split_class(original: type[nn.Module], role: Role, parameters: tuple[str, ...], summed: bool = False) -> type[nn.Module]:
+    """The class of a module of class `original` in a role. One class per kind, so that compiled blocks share a graph.
+
+    With `summed`, gradients of the module's parameters are summed over ranks inside each backward.
+    """
     mixin = _MIXINS.get(role, Split)
-    local: Any = _rows_of if role is Role.KV_COPY else _whole_of
-    views = {name: property(local(name)) for name in parameters if not (role is Role.ROW and name == "bias")}
+    local: Any = _rows_of if role is Role.KV_COPY else _summed_of if summed else _whole_of
+    views = {name: property(_hidden if role is Role.ROW and name == "bias" else local(name)) for name in parameters}
     return type(f"{original.__name__}{role.name.title().replace('_', '')}", (mixin, original), views)
 
 
@@ -134,10 +162,25 @@ def _local(parameter: Tensor, rows: slice | None = None) -> Tensor:
     return local if rows is None else local[rows]
 
 
+def _hidden(self: nn.Module) -> Tensor | None:
+    """A row's bias: its module's own forward must not add it, but FSDP still has to find its shard."""
+    parameter = self._parameters["bias"]
+    return parameter if isinstance(parameter, DTensor) and len(parameter.placements) > 1 else None
+
+
 def _whole_of(name: str) -> Any:
     def read(self: nn.Module) -> Tensor | None:
         parameter = self._parameters[name]
         return None if parameter is None else _local(parameter)
+
+    return read
+
+
+def _summed_of(name: str) -> Any:
+    def read(self: Any) -> Tensor | None:
+        parameter = self._parameters[name]
+        local = None if parameter is None else _local(parameter)
+        return local if local is None or local is parameter else Copy.apply(local, self.tp)
 
     return read
 

@@ -28,6 +28,8 @@ class Role(Enum):
     TABLE = "looks up the rows that this rank has"
     HEAD = "makes this rank's share of the logits"
     ACROSS = "works across all heads, such as a norm: takes all ranks' shares, keeps its own of what it makes"
+    ENTERING = "a column that takes the residual stream itself, without a region around it"
+    GATHERED = "an entering column whose outputs are brought together"
     STREAM = "works on the residual stream, or inside a region on what every rank has"
 
 
@@ -38,12 +40,14 @@ class Rules:
     Attributes:
         cut: per parameter the dimension that is cut; None where every rank holds the whole.
         roles: per path of a module; a region may be a head at the same time, then it is listed as the head.
-        partial: parameters whose gradients are complete only as a sum over tp ranks.
+        partial: parameters whose gradients are complete only as a sum over tp ranks, made once a step.
+        summed: such parameters whose gradients are summed inside each backward, for loops that know nothing of steps.
     """
 
     cut: Mapping[str, int | None]
     roles: Mapping[str, Role]
     partial: frozenset[str]
+    summed: frozenset[str] = frozenset()
 
 
 def rules(specs: Specs, tp: int, sequence: bool) -> Rules:

@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP), with gradients summed, never averaged.
+"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP), with gradients summed, not averaged.
 
 The loss is already a sum over the world's valid tokens divided by their number, so FSDP's own division must be off:
-otherwise the number of ranks would leak into the gradient.
+otherwise the number of ranks would leak into the gradient. `average` puts it back for loops that take a mean on each rank.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ class Shard(Transform):
 
     reshard: bool = True
     reduce: str = "last"
+    average: bool = False
     name: str = "shard"
     phase: int = Phase.SHARD
     axes: frozenset[str] = frozenset({"dp_replicate", "dp_shard"})
@@ -52,7 +53,8 @@ class Shard(Transform):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in part.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+                if not self.average:
+                    module.set_gradient_divide_factor(1.0)
                 # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
                 module.set_force_sum_reduction_for_comms(True)
         return part

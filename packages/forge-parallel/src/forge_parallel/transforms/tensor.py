@@ -4,6 +4,7 @@
 What is cut, and how, is data (`tensor.rules`); what modules become is in `tensor.modules`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import Transform
+from forge_core.specs import Specs
 from forge_parallel.boxes import chunk
 from forge_parallel.context import Context
 from forge_parallel.plan import Phase
@@ -30,6 +32,7 @@ class Tensor(Transform):
     """Cuts the parameters of a part over tp ranks. On one tp rank it does nothing."""
 
     sequence: bool = True
+    table: Callable[[Specs, int, bool], Rules] = rules
     name: str = "tensor"
     phase: int = Phase.TENSOR
     axes: frozenset[str] = frozenset({"tp"})
@@ -44,7 +47,7 @@ class Tensor(Transform):
         tp = topology.layout.tp
         if tp == 1:
             return part
-        table = rules(context.specs, tp, self.sequence)
+        table = self.table(context.specs, tp, self.sequence)
         ranks, mesh = Ranks.of(topology.group("tp")), topology.dense["tp"]
         made: dict[nn.Parameter, nn.Parameter] = {}
         for path, module in list(part.named_modules()):
@@ -54,7 +57,9 @@ class Tensor(Transform):
                     made[parameter] = _cut(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
                 module._parameters[slot] = made[parameter]
             if (role := table.roles.get(path)) is not None:
-                _become(module, path, role, tuple(slots), ranks, context, self.sequence)
+                summed = any(f"{path}.{slot}" in table.summed for slot in slots)
+                module.__class__ = split_class(type(module), role, tuple(slots), summed)
+                _settle(module, path, role, ranks, context.specs, self.sequence)
         return part
 
     def after_backward(self, part: nn.Module, context: Context) -> None:
@@ -62,7 +67,7 @@ class Tensor(Transform):
         topology = context.topology
         if topology.layout.tp == 1:
             return
-        partial = rules(context.specs, topology.layout.tp, self.sequence).partial
+        partial = self.table(context.specs, topology.layout.tp, self.sequence).partial
         found = [local_gradient(parameter) for name, parameter in part.named_parameters() if name in partial]
         gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
@@ -89,26 +94,27 @@ def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> 
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _become(
-    module: Any, path: str, role: Role, parameters: tuple[str, ...], ranks: Ranks, context: Context, sequence: bool
-) -> None:
-    module.__class__ = split_class(type(module), role, parameters)
+def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequence: bool) -> None:
+    """Tells a module where in the split it is."""
     module.tp, module.sequence = ranks, sequence
-    if role in (Role.TABLE, Role.HEAD):
-        vocab = context.specs.units["vocab"]
-        first, rows = chunk(vocab, ranks.size, ranks.rank)
+    if role in (Role.TABLE, Role.HEAD, Role.GATHERED):
+        size = module._parameters["weight"].shape[0]
+        share = chunk(size, ranks.size, 0)[1]
+        first, rows = chunk(size, ranks.size, ranks.rank)
         if role is Role.TABLE:
             module.first, module.rows = first, rows
+        elif role is Role.GATHERED:
+            module.width, module.share = size, share
         else:
             if not hasattr(module, "core"):
                 raise PlanError(f"tensor: {path} makes logits but has no `core` that computes the loss (LossHead)")
-            module.vocab, module.share = vocab, chunk(vocab, ranks.size, 0)[1]
+            module.vocab, module.share = size, share
             module.core = SplitCrossEntropy(ranks, first)
     elif role is Role.ACROSS:
-        keys = context.specs.modules[path].inputs[0][-1] == "kv_heads"
-        module.copies = kv_copies(context.specs, ranks.size) if keys else 1
+        keys = specs.modules[path].inputs[0][-1] == "kv_heads"
+        module.copies = kv_copies(specs, ranks.size) if keys else 1
     elif role is Role.KV_COPY:
-        kv_heads = context.specs.units["kv_heads"]
-        width = module._parameters[parameters[0]].shape[0] // kv_heads
+        kv_heads = specs.units["kv_heads"]
+        width = module._parameters["weight"].shape[0] // kv_heads
         mine = ranks.rank * kv_heads // ranks.size
         module.rows = slice(mine * width, (mine + 1) * width)

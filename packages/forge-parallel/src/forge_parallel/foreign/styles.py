@@ -1,0 +1,85 @@
+"""Tensor parallelism by a plan of patterns and styles, as transformers' models carry one: {"layers.*.mlp.up_proj": "colwise"}.
+
+`*` stands for one number in a path, or for any text without a dot. The residual stream stays whole on every rank, since such a
+plan says nothing of norms; so a column takes it in by an identity whose backward sums over ranks, and a row sums its result.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from forge_core.errors import PlanError
+from forge_core.specs import Specs
+from forge_parallel.tensor.rules import Role, Rules
+
+STYLES: Mapping[str, Role] = {
+    "colwise": Role.ENTERING,
+    "colwise_gather_output": Role.GATHERED,
+    "colwise_rep": Role.GATHERED,
+    "rowwise": Role.ROW,
+    "embedding_rowwise": Role.TABLE,
+    "replicated_with_grad_allreduce": Role.STREAM,
+    "replicate": Role.STREAM,
+}
+"""Styles that are implemented, by the names that transformers uses, and what a module becomes."""
+
+CUT = {Role.ENTERING: 0, Role.GATHERED: 0, Role.TABLE: 0, Role.ROW: 1}
+"""The dimension of a weight (outputs, inputs) that is cut."""
+
+
+def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Callable[[Specs, int, bool], Rules]:
+    """A rule table for `Tensor` from a plan for `module`, which may be on the meta device.
+
+    Raises:
+        PlanError: a style is not implemented, a pattern matches nothing, or a matched module is no linear layer or table.
+    """
+    roles: dict[str, Role] = {}
+    summed: set[str] = set()
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            known = ", ".join(sorted(STYLES))
+            raise PlanError(f"tensor: the plan's style {style!r} ({pattern}) is not implemented; those that are: {known}")
+        paths = [path for path, _ in module.named_modules() if path and _matches(pattern, path)]
+        if not paths:
+            raise PlanError(f"tensor: the plan's pattern {pattern!r} ({style}) matches no module")
+        for path in paths:
+            part, role = module.get_submodule(path), STYLES[style]
+            wanted = nn.Embedding if role is Role.TABLE else nn.Linear
+            if role in CUT and not isinstance(part, wanted):
+                raise PlanError(f"tensor: {style!r} is for {wanted.__name__}, and {path} is a {type(part).__name__}")
+            if roles.setdefault(path, role) is not role:
+                raise PlanError(f"tensor: the plan gives {path} two styles")
+            if style == "replicated_with_grad_allreduce":
+                summed |= {f"{path}.{name}" for name, _ in part.named_parameters()}
+    if not any(role in CUT for role in roles.values()):
+        raise PlanError("tensor: the plan cuts nothing; give tp_plan={pattern: style}, or set tp to 1")
+    ties = {id(p): name for name, p in module.named_parameters()}
+    cut: dict[str, int | None] = {name: None for name, _ in module.named_parameters()}
+    for path, role in roles.items():
+        if role not in CUT:
+            continue
+        for slot, parameter in module.get_submodule(path).named_parameters(recurse=False):
+            dim = None if role is Role.ROW and slot == "bias" else CUT[role]
+            name = ties[id(parameter)]
+            _agree(name, cut, dim, roles, path)
+            cut[name] = dim
+    for name in cut:
+        roles.setdefault(name.rpartition(".")[0], Role.STREAM)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path = name.rpartition(".")[0]
+        if cut[ties[id(parameter)]] is not None and roles.get(path, Role.STREAM) is Role.STREAM:
+            raise PlanError(
+                f"tensor: {name} is tied to {ties[id(parameter)]}, which the plan cuts, but has no style of its own; "
+                "a tied table and head need 'embedding_rowwise' and 'colwise_gather_output'"
+            )
+    return lambda _specs, _tp, _sequence: Rules(cut, roles, partial=frozenset(), summed=frozenset(summed))
+
+
+def _agree(name: str, cut: Mapping[str, int | None], dim: int | None, roles: Mapping[str, Role], path: str) -> None:
+    if cut[name] is not None and cut[name] != dim:
+        raise PlanError(f"tensor: tied parameter {name} would be cut in two ways, one of them as {roles[path].name} at {path}")
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), path) is not None

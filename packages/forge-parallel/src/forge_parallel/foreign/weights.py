@@ -1,0 +1,181 @@
+"""Where the weights of a foreign module come from: the module itself, or its own initialiser.
+
+Either way they are the same in every layout. A materialised module's are the truth, once all ranks hold the same. A builder's
+are drawn unit by unit (a block, or a module outside of blocks) by the module's own initialiser, with random numbers that depend
+on the seed and the unit's path only; no more than one unit is in memory beside this rank's share.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forge_core.errors import PlanError
+from forge_parallel.boxes import local_box
+from forge_parallel.foreign.describe import find_blocks
+from forge_parallel.model import ParallelModel
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A module whose parameters are on the meta device, with what they will hold.
+
+    Attributes:
+        module: the module.
+        buffers: the real values of all buffers, by name: constructors compute them, and nothing else could.
+        values: yields (prefix, {name: whole tensor}) for all parameters, few at a time.
+    """
+
+    module: nn.Module
+    buffers: Mapping[str, torch.Tensor]
+    values: Callable[[], Iterator[Mapping[str, torch.Tensor]]]
+
+    def fill(self, model: ParallelModel) -> None:
+        """Gives every parameter of `model` its share, and every buffer back its value.
+
+        Raises:
+            PlanError: a parameter got no value, or several.
+        """
+        live = {name: tensor for part in model.parts for name, tensor in part.named_parameters()}
+        filled: list[str] = []
+        with torch.no_grad():
+            for values in self.values():
+                for name, whole in values.items():
+                    if name in live:
+                        box = local_box(live[name])
+                        box.local.copy_(box.within(whole))
+                        filled.append(name)
+        if sorted(filled) != sorted(live):
+            wrong = sorted(set(live) ^ set(filled)) or sorted({name for name in filled if filled.count(name) > 1})
+            raise PlanError(f"parallelize: {', '.join(wrong)} got no value, or several")
+        for part in model.parts:
+            for path, module in part.named_modules():
+                for slot in module._buffers:
+                    name = f"{path}.{slot}".removeprefix(".")
+                    if name in self.buffers:  # in the number format that its constructor chose
+                        module._buffers[slot] = self.buffers[name].to(model.topology.device)
+
+
+def of_module(module: nn.Module) -> Skeleton:
+    """The skeleton of a materialised module, which is consumed. All ranks call this.
+
+    Raises:
+        PlanError: the module has tensors without memory, or ranks hold different weights; names the first such tensor.
+    """
+    truth = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    if hollow := [name for name, tensor in truth.items() if tensor.is_meta]:
+        raise PlanError(f"parallelize: {hollow[0]} has no memory; give the function that builds the module instead")
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    _same_everywhere(truth | buffers)
+    _to_meta(module)
+    return Skeleton(module, buffers, lambda: iter([truth]))
+
+
+def of_builder(build: Callable[[], nn.Module], blocks: Sequence[str] | None, seed: int) -> Skeleton:
+    """The skeleton of what `build` makes; its weights are drawn by its own initialiser when they are needed.
+
+    That is `module._init_weights(part)` for every part, where the module has it (transformers' models do), else
+    `part.reset_parameters()` of every part with parameters of its own.
+    """
+    with _parameters_on_meta():
+        module = build()
+    _to_meta(module)  # what a constructor replaced behind our back
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    if hollow := [name for name, buffer in buffers.items() if buffer.is_meta]:
+        raise PlanError(f"parallelize: the builder gave {hollow[0]} no memory; let it create buffers on a real device")
+    template = deepcopy(module)
+    units = find_blocks(template) if blocks is None else list(blocks)
+    return Skeleton(module, buffers, lambda: _drawn(template, units, seed))
+
+
+def _drawn(template: nn.Module, blocks: list[str], seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    inside = tuple(f"{block}." for block in blocks)
+    own = [p for p, m in template.named_modules() if any(v is not None for v in m._parameters.values())]
+    alone = [path for path in own if path not in blocks and not f"{path}.".startswith(inside)]
+    tied: set[int] = set()
+    for path in (*alone, *blocks):
+        unit = template.get_submodule(path)
+        real = deepcopy(unit).to_empty(device="cpu")
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest()
+        parts = real.modules() if path in blocks else [real]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest, "little"))
+            for part in parts:
+                _initialize(template, path, part)
+        values: dict[str, torch.Tensor] = {}
+        twins = dict(unit.named_parameters(recurse=path in blocks))
+        for name, parameter in real.named_parameters(recurse=path in blocks):
+            if id(twins[name]) not in tied:  # a tied tensor belongs to the unit that has it first
+                tied.add(id(twins[name]))
+                values[f"{path}.{name}".removeprefix(".")] = parameter
+        yield values
+
+
+def _initialize(root: nn.Module, path: str, part: nn.Module) -> None:
+    if callable(own := getattr(root, "_init_weights", None)):
+        own(part)
+    elif callable(reset := getattr(part, "reset_parameters", None)):
+        reset()
+    elif any(parameter is not None for parameter in part._parameters.values()):
+        raise PlanError(
+            f"parallelize: {type(part).__name__} at {path or 'the root'} has parameters but no reset_parameters(), so nothing "
+            "says how they start; add it, or give a materialised module"
+        )
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter loses its memory as soon as a module takes it; buffers are computed as ever."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = cast(Any, type(param))(param.to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _to_meta(module: nn.Module) -> None:
+    """Takes the memory of all parameters; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for slot, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    hollow = parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                    made[id(parameter)] = hollow
+                part._parameters[slot] = made[id(parameter)]
+
+
+def _same_everywhere(tensors: Mapping[str, torch.Tensor]) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = torch.stack([_digest(tensor) for tensor in tensors.values()])
+    first = mine.clone()
+    if dist.get_backend() == "nccl":
+        first = first.cuda()
+    dist.broadcast(first, 0)
+    differ = (first.cpu() != mine).any(1).to(torch.int32)
+    if dist.get_backend() == "nccl":
+        differ = differ.cuda()
+    dist.all_reduce(differ, dist.ReduceOp.MAX)
+    if differ.any():
+        name = list(tensors)[int(differ.cpu().nonzero()[0])]
+        raise PlanError(f"parallelize: ranks were given different weights, first in {name}; load or seed them alike on all ranks")
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    digest = hashlib.blake2b(raw.numpy().data, digest_size=16, key=str((tensor.dtype, tuple(tensor.shape))).encode()[:64])
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)

@@ -1,0 +1,316 @@
+"""Somebody else's module and loop: every layout against the unsharded module, with the module's own weights and names."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_parallel.components.transforms import Compile, Recompute
+from forge_parallel.foreign.describe import find_blocks
+from forge_parallel.foreign.styles import rules_of
+from forge_parallel.parallelize import Parallelized, parallelize
+from harness.pool import World
+
+WIDTH, VOCAB = 8, 19
+
+
+class Block(nn.Module):
+    """A plain block of somebody else, with a non-persistent buffer that its constructor computes."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
+        self.register_buffer("scale", torch.full((), 0.5), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output", "embed": "embedding_rowwise"}
+
+
+def tied() -> Plain:
+    return Plain(tied=True)
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 23, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_key_value_heads": 2, "pad_token_id": None, **changes}))
+
+
+def llama_tied() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=6))
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Plain,
+    "tied": tied,
+    "llama": llama,
+    "llama, tied": llama_tied,
+    "qwen3": qwen3,
+}
+
+
+def _tokens(rows: int) -> Tensor:
+    return torch.randint(VOCAB, (rows, 7), generator=torch.Generator().manual_seed(5))
+
+
+def _loss(output: Any, tokens: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _call(module: nn.Module, tokens: Tensor) -> Any:
+    return module(tokens) if isinstance(module, Plain) else module(input_ids=tokens)
+
+
+def _loop(module: nn.Module, parameters: Any, clip: Callable[[], Tensor], tokens: Tensor) -> tuple[list[float], list[float]]:
+    """A loop that knows nothing of Forge, two steps of two accumulated micro-batches."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+    losses, norms = [], []
+    for _ in range(2):
+        for half in tokens.chunk(2):
+            loss = _loss(_call(module, half), half) / 2
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def _alone(start: dict[str, Tensor], name: str, rows: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The unsharded module in plain torch."""
+    module = BUILDERS[name]().double()
+    module.load_state_dict(start, strict=False)
+    halves = _tokens(rows)
+    clip = lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 0.3)  # noqa: E731
+    losses, norms = _loop(module, module.parameters(), clip, halves)
+    return losses, norms, {key: value.detach() for key, value in module.named_parameters()}
+
+
+def _sharded(
+    name: str, layout: str, materialised: bool, more: list[Any], plan: dict[str, str] | None = None
+) -> tuple[dict[str, Tensor], list[float], list[float], dict[str, Tensor]]:
+    if materialised:
+        torch.manual_seed(11)
+    source: Any = BUILDERS[name]() if materialised else BUILDERS[name]
+    plan = PLAN if name in ("plain", "tied") and "tp" in layout else plan
+    model = parallelize(source, layout, more, tp_plan=plan, compute="fp64", state="fp64", seed=3)
+    start = model.state_dict(whole=True)
+    rows = 4
+    # micro-batches are cut over data ranks, so that each step sees the same rows in every layout
+    halves = [half.chunk(model.data_ranks)[model.data_rank] for half in _tokens(rows).chunk(2)]
+    with warnings.catch_warnings():
+        if more:  # the compiler's own imports warn, and so does the way it looks at its inputs
+            warnings.simplefilter("ignore")
+        losses, norms = _loop(model.module, model.parameters(), lambda: model.clip_grad_norm(0.3), torch.cat(halves))
+    return start, losses, norms, model.state_dict(whole=True)
+
+
+def _equal(world: World, name: str, layout: str, materialised: bool, more: list[Any], plan: Any = None) -> None:
+    results = world.run(_sharded, Layout.parse(layout).world, name, layout, materialised, more, plan, timeout=300)
+    losses, norms, weights = _alone(results[0][0], name, 4)
+    for start, _, found_norms, found in results:
+        assert found_norms == pytest.approx(norms, rel=1e-9)
+        assert found.keys() >= weights.keys()
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+        for key in start:
+            assert torch.equal(start[key], results[0][0][key]), key
+    if "dp" not in layout:
+        assert results[0][1] == pytest.approx(losses, rel=1e-10)
+
+
+CASES = [
+    *((name, layout) for name in ("plain", "tied") for layout in ("1", "dp2", "tp2", "dp2tp2", "hsdp2x1tp2")),
+    *(("llama", "dp2tp2"), ("llama, tied", "tp2"), ("qwen3", "tp2"), ("qwen3", "dp2tp2")),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_builder_equals_the_unsharded_module(world: World, name: str, layout: str) -> None:
+    _equal(world, name, layout, False, [])
+
+
+@pytest.mark.parametrize("name", ["tied", "llama"])
+def test_a_materialised_module_keeps_its_weights(world: World, name: str) -> None:
+    _equal(world, name, "dp2tp2", True, [])
+    torch.manual_seed(11)
+    mine = BUILDERS[name]().double()
+    for start, *_ in world.run(_sharded, 4, name, "dp2tp2", True, []):
+        for key, value in mine.named_parameters():
+            assert torch.equal(start[key], value), key
+
+
+@pytest.mark.parametrize("more", [[Recompute(policy="full")], [Recompute()]], ids=["full", "selective"])
+def test_recomputation(world: World, more: list[Any]) -> None:
+    _equal(world, "plain", "dp2tp2", False, more)
+
+
+def test_compilation(world: World) -> None:
+    _equal(world, "plain", "dp2tp2", False, [Compile()])
+
+
+def test_the_initialiser_is_the_modules_own_and_the_same_in_every_layout(world: World) -> None:
+    (alone,) = world.run(_sharded, 1, "llama", "1", False, [])
+    for start, *_ in world.run(_sharded, 2, "llama", "tp2", False, []):
+        for key, value in alone[0].items():
+            assert torch.equal(start[key], value), key
+    start = alone[0]
+    assert torch.equal(start["model.norm.weight"], torch.ones(16, dtype=torch.float64))
+    table = start["lm_head.weight"]
+    assert table.std().item() == pytest.approx(0.02, rel=0.2), "LlamaConfig.initializer_range"
+    assert not torch.equal(start["model.layers.0.mlp.up_proj.weight"], start["model.layers.1.mlp.up_proj.weight"])
+
+
+def _different() -> str:
+    torch.manual_seed(torch.distributed.get_rank())
+    try:
+        parallelize(Plain(), "dp2")
+    except PlanError as refusal:
+        return str(refusal)
+    return "no refusal"
+
+
+def test_different_weights_on_ranks_are_refused(world: World) -> None:
+    for message in world.run(_different, 2):
+        assert "ranks were given different weights, first in embed.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"blocks.*.up": "diagonal"}, "style 'diagonal'"),
+        ({"layers.*.up": "colwise"}, r"'layers\.\*\.up' \(colwise\) matches no module"),
+        ({"blocks.*.norm": "colwise"}, r"is for Linear, and blocks\.0\.norm is a LayerNorm"),
+        ({"blocks.*.norm": "replicate"}, "cuts nothing"),
+    ],
+)
+def test_plans_that_cannot_be_followed_are_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        rules_of(Plain(), plan)
+
+
+def test_a_tied_head_without_a_style_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"is tied to embed\.weight"):
+        rules_of(tied(), {"embed": "embedding_rowwise"})
+
+
+def test_mixtrals_packed_experts_are_refused_by_name() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    with torch.device("meta"):
+        module = MixtralForCausalLM(config)
+    with pytest.raises(PlanError, match="packed_colwise"):
+        rules_of(module, module._tp_plan)
+
+
+def test_blocks_are_found() -> None:
+    assert find_blocks(Plain()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert find_blocks(nn.Linear(2, 2)) == []
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+def test_parameters_without_an_initialiser_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"Bare at the root has parameters but no reset_parameters"):
+        parallelize(Bare, "1")
+
+
+def _stepped(layout: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    model = parallelize(Plain, layout, tp_plan=PLAN, compute="fp64", state="fp64")
+    start = model.state_dict(whole=True)
+    tokens = _tokens(4)
+    mine = tokens.chunk(model.data_ranks)[model.data_rank]
+    batches = [{"tokens": row[None]} for row in mine]
+    keep = lambda batch: batch["tokens"][:, 1:] % 3 != 0  # noqa: E731 (rows with different numbers of tokens)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        each = F.cross_entropy(output[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none")
+        return (each * keep(batch).flatten()).sum()
+
+    mean = model.step(batches, loss, lambda batch: keep(batch).sum())
+    from forge_parallel.gather import gathered
+
+    return float(mean), start, gathered(model, {name: t.grad for name, t, _ in model.trainable()})
+
+
+@pytest.mark.parametrize(("layout", "size"), [("dp2", 2), ("dp2tp2", 4)])
+def test_a_step_weighs_tokens_over_all_ranks(world: World, layout: str, size: int) -> None:
+    results = world.run(_stepped, size, layout)
+    module = Plain().double()
+    module.load_state_dict(results[0][1])
+    tokens = _tokens(4)
+    each = F.cross_entropy(module(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    keep = (tokens[:, 1:] % 3 != 0).flatten()
+    expected = each[keep].mean()
+    expected.backward()
+    for mean, _, gradients in results:
+        assert mean == pytest.approx(expected.item(), rel=1e-12)
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+def _loaded() -> bool:
+    model: Parallelized = parallelize(Plain, "tp2", tp_plan=PLAN, seed=1)
+    other = {key: torch.randn_like(value) for key, value in copy.deepcopy(Plain().state_dict()).items()}
+    torch.manual_seed(0)
+    other = {key: torch.randn(value.shape) for key, value in other.items()}
+    model.load_state_dict(other)
+    return all(torch.equal(value, other[key]) for key, value in model.state_dict(whole=True).items())
+
+
+def test_whole_states_go_in_and_out_under_the_modules_names(world: World) -> None:
+    assert world.run(_loaded, 2) == [True, True]
+
+
+def test_axes_that_need_a_seam_are_refused() -> None:
+    with pytest.raises(PlanError, match="cp = 2 is not offered"):
+        parallelize(Plain, "cp2")
