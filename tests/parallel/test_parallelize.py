@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_parallel import Parallelized, parallelize
 from forge_parallel.components.transforms import Compile, Recompute
 from forge_parallel.foreign.describe import find_blocks
 from forge_parallel.foreign.styles import rules_of
-from forge_parallel.parallelize import Parallelized, parallelize
 from harness.pool import World
 
 WIDTH, VOCAB = 8, 19

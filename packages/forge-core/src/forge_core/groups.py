@@ -63,6 +63,7 @@ KNOWN_ELSEWHERE: MappingProxyType[tuple[str, str], str] = MappingProxyType(
         ("forge.hooks", "evaluate"): "forge-train",
         ("forge.hooks", "log"): "forge-train",
         ("forge.hooks", "progress"): "forge-train",
+        ("forge.hooks", "replicas"): "forge-train",
         ("forge.hooks", "sample"): "forge-train",
         ("forge.hooks", "save"): "forge-train",
         ("forge.mlps", "geglu"): "forge-models",

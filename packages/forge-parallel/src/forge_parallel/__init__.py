@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from forge_parallel.bootstrap import start as start
     from forge_parallel.bootstrap import stop as stop
     from forge_parallel.clipping import clip as clip
+    from forge_parallel.foreign.parallelized import Parallelized as Parallelized
+    from forge_parallel.foreign.parallelized import parallelize as parallelize
     from forge_parallel.launcher import launch as launch
     from forge_parallel.model import ParallelModel as ParallelModel
     from forge_parallel.plan import Phase as Phase
@@ -23,6 +25,7 @@ __getattr__, __dir__ = lazily(
     {
         "Blueprint": "realization",
         "ParallelModel": "model",
+        "Parallelized": "foreign.parallelized",
         "Phase": "plan",
         "Plan": "plan",
         "Step": "step",
@@ -30,6 +33,7 @@ __getattr__, __dir__ = lazily(
         "Topology": "topology",
         "clip": "clipping",
         "launch": "launcher",
+        "parallelize": "foreign.parallelized",
         "realize": "realization",
         "start": "bootstrap",
         "stop": "bootstrap",

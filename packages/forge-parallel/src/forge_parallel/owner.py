@@ -13,9 +13,14 @@ from forge_parallel.topology import Topology
 
 def owns(tensor: torch.Tensor, topology: Topology) -> bool:
     """Whether this rank owns its box of `tensor`. Pipeline parts hold different tensors, so `pp` never replicates."""
-    sharding, view = _sharding_axes(tensor)
     at = topology.coordinates
-    return all(at[axis] == 0 for axis in view if axis != "pp" and axis not in sharding)
+    return all(at[axis] == 0 for axis in replicating_axes(tensor, topology))
+
+
+def replicating_axes(tensor: torch.Tensor, topology: Topology) -> frozenset[str]:
+    """Axes larger than 1 along which ranks hold the same box of `tensor`."""
+    sharding, view = _sharding_axes(tensor)
+    return frozenset(axis for axis in view if axis != "pp" and axis not in sharding and topology.layout.size(axis) > 1)
 
 
 def _sharding_axes(tensor: torch.Tensor) -> tuple[frozenset[str], tuple[str, ...]]:

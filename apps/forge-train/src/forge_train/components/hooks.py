@@ -55,6 +55,19 @@ class Evaluate(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replicas(Component):
+    """Compares parameters that several ranks hold alike, bit by bit, and stops the run when one drifted."""
+
+    every: Annotated[int, Gt(0)] = 200
+    """Optimizer steps between two comparisons, of a few bytes a tensor; the last step is always compared."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.replicas import ReplicasHook
+
+        return ReplicasHook(self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Save(Component):
     """Saves a checkpoint every `checkpoint.every` steps and at the end, once per step."""
 

@@ -33,11 +33,18 @@ class Tensor(Component):
     sequence_parallel: bool = True
     """Cut the residual stream along the sequence between the cut matrices: less memory, the same bytes on the wire. `parallel.tp`
     has to divide the length then."""
+    asynchronous: bool = False
+    """Overlap the exchanges with the matrix products beside them: on CUDA devices that reach each other's memory, with
+    sequence parallelism, in compiled blocks."""
+
+    def __post_init__(self) -> None:
+        if self.asynchronous and not self.sequence_parallel:
+            raise ValueError("asynchronous = true overlaps the exchanges of sequence parallelism: keep sequence_parallel = true")
 
     def build(self) -> "Transform":
         from forge_parallel.transforms.tensor import Tensor as Transformed
 
-        return Transformed(self.sequence_parallel)
+        return Transformed(self.sequence_parallel, self.asynchronous)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,13 +40,13 @@ def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     out = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name))
     if dim == 0:
         return out
-    return out.unflatten(0, (ranks.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat(out.chunk(ranks.size), dim)  # the form that the compiler's asynchronous tensor parallelism looks for
 
 
 def reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Sums over ranks; each keeps its part of `dim`, which the number of ranks divides. No gradient."""
     if dim:
-        x = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).flatten(0, 1)
+        x = torch.cat(x.chunk(ranks.size, dim))
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.name))
 
 

@@ -25,6 +25,7 @@ from forge_parallel.tensor.collectives import Ranks
 from forge_parallel.tensor.loss import SplitCrossEntropy
 from forge_parallel.tensor.modules import split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies, rules
+from forge_parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Tensor(Transform):
     """Cuts the parameters of a part over tp ranks. On one tp rank it does nothing."""
 
     sequence: bool = True
+    asynchronous: bool = False
     table: Callable[[Specs, int, bool], Rules] = rules
     name: str = "tensor"
     phase: int = Phase.TENSOR
@@ -47,6 +49,8 @@ class Tensor(Transform):
         tp = topology.layout.tp
         if tp == 1:
             return part
+        if self.asynchronous:
+            _overlap(topology)
         table = self.table(context.specs, tp, self.sequence)
         ranks, mesh = Ranks.of(topology.group("tp")), topology.dense["tp"]
         made: dict[nn.Parameter, nn.Parameter] = {}
@@ -76,6 +80,24 @@ class Tensor(Transform):
         dist.all_reduce(flat, group=topology.group("tp"))
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
+
+
+def _overlap(topology: Topology) -> None:
+    """Lets the compiler fuse gathers and scatters of the sequence with the matrix products beside them.
+
+    Raises:
+        PlanError: on a device that has no symmetric memory.
+    """
+    if topology.device.type != "cuda":
+        raise PlanError(
+            "tensor: asynchronous tensor parallelism needs CUDA devices that reach each other's memory; "
+            "set transforms.tensor.asynchronous = false"
+        )
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(topology.group("tp").group_name)
+    inductor._micro_pipeline_tp = True  # torch offers no other switch than this process-wide one
 
 
 def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> nn.Parameter:

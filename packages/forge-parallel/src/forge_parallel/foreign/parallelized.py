@@ -67,6 +67,11 @@ class Parallelized(ParallelModel):
         clip(self, square.sqrt(), limit)
         return square.sqrt()
 
+    def mean(self, value: Tensor) -> float:
+        """The mean over data ranks of a number that each has from its own share of the data, such as a loss."""
+        (total,) = world_sum([self._counted(value.detach())], self.topology)
+        return float(total) / self.data_ranks
+
     def step(
         self,
         batches: Sequence[Mapping[str, Tensor]],

@@ -1,0 +1,74 @@
+"""The scripts of `examples/parallelize`, against themselves on one process and against plain torch."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from harness.pool import World
+
+FOLDER = Path(__file__).parents[2] / "examples" / "parallelize"
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _losses(name: str, layout: str) -> list[float]:
+    return _script(name).train(layout, steps=4)
+
+
+@pytest.mark.parametrize("name", ["plain_module", "transformers_model"])
+def test_a_script_gives_the_losses_of_one_process(world: World, name: str) -> None:
+    alone = _losses(name, "1")
+    for found in world.run(_losses, 4, name, "dp2tp2", timeout=180):
+        assert found == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_plain_script_trains_as_plain_torch_does() -> None:
+    script = _script("plain_module")
+    losses: list[float] = []
+    module = script.build()
+    from forge_parallel import parallelize
+
+    start = parallelize(script.build, "1").state_dict(whole=True)
+    module.load_state_dict(start)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for step in range(4):
+        rows = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+        loss = F.mse_loss(module(rows), rows.sin().sum(1, keepdim=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert _losses("plain_module", "1") == pytest.approx(losses, rel=1e-4)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """As the script's first line says."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, str(FOLDER / "plain_module.py"), "tp2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 20
+    assert losses[:4] == pytest.approx(_losses("plain_module", "1"), rel=1e-3)
