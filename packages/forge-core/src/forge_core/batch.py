@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 IGNORE = -100
 """Label of a position without loss, as in torch.nn.functional.cross_entropy."""
 
+PADDING = -1
+"""Document of a position that holds no token. Not the same as `IGNORE`: a prompt without loss is read all the same."""
+
 
 def _none() -> "Mapping[str, Tensor]":
     return MappingProxyType({})
@@ -24,7 +27,8 @@ class Batch:
         tokens: (B, T) int64.
         labels: (B, T) int64, already shifted: the logits at t are scored against labels[:, t]; `IGNORE` = no loss.
         positions: (B, T) int32 position of each token inside its document, or None when each row is one document.
-        documents: (B, T) int32 number of the document inside its row, or None when each row is one document.
+        documents: (B, T) int32 number of the document inside its row, `PADDING` where there is none; or None when each
+            row is one document.
         extras: further inputs that a model declares it needs.
         samples: global sample number of each row, for provenance.
     """

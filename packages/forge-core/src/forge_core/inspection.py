@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from forge_core.component import Component, Slot, fields_of
 from forge_core.config.leaf import read_leaf, written
-from forge_core.config.shape import shape_of
+from forge_core.config.shape import shape_of, shapes_in
 from forge_core.config.tree import DEFAULT, Leaf, Table, build, plain
-from forge_core.config.validate import walk
+from forge_core.config.validate import default_of, walk
 from forge_core.config.words import describe_shape
 from forge_core.config.write import to_toml, value_text
 from forge_core.errors import BrokenPlugin, UnknownComponent, did_you_mean
@@ -23,12 +23,18 @@ from forge_core.registry import Entry, Registry
 
 @dataclass(frozen=True)
 class Key:
-    """A key that a component takes; `default` as TOML text, None for a required one."""
+    """A key that a component takes.
+
+    Attributes:
+        default: as TOML text; None for a required key, and for a table that is always there: its `keys` have their own.
+        keys: of the table that this key holds, or of each table in it.
+    """
 
     name: str
     expected: str
     default: str | None
     doc: str
+    keys: tuple["Key", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,18 +92,26 @@ def portrait(entry: Entry, registry: Registry) -> Portrait:
     loaded = registry.load_entry(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
         return Portrait(entry, (inspect.getdoc(loaded) or "").partition("\n\n")[0] if callable(loaded) else str(loaded), ())
-    keys = []
-    for info in fields_of(loaded):
-        shape = shape_of(info.type)
+    return Portrait(entry, " ".join((inspect.getdoc(loaded) or "").split()), _keys(loaded, registry))
+
+
+def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type, ...] = ()) -> tuple[Key, ...]:
+    """The keys of a component or section; defaults are those of `instance` where a field's default is one."""
+    found = []
+    for info, shape in shapes_in(cls).values():
+        value = info.default if instance is None else getattr(instance, info.name)
         default = None
-        if shape.slot is not None and shape.slot.default is not None:
+        if value is None and shape.slot is not None and shape.slot.default is not None:
             default = shape.slot.default
-        elif not info.required:
-            default = "none" if info.default is None else repr(info.default)
-            if shape.kind == "leaf" and info.default is not None:
-                default = value_text(written(info.default, shape.type))
-        keys.append(Key(info.name, describe_shape(shape), default, info.doc))
-    return Portrait(entry, " ".join((inspect.getdoc(loaded) or "").split()), tuple(keys))
+        elif instance is not None or not info.required:
+            default = "none" if value is None else value_text(default_of(value, shape, registry))
+        table = shape.inner or shape
+        below: tuple[Key, ...] = ()
+        if table.kind == "section" and table.type not in above:  # a table may hold tables of its own kind
+            below = _keys(table.type, registry, value if shape.kind == "section" else None, (*above, table.type))
+            default = None if shape.kind == "section" and value is not None else default
+        found.append(Key(info.name, describe_shape(shape), default, info.doc, below))
+    return tuple(found)
 
 
 def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> list[Report]:

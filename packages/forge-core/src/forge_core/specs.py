@@ -66,6 +66,7 @@ class Specs:
         ties: global name of a tied copy -> global name of the tensor that it repeats.
         entry: paths of the modules that run before the first block; a pipeline keeps them on its first part.
         exit: paths of the modules that run after the last block; a pipeline keeps them on its last part.
+        whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -75,3 +76,4 @@ class Specs:
     ties: Mapping[str, str] = field(default_factory=_empty)
     entry: tuple[str, ...] = ()
     exit: tuple[str, ...] = ()
+    whole_rows: tuple[str, ...] = ()

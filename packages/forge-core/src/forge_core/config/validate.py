@@ -12,7 +12,7 @@ from forge_core.component import Component, FieldInfo
 from forge_core.config.leaf import read_leaf, written
 from forge_core.config.merge import merge_node
 from forge_core.config.shape import Shape, shapes_in
-from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at
+from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
 from forge_core.registry import Registry
@@ -65,6 +65,11 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     return Outcome(
         BAD if walker.faults else value, walker.parts, resolved, tuple(walker.used), walker.fields, tuple(walker.faults)
     )
+
+
+def default_of(value: Any, shape: Shape, registry: Registry) -> Any:
+    """The default value of a field as a recipe would write it, in plain values."""
+    return plain(_Walker(registry).defaults("", value, shape))
 
 
 @dataclass

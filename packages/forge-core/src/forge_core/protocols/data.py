@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from forge_core.batch import Batch
 from forge_core.component import Component
@@ -74,6 +74,43 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamedSource(Protocol):
+    """Documents that can only be read in order, in shards: files of a remote data set, a generator, a live stream.
+
+    `forge_data.streaming` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
+    of tokens is not known.
+
+    Attributes:
+        shards: parts that can be read independently of each other; how they are numbered never changes.
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int | None
+    max_id: int | None
+    tokenizer: str | None
+    shards: int
+
+    def stream(self, shard: int, start: int = 0) -> "Iterator[np.ndarray]":
+        """Token ids of documents `start`, `start` + 1, ... of a shard, each with its end-of-document token if it has one.
+
+        The same documents in the same order at every call; skipping `start` documents may cost time.
+        """
+        ...
+
+
+@runtime_checkable
+class StatefulIterable(Protocol):
+    """A foreign loader: whatever has the interface of torchdata's `StatefulDataLoader`."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 class Texts(Protocol):
     """Documents as text, in a fixed order, readable as often as needed. `fingerprint` changes with the text."""
 
@@ -90,6 +127,8 @@ class SourceComponent(Component):
 
     weight: Annotated[float, Ge(0)] = 1.0
     """Share of the mixture relative to the other sources; 0 means never."""
+    max_epochs: Annotated[float, Gt(0)] | None = None
+    """Reads the source at most so often; from then on its share goes to the others in proportion to theirs."""
     label: str | None = None
     """Name of the source in logs and phases; by default derived from the component's name."""
 
@@ -98,7 +137,9 @@ class SourceComponent(Component):
 class TextComponent(Protocol):
     """A source component that has text: a tokenizer can be trained on it."""
 
-    def texts(self) -> Texts: ...
+    def texts(self) -> Texts | None:
+        """None where this one holds token ids already."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,6 +153,8 @@ class SourceContext:
         report: called with progress messages.
         texts: of the recipe's text-like training sources; what a tokenizer is trained on by default.
         workers: threads that may prepare data; the result does not depend on it.
+        rank, ranks: of the data axis; only a foreign loader, which shards its samples itself, has a use for them.
+        global_batch, micro_batch: rows per step over all ranks and rows of one batch; likewise.
     """
 
     workspace: Path
@@ -120,10 +163,18 @@ class SourceContext:
     report: Callable[[str], None]
     texts: tuple[Texts, ...] = ()
     workers: int = 1
+    rank: int = 0
+    ranks: int = 1
+    global_batch: int = 1
+    micro_batch: int = 1
 
 
 Cursor = Mapping[str, Any]
-"""Position in the data: a few integers and a fingerprint, the same on every rank, JSON as it stands."""
+"""Position in the data: a few integers and a fingerprint, JSON as it stands.
+
+The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
+"readers"; `forge_data.cursor.merged` makes one cursor of those of all ranks.
+"""
 
 
 class Stream(Protocol):
@@ -153,12 +204,23 @@ class Stream(Protocol):
         """
         ...
 
+    def lr_scale(self, step: int) -> float:
+        """Factor that the phases of the data put on the learning rate of a step."""
+        ...
+
+    def tokens_at(self, step: int) -> int:
+        """Positions of the global batch of a step, with or without a label."""
+        ...
+
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
         """What is read, JSON as it stands; with `steps` also tokens and epochs of each source in so many steps."""
         ...
 
-    def entropy(self) -> float:
-        """Unigram entropy of the mixture in nats per token: the loss of a model that knows token frequencies only."""
+    def entropy(self) -> float | None:
+        """Unigram entropy of the mixture in nats per token: the loss of a model that knows token frequencies only.
+
+        None where nobody can count them, as in a stream.
+        """
         ...
 
 

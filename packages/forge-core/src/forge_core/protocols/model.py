@@ -57,6 +57,27 @@ class AttentionCore(Protocol):
         ...
 
 
+class Placed(NamedTuple):
+    """Tokens of one row that do not lie where they belong.
+
+    Attributes:
+        places: (T,) int64, the place of each token in its row.
+        documents: (B, T) int32, or None when each row is one document.
+    """
+
+    places: "Tensor"
+    documents: "Tensor | None"
+
+
+@runtime_checkable
+class PlacedCore(AttentionCore, Protocol):
+    """An attention core that can be told where its queries and keys belong: what gathering keys over ranks builds on."""
+
+    def prepare_placed(self, queries: Placed, keys: Placed, window: int | None) -> Any:
+        """As `prepare`, for calls with T queries and S keys in any order: k is (B, kv_heads, S, head_dim), v alike."""
+        ...
+
+
 @runtime_checkable
 class ExpertDispatcher(Protocol):
     """Seam 2: brings tokens to their experts and the results back."""
@@ -68,16 +89,43 @@ class ExpertDispatcher(Protocol):
         weights: "Tensor",
         run: "Callable[[Tensor, Tensor], Tensor]",
         count: int,
+        drops: bool = True,
     ) -> "Tensor":
-        """Weighted sum of the chosen experts' outputs.
+        """Weighted sum of the chosen experts' outputs, (N, embed).
 
         Args:
             x: (N, embed) tokens.
             experts: (N, top_k) int64 expert of each slot; -1 = dropped.
             weights: (N, top_k) combine weights.
-            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order.
+            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
+                last expert's may be there; they belong to nobody, and what is returned for them means nothing.
             count: number of experts in the layer.
+            drops: False promises that no slot is dropped.
         """
+        ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A module that keeps count over one optimizer step, such as a layer of experts that balances itself.
+
+    For every module of the model that is one, a step calls `before_step` before its first forward, then, when all backwards
+    are done, sums `statistics` over all ranks that saw different tokens, and hands the sum to `after_step` together with the
+    verdict on the update. So whatever such a module changes, it changes once per optimizer step, and alike on every rank.
+    """
+
+    def before_step(self, scale: "Tensor") -> None:
+        """`scale`: scalar fp64, 1 / (tokens of the step that are not padding, over all micro-batches and data ranks). The module
+        multiplies losses of its own, which are sums over tokens, by it."""
+        ...
+
+    def statistics(self) -> "Tensor":
+        """(n,) fp64, a sum over all forwards in training since `before_step`; zeros where there was none. n depends on the
+        model only."""
+        ...
+
+    def after_step(self, totals: "Tensor", skip: "Tensor") -> None:
+        """`totals`: the summed statistics. `skip`: scalar; where it is 1 the update does not happen, and nothing may move."""
         ...
 
 
@@ -119,8 +167,9 @@ class Objective(Protocol):
 class Model(Protocol):
     """A model as strategies see it: an `nn.Module` that describes itself.
 
-    Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective it returns
-    `LossTerms`; without, logits (B, T, vocab) from a last part, else hidden states (B, T, embed).
+    Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective it returns what that
+    returns; without, logits (B, T, vocab) from a last part, else hidden states (B, T, embed). A part of a pipeline is the
+    model with the modules of other parts being None; only a last part is given labels and objective.
     """
 
     def specs(self) -> Specs: ...
@@ -163,7 +212,9 @@ class Optimizer(Protocol):
 
 
 class Transform(Protocol):
-    """One strategy. `phase` orders it, `axes` are the mesh axes that it claims.
+    """One strategy. `phase` orders it, `axes` are the mesh axes that it claims, `needs` names the transforms that must be in
+    the plan as well when one of these axes is larger than 1. `whole_backward`: it does not stand a pipeline that computes
+    gradients of inputs and of weights apart.
 
     Derive from it: a strategy then says only what it does, and the rest does nothing.
     """
@@ -171,6 +222,8 @@ class Transform(Protocol):
     name: str
     phase: int
     axes: frozenset[str]
+    needs: frozenset[str] = frozenset()
+    whole_backward: bool = False
 
     def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""
@@ -179,6 +232,16 @@ class Transform(Protocol):
     def local_batch(self, batch: "Batch", context: Any) -> "Batch":
         """This rank's share of a batch that its data rank read; called before anything is counted."""
         return batch
+
+    def hidden_shape(self, shape: "tuple[int, ...]", context: Any) -> "tuple[int, ...]":
+        """Local shape of the hidden states between two parts of a pipeline, given what it is without this strategy.
+
+        It starts as (B, T, embed) of the local batch.
+        """
+        return shape
+
+    def whole_sequences(self, part: "nn.Module", on: bool) -> None:
+        """Switched on for forwards of any length whose input and output are whole on every rank, such as generation's."""
 
     def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
         """Called before each forward in training; `last` is the one after which gradients must be complete."""
