@@ -1,6 +1,8 @@
-"""The 8.03 B Llama-3 shape on one CUDA GPU: tokens/s, peak memory and MFU over state precision, recomputation and compilation.
+"""The 8.03 B Llama-3 shape on one CUDA GPU: tokens/s, peak memory and MFU over state precision, recomputation, compilation and
+float8.
 
     python benchmarks/gpu/dense.py [--configurations all|NAME,NAME] [--seconds 540] [--out results.json]
+    python benchmarks/gpu/dense.py --smoke     # every configuration on a CPU, a tiny shape, two steps: whether all of them run
 
 Sequence 4096, 32,768 tokens an optimizer step, 10 steps after 5 of warm-up, random tokens. Each configuration is a process of
 its own, so that one that runs out of memory costs nothing but its line. What does not fit into `--seconds` is named at the end.
@@ -9,7 +11,11 @@ Three MFU, since published ones differ: P parameters, E of them in the embedding
     all        6 P + 12 L D S     every parameter, attention as if it were not causal
     no embed   6 (P - E) + 12 L D S   lookups are no products (the predecessor's figure of 57.8 % counts like this)
     causal     6 (P - E) + 6 L D S    and only the half of attention that is computed
-divided by the dense bf16 peak of the GPU. Recomputed work never counts.
+divided by the dense bf16 peak of the GPU, float8 or not. Recomputed work never counts.
+
+Each float8 configuration is compared with the bf16 one of the same name without it; the target is 1.25 times its tokens/s.
+`world-of-one` goes through every transform of the plan on a single rank, where tensor, context and shard have nothing to do: it
+should cost nothing against the configuration without them.
 """
 
 import argparse
@@ -19,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -38,11 +44,23 @@ class Configuration:
     compiled: bool
     micro_batch: int
     budget: float = 1.0
+    float8: str = "none"
+    every_transform: bool = False
 
     @property
     def name(self) -> str:
         budget = f"-budget{self.budget}" if self.budget < 1 else ""
-        return f"{self.state}-{self.recompute}-{'compiled' if self.compiled else 'eager'}-mb{self.micro_batch}{budget}"
+        float8 = f"-{self.float8}" if self.float8 != "none" else ""
+        everything = "-world-of-one" if self.every_transform else ""
+        compiled = "compiled" if self.compiled else "eager"
+        return f"{self.state}-{self.recompute}-{compiled}-mb{self.micro_batch}{budget}{float8}{everything}"
+
+    @property
+    def baseline(self) -> "Configuration":
+        """The same without float8, or with it already, without transforms that have nothing to do."""
+        if self.every_transform:
+            return replace(self, every_transform=False)
+        return replace(self, float8="none")
 
 
 CONFIGURATIONS = (
@@ -56,11 +74,16 @@ CONFIGURATIONS = (
     Configuration("bf16", "selective", False, 2),
     Configuration("bf16", "none", False, 1),
     Configuration("fp32", "full", True, 1),
+    Configuration("bf16", "selective", True, 2, float8="tensorwise"),
+    Configuration("bf16", "selective", True, 2, float8="rowwise"),
+    Configuration("bf16", "full", True, 4, float8="tensorwise"),
+    Configuration("bf16", "full", True, 4, float8="rowwise"),
+    Configuration("bf16", "selective", True, 2, float8="tensorwise", every_transform=True),
 )
 
 
-def run(configuration: Configuration) -> dict[str, Any]:
-    """One configuration in this process."""
+def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
+    """One configuration in this process; with `smoke` on a CPU, a tiny shape, and figures that mean nothing."""
     import torch
 
     from forge_core.batch import Batch
@@ -69,7 +92,7 @@ def run(configuration: Configuration) -> dict[str, Any]:
     from forge_models.components.objectives import CrossEntropy
     from forge_parallel.clipping import clip
     from forge_parallel.components.optimizers import AdamW
-    from forge_parallel.components.transforms import Compile, Recompute
+    from forge_parallel.components.transforms import Compile, ContextParallel, Float8, Recompute, Shard, Tensor
     from forge_parallel.plan import Plan
     from forge_parallel.realization import Blueprint, realize
     from forge_parallel.step import Step
@@ -77,23 +100,31 @@ def run(configuration: Configuration) -> dict[str, Any]:
 
     torch.set_float32_matmul_precision("high")
     shape = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, max_length=LENGTH)
-    transforms = []
+    length, tokens_a_step, warm_up, steps, device = LENGTH, TOKENS, WARM_UP, STEPS, torch.device("cuda", 0)
+    if smoke:
+        shape = Decoder(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=256, max_length=32)
+        length, tokens_a_step, warm_up, steps, device = 32, 256, 1, 1, torch.device("cpu")
+    transforms = [Shard().build(), Tensor().build(), ContextParallel().build()] if configuration.every_transform else []
+    if configuration.float8 != "none":
+        emulate = "auto" if smoke else False  # a GPU without float8 is refused instead of measured
+        transforms.append(Float8(recipe=configuration.float8, emulate=emulate).build())  # type: ignore[arg-type]
     if configuration.recompute != "none":
         transforms.append(Recompute(policy=configuration.recompute).build())  # type: ignore[arg-type]
     if configuration.compiled:
         transforms.append(Compile(budget=configuration.budget).build())
-    layout, device = Layout(), torch.device("cuda", 0)
+    layout = Layout()
     begun = time.perf_counter()
     plan = Plan.of(transforms, layout)
     model = realize(Blueprint.of(shape.build), plan, Topology(layout, device), 0, "bf16", configuration.state)
-    torch.cuda.synchronize()
+    if not smoke:
+        torch.cuda.synchronize()
     built = time.perf_counter() - begun
     step, optimizer = Step(model, CrossEntropy().build()), AdamW(lr=3e-4).build(model)
-    rows = TOKENS // LENGTH
+    rows = tokens_a_step // length
     generator = torch.Generator().manual_seed(0)
 
     def train() -> float:
-        tokens = torch.randint(shape.vocab_size, (rows, LENGTH + 1), generator=generator)
+        tokens = torch.randint(shape.vocab_size, (rows, length + 1), generator=generator)
         cut = [tokens[start : start + configuration.micro_batch] for start in range(0, rows, configuration.micro_batch)]
         start = time.perf_counter()
         result = step([Batch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cut])
@@ -105,27 +136,28 @@ def run(configuration: Configuration) -> dict[str, Any]:
 
     losses: list[float] = []
     first = train()
-    for _ in range(WARM_UP - 1):
+    for _ in range(warm_up - 1):
         train()
-    torch.cuda.reset_peak_memory_stats()
-    times = [train() for _ in range(STEPS)]
-    rate = TOKENS / statistics.median(times)
+    if not smoke:
+        torch.cuda.reset_peak_memory_stats()
+    times = [train() for _ in range(steps)]
+    rate = tokens_a_step / statistics.median(times)
     parameters = model.parameter_count()
     embedding = shape.vocab_size * shape.dim
-    attention = shape.layers * shape.dim * LENGTH
+    attention = shape.layers * shape.dim * length
     work = {
         "all": 6 * parameters + 12 * attention,
         "no embed": 6 * (parameters - embedding) + 12 * attention,
         "causal": 6 * (parameters - embedding) + 6 * attention,
     }
-    gpu = torch.cuda.get_device_name()
+    gpu = "none" if smoke else torch.cuda.get_device_name()
     peak = next((value for name, value in PEAK.items() if name in gpu), None)
     return {
         "configuration": asdict(configuration),
         "tokens_per_second": rate,
-        "spread": [TOKENS / max(times), TOKENS / min(times)],
+        "spread": [tokens_a_step / max(times), tokens_a_step / min(times)],
         "over_published": rate / PUBLISHED,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": 0.0 if smoke else torch.cuda.max_memory_allocated() / 2**30,
         "mfu": {name: rate * flops / peak for name, flops in work.items()} if peak else None,
         "parameters": parameters,
         "build_seconds": built,
@@ -136,12 +168,16 @@ def run(configuration: Configuration) -> dict[str, Any]:
     }
 
 
-def line(name: str, result: dict[str, Any]) -> str:
+def line(name: str, result: dict[str, Any], baseline: dict[str, Any] | None = None) -> str:
+    """One configuration; with the one that it is to be compared with, the ratio of their tokens/s."""
     if "error" in result:
-        return f"{name:32} {result['error']}"
+        return f"{name:56} {result['error']}"
     mfu = " ".join(f"{value:5.1%}" for value in result["mfu"].values()) if result["mfu"] else "GPU unknown"
     speed = f"{result['tokens_per_second']:8,.0f} tokens/s ({result['over_published']:.2f} x published)"
-    return f"{name:32} {speed}  {result['peak_gib']:6.1f} GiB  MFU {mfu}"
+    against = ""
+    if baseline is not None and "error" not in baseline:
+        against = f"  {result['tokens_per_second'] / baseline['tokens_per_second']:.2f} x without"
+    return f"{name:56} {speed}  {result['peak_gib']:6.1f} GiB  MFU {mfu}{against}"
 
 
 def main() -> None:
@@ -149,15 +185,20 @@ def main() -> None:
     parser.add_argument("--configurations", default="all")
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="whether every configuration runs, on a CPU; measures nothing")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.alone:
         print(json.dumps(run(Configuration(**json.loads(arguments.alone)))))
         return
-    if which("nvidia-smi") is None or subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
-        parser.exit(2, "this benchmark needs a CUDA GPU, and nvidia-smi shows none\n")
     named = {configuration.name: configuration for configuration in CONFIGURATIONS}
     chosen = list(named) if arguments.configurations == "all" else arguments.configurations.split(",")
+    if arguments.smoke:
+        for name in chosen:
+            print(f"{name:56} loss {run(named[name], smoke=True)['losses'][0]:.3f}", flush=True)
+        return
+    if which("nvidia-smi") is None or subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
+        parser.exit(2, "this benchmark needs a CUDA GPU, and nvidia-smi shows none\n")
     deadline, results, skipped = time.monotonic() + arguments.seconds, {}, []
     print(f"command: {' '.join(sys.argv)}", flush=True)
     for name in chosen:
@@ -172,7 +213,8 @@ def main() -> None:
             results[name] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": error[0][:300]}
         except subprocess.TimeoutExpired:
             results[name] = {"error": "out of time"}
-        print(line(name, results[name]), flush=True)
+        other = named[name].baseline.name
+        print(line(name, results[name], results.get(other) if other != name else None), flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
     if skipped:

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
-from forge_parallel.checks import axes_are_claimed, batch_fits, compositions_are_proven, features
-from forge_parallel.components.transforms import Shard
+from forge_parallel.checks import (
+    axes_are_claimed,
+    batch_fits,
+    compositions_are_proven,
+    features,
+    float8_fits,
+    rows_can_be_cut,
+    sequence_can_be_cut,
+)
+from forge_parallel.components.transforms import ContextParallel, Float8, Shard, Tensor
 from forge_parallel.proven import FEATURES, unproven
 
 
@@ -36,20 +44,82 @@ def test_a_batch_that_does_not_fit_names_what_would(rows: int, micro: int, layou
 
 
 def test_an_axis_that_nobody_implements_is_a_fault() -> None:
-    found = {fault.key: str(fault) for fault in axes_are_claimed(job(), Layout.parse("pp2dp2tp2cp2"))}
-    assert sorted(found) == ["parallel.cp", "parallel.pp", "parallel.tp"]
-    assert "'tensor'" in found["parallel.tp"]
-    assert list(axes_are_claimed(job(tensor=object()), Layout.parse("tp2"))) == [], "a plugin may offer it"
+    found = {fault.key: str(fault) for fault in axes_are_claimed(job(), Layout.parse("dp2tp2cp2ep2"))}
+    assert sorted(found) == ["parallel.ep"]
+    assert "'expert'" in found["parallel.ep"]
+    assert list(axes_are_claimed(job(expert=object()), Layout.parse("dp2ep2"))) == [], "a plugin may offer it"
+
+
+@pytest.mark.parametrize(
+    ("length", "layout", "kind", "hint"),
+    [
+        (24, "cp4", "ring", ""),
+        (20, "cp4", "ring", "16 or 24"),
+        (6, "cp4", "all_gather", "8 can"),
+        (20, "cp4", "ulysses", ""),
+        (7, "1", "ring", ""),
+    ],
+)
+def test_rows_are_cut_into_equal_pieces(length: int, layout: str, kind: Any, hint: str) -> None:
+    given = job(context=ContextParallel(kind=kind))
+    given.data = SimpleNamespace(sequence_length=length)
+    faults = list(rows_can_be_cut(given, Layout.parse(layout)))
+    assert [fault.key for fault in faults] == ["data.sequence_length"] * bool(hint)
+    assert all(hint in fault.hint for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("length", "layout", "sequence", "hint"),
+    [
+        (16, "tp2", None, ""),
+        (15, "tp2", None, "multiple of 2"),
+        (15, "tp2", False, ""),
+        (24, "cp2tp4", True, ""),
+        (20, "cp2tp4", True, "8"),
+    ],
+)
+def test_tp_cuts_what_cp_leaves_into_equal_parts(length: int, layout: str, sequence: bool | None, hint: str) -> None:
+    given = job() if sequence is None else job(tensor=Tensor(sequence_parallel=sequence))
+    given.data = SimpleNamespace(sequence_length=length)
+    faults = list(sequence_can_be_cut(given, Layout.parse(layout)))
+    assert [fault.key for fault in faults] == ["data.sequence_length"] * bool(hint)
+    assert all(hint in fault.hint for fault in faults)
+    assert features(given, Layout.parse(layout)) >= {"tp"}
+    assert "tensor" not in features(given, Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("micro", "length", "layout", "compute", "emulate", "keys"),
+    [
+        (2, 24, "1", "bf16", "auto", []),
+        (1, 24, "1", "bf16", "auto", ["train.micro_batch"]),
+        (2, 24, "cp2", "bf16", False, ["train.micro_batch"]),
+        (1, 24, "1", "fp32", True, []),
+        (2, 24, "1", "fp64", "auto", ["precision.compute"]),
+    ],
+)
+def test_float8_needs_tokens_in_steps_of_16(
+    micro: int, length: int, layout: str, compute: str, emulate: Any, keys: list[str]
+) -> None:
+    given = job(8, micro, compute, float8=Float8(emulate=emulate))
+    given.data = SimpleNamespace(sequence_length=length)
+    assert [fault.key for fault in float8_fits(given, Layout.parse(layout))] == keys
 
 
 def test_features_of_a_job() -> None:
+    assert features(job(8, 2, float8=Float8()), Layout.parse("dp4")) == {"dp_shard", "float8"}
     assert features(job(8, 2), Layout.parse("hsdp2x2")) == {"dp_shard", "dp_replicate"}
     assert features(job(8, 2, "bf16", shard=Shard(reduce="each")), Layout()) == {"accumulate", "bf16", "reduce_each"}
+    assert features(job(8, 4), Layout.parse("dp2cp2")) == {"dp_shard", "cp_all_gather"}
+    assert features(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2cp2")) == {"dp_shard", "cp_ring"}
+    assert features(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2")) == {"dp_shard"}
     assert features(job(compute="bf16", mine=object()), Layout.parse("dp4")) == {"dp_shard", "bf16", "mine"}
 
 
 def test_what_no_test_proves_is_refused_by_name() -> None:
-    assert unproven(FEATURES) == []
+    assert unproven(name for name in FEATURES if not name.startswith(("pp_", "cp_"))) == []
+    assert unproven(["pp_zbv", "recompute"]) == [("pp_zbv", "recompute")], "it computes a backward in two parts"
+    assert unproven(["cp_ring", "cp_ulysses"]) == [("cp_ring", "cp_ulysses")], "a run has one kind only"
     assert unproven(["dp_shard", "mine"]) == [("mine",)]
     (fault,) = compositions_are_proven(job(mine=object()), Layout.parse("dp4"))
     assert "transforms.mine" in str(fault)

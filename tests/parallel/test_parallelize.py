@@ -15,7 +15,9 @@ from forge_core.layout import Layout
 from forge_parallel import Parallelized, parallelize
 from forge_parallel.components.transforms import Compile, Recompute
 from forge_parallel.foreign.describe import find_blocks
+from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
+from forge_parallel.gather import gathered
 from harness.pool import World
 
 WIDTH, VOCAB = 8, 19
@@ -276,12 +278,10 @@ def _stepped(layout: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         return (each * keep(batch).flatten()).sum()
 
     mean = model.step(batches, loss, lambda batch: keep(batch).sum())
-    from forge_parallel.gather import gathered
-
     return float(mean), start, gathered(model, {name: t.grad for name, t, _ in model.trainable()})
 
 
-@pytest.mark.parametrize(("layout", "size"), [("dp2", 2), ("dp2tp2", 4)])
+@pytest.mark.parametrize(("layout", "size"), [("dp2", 2), ("dp2tp2", 4), ("pp2", 2), ("pp2dp2", 4), ("pp2tp2", 4)])
 def test_a_step_weighs_tokens_over_all_ranks(world: World, layout: str, size: int) -> None:
     results = world.run(_stepped, size, layout)
     module = Plain().double()
@@ -296,6 +296,51 @@ def test_a_step_weighs_tokens_over_all_ranks(world: World, layout: str, size: in
         for name, parameter in module.named_parameters():
             assert parameter.grad is not None
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+def _stepped_llama(layout: str, name: str) -> tuple[float, float, dict[str, Tensor], dict[str, Tensor]]:
+    model = parallelize(BUILDERS[name], layout, compute="fp64", state="fp64")
+    start = model.state_dict(whole=True)
+    batches = [{"input_ids": row} for row in _tokens(4).chunk(2)]
+
+    def loss(output: Any, batch: Any) -> Tensor:
+        logits = output if isinstance(output, Tensor) else output.logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum")
+
+    mean = model.step(batches, loss, lambda batch: torch.tensor(batch["input_ids"][:, 1:].numel()))
+    norm = model.clip_grad_norm(1e9)
+    return float(mean), float(norm), start, gathered(model, {name: t.grad for name, t, _ in model.trainable()})
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama, tied", "pp2"), ("llama", "pp2tp2")])
+def test_transformers_models_run_in_a_pipeline(world: World, name: str, layout: str) -> None:
+    results = world.run(_stepped_llama, Layout.parse(layout).world, layout, name, timeout=180)
+    module = BUILDERS[name]().double()
+    module.load_state_dict(results[0][2], strict=False)
+    expected = _loss(module(input_ids=_tokens(4)), _tokens(4))
+    expected.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(module.parameters(), 1e9))
+    for mean, found_norm, _, gradients in results:
+        assert mean == pytest.approx(expected.item(), rel=1e-12)
+        assert found_norm == pytest.approx(norm, rel=1e-10)
+        for key, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[key], parameter.grad, rtol=0, atol=1e-12)
+
+
+class Scaling(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * 2.0
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_a_module_that_computes_between_its_modules_is_not_cut() -> None:
+    with pytest.raises(PlanError, match="computes something on the hidden states between its modules"):
+        stage(Scaling(), ["blocks.0", "blocks.1", "blocks.2"])
+    with pytest.raises(PlanError, match="needs modules before the blocks and after them"):
+        stage(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ["0", "1"])
 
 
 def _loaded() -> bool:

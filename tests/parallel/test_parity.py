@@ -1,8 +1,6 @@
 """Layouts against one process, and one process against a loop in plain torch."""
 
-import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,12 +10,8 @@ from torch.nn import functional as F
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.objectives import CrossEntropy
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.parity import Case, Measurement, compare, measure, synthetic
-from forge_parallel.proven import PROVEN
-from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from harness.pool import World
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
@@ -91,47 +85,6 @@ def test_fp32_is_held_to_its_own_tolerance(world: World, layout: str) -> None:
     for found in world.run(_measure, 4, case, layout):
         difference = compare(reference, found)
         assert difference.accepted("fp32"), difference
-
-
-def _with(case: Case, layout: str, features: frozenset[str]) -> Measurement:
-    """One rank of a run with these features, on the decoder."""
-    transforms: list[Any] = [Shard(reduce="each" if "reduce_each" in features else "last")]
-    if "recompute" in features:
-        transforms.append(Recompute(("matmul", "attention"), every=1))
-    if "compile" in features:
-        transforms.append(Compile())
-    with warnings.catch_warnings():
-        if "compile" in features:  # the compiler's own imports warn, and so does the way it looks at its inputs
-            warnings.simplefilter("ignore")
-        return measure(case, Layout.parse(layout), transforms, CPU)
-
-
-@pytest.mark.parametrize("features", sorted(PROVEN, key=sorted), ids=lambda features: "+".join(sorted(features)))
-def test_every_listed_combination_equals_one_process(world: World, features: frozenset[str]) -> None:
-    """The table of proven pairs is proven here, entry by entry, on the decoder.
-
-    The reference is one process with nothing but the arithmetic in common: its precision, its micro-batches, and, in low
-    precision, compilation, which rounds at other places.
-    """
-    low = bool({"bf16", "bf16_state"} & features)
-    shard, replicate = 1 + ("dp_shard" in features), 1 + ("dp_replicate" in features)
-    rows = 4 * shard * replicate
-    micro_batch = 1 if "accumulate" in features else rows // (shard * replicate)
-    case = Case(DECODER.build, CrossEntropy().build(), AdamW(lr=1e-2).build, VOCAB, rows=rows, micro_batch=micro_batch, steps=2)
-    if low:
-        case = replace(case, compute="bf16", state="bf16" if "bf16_state" in features else "fp32", steps=1)
-    layout = str(Layout(dp_shard=shard, dp_replicate=replicate))
-    reference = _with(case, "1", features & {"compile"} if low else frozenset())
-    for found in world.run(_with, shard * replicate, case, layout, features, timeout=300):
-        difference = compare(reference, found)
-        assert difference.accepted(case.state), difference
-
-
-def test_the_table_names_this_test() -> None:
-    for test in PROVEN.values():
-        file, _, name = test.partition("::")
-        assert Path(__file__).match(file)
-        assert name in globals()
 
 
 def test_the_gate_sees_a_wrong_divisor(world: World) -> None:

@@ -57,6 +57,8 @@ def test_what_does_not_fit_is_refused(transforms: list[Any], layout: str, names:
 def test_axes_pull_in_their_transform() -> None:
     assert default_transforms(Layout.parse("hsdp2x2"), []) == ("shard",)
     assert default_transforms(Layout.parse("dp2"), ["shard"]) == ()
+    assert default_transforms(Layout.parse("cp2"), ["context"]) == ("shard",)
+    assert default_transforms(Layout.parse("dp2cp2"), []) == ("shard", "context")
     assert default_transforms(Layout(), []) == ()
 
 

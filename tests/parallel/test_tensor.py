@@ -13,12 +13,15 @@ from forge_core.specs import Specs
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
+from forge_models.generation import generate
+from forge_models.sampling import Sampling
 from forge_parallel.boxes import local_box
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.gather import gathered
 from forge_parallel.parity import Case, Measurement, compare, measure, synthetic
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
+from forge_parallel.step import Step
 from forge_parallel.tensor.rules import Role, rules
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.recompute import Recompute
@@ -65,7 +68,16 @@ def _equal(world: World, case: Case, layout: str, *arguments: Any) -> None:
         assert difference.accepted(case.state), difference
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+DENSE = [variant for variant, fields in VARIANTS.items() if "moe" not in fields]
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - DENSE))
+def test_experts_are_refused(variant: str) -> None:
+    with pytest.raises(PlanError, match="stacks experts"):
+        rules(Blueprint.of(_decoder(variant).build).specs, 2, True)
+
+
+@pytest.mark.parametrize("variant", DENSE)
 def test_every_block_equals_one_process(world: World, variant: str) -> None:
     _equal(world, _case(variant), "tp2")
 
@@ -190,3 +202,22 @@ def test_whole_logits_come_out_on_every_rank(world: World, variant: str) -> None
     expected = _logits("1", variant)
     for found in world.run(_logits, 2, "tp2", variant):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def _generated(layout: str, variant: str) -> tuple[list[list[int]], float]:
+    """Greedy tokens after prompts of unequal length, then the loss of a step: sequences are cut again."""
+    at = Layout.parse(layout)
+    case = _case(variant)
+    model = realize(Blueprint.of(case.build), Plan.of([Shard(), Tensor()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
+    with model.inference(whole_sequences=True):
+        tokens = generate(model.part, [[5, 7, 11], [1], [2, 3, 4, 5, 6]], Sampling(), max_tokens=6)  # type: ignore[arg-type]
+    result = Step(model, case.objective)([synthetic(case, 0)])
+    return [[int(token) for token in row] for row in tokens], result.numbers()["loss"]
+
+
+@pytest.mark.parametrize("variant", [*CHOSEN, "capped_scores"])
+def test_generation_works_on_cut_matrices(world: World, variant: str) -> None:
+    expected, loss = _generated("1", variant)
+    for tokens, found in world.run(_generated, 2, "tp2", variant):
+        assert tokens == expected
+        assert found == pytest.approx(loss, rel=1e-12)

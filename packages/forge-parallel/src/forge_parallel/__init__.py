@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forge_parallel.foreign.parallelized import parallelize as parallelize
     from forge_parallel.launcher import launch as launch
     from forge_parallel.model import ParallelModel as ParallelModel
+    from forge_parallel.pipeline.definition import Pipeline as Pipeline
     from forge_parallel.plan import Phase as Phase
     from forge_parallel.plan import Plan as Plan
     from forge_parallel.realization import Blueprint as Blueprint
@@ -27,6 +28,7 @@ __getattr__, __dir__ = lazily(
         "ParallelModel": "model",
         "Parallelized": "foreign.parallelized",
         "Phase": "plan",
+        "Pipeline": "pipeline.definition",
         "Plan": "plan",
         "Step": "step",
         "StepResult": "step",

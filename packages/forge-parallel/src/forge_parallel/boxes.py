@@ -27,7 +27,7 @@ def local_box(tensor: torch.Tensor) -> Box:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(shape, (0,) * tensor.dim(), tensor.detach())
-    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    mesh, local = tensor.device_mesh, plain(tensor.to_local()).detach()
     at = mesh.get_coordinate()
     assert at is not None, "a tensor lives on the mesh of its rank"
     offset, extent = [0] * tensor.dim(), list(shape)
@@ -37,6 +37,11 @@ def local_box(tensor: torch.Tensor) -> Box:
     if tuple(extent) != tuple(local.shape):
         raise AssertionError(f"{tensor.placements} of {shape} should give {tuple(extent)}, but torch holds {tuple(local.shape)}")
     return Box(shape, tuple(offset), local)
+
+
+def plain(local: torch.Tensor) -> torch.Tensor:
+    """The numbers that a rank holds: a strategy that changes how a tensor is gathered wraps it, and calls them `plain`."""
+    return getattr(local, "plain", local)
 
 
 def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:

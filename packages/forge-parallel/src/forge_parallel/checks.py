@@ -8,10 +8,11 @@ from typing import Any
 
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
+from forge_parallel.components.transforms import ContextParallel
 from forge_parallel.plan import AXIS_DEFAULTS
 from forge_parallel.proven import FEATURES, unproven
 
-IMPLEMENTED = frozenset({"compile", "recompute", "shard", "tensor"})
+IMPLEMENTED = frozenset({"compile", "context", "float8", "recompute", "shard", "tensor"})
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
 
 
@@ -35,22 +36,90 @@ def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
+def rows_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Ranks that split rows hold two pieces of each, or one when heads are exchanged; all pieces are equal."""
+    length = getattr(getattr(job, "data", None), "sequence_length", None)
+    if layout.cp == 1 or length is None:
+        return
+    pieces = layout.cp if _context_kind(job) == "ulysses" else 2 * layout.cp
+    below = length - length % pieces
+    if below != length:
+        yield Fault(
+            "data.sequence_length",
+            f"{length} tokens cannot be cut into {pieces} equal pieces for parallel.cp = {layout.cp}",
+            hint=" or ".join(str(legal) for legal in (below, below + pieces) if legal) + " can",
+        )
+
+
+def float8_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Float8 kernels sum over the tokens of a micro-batch in steps of 16; emulated ones over any number."""
+    float8 = job.transforms.get("float8")
+    if float8 is None:
+        return
+    if job.precision.compute == "fp64":
+        yield Fault("precision.compute", "'fp64' has no meaning with transforms.float8", hint="use 'bf16', or 'fp32' for tests")
+    length = getattr(job.data, "sequence_length", None)
+    if length is None or getattr(float8, "emulate", "auto") is True:
+        return
+    tokens = job.train.micro_batch * length // layout.cp
+    if tokens % 16:
+        yield Fault(
+            "train.micro_batch",
+            f"a micro-batch has {tokens} tokens on a rank, and transforms.float8 needs a multiple of 16",
+            hint="choose another micro_batch or data.sequence_length, or transforms.float8.emulate = true",
+        )
+
+
+def sequence_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
+    """With sequence parallelism every tp rank has an equal part of what its cp rank holds of a row."""
+    length = getattr(getattr(job, "data", None), "sequence_length", None)
+    tensor = job.transforms.get("tensor")
+    if layout.tp == 1 or length is None or (tensor is not None and not tensor.sequence_parallel):
+        return
+    if length % layout.cp == 0 and length // layout.cp % layout.tp:
+        pieces = layout.cp * layout.tp
+        yield Fault(
+            "data.sequence_length",
+            f"{length} tokens on {layout.cp} ranks of cp cannot be cut into {layout.tp} equal parts for parallel.tp",
+            hint=f"a multiple of {pieces} can; or set transforms.tensor.sequence_parallel = false",
+        )
+
+
 def axes_are_claimed(job: Any, layout: Layout) -> Iterator[Fault]:
-    """Every axis larger than 1 has a transform that implements it."""
+    """Every axis larger than 1 has a transform that implements it; pp has `[parallel.pipeline]`."""
     for axis in layout.active():
-        default = AXIS_DEFAULTS.get(axis)
+        if axis == "pp":
+            continue
+        default = AXIS_DEFAULTS.get(axis, (None,))[0]
         if default not in IMPLEMENTED and default not in job.transforms:
-            what = f"the transform {default!r}" if default else "pipeline parts"
             yield Fault(
                 f"parallel.{axis}",
-                f"= {layout.size(axis)}, but no installed distribution offers {what}",
+                f"= {layout.size(axis)}, but no installed distribution offers the transform {default!r}",
                 hint=f"set parallel.{axis} = 1",
             )
+
+
+def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Blocks can be split over the stages, and the schedule can run a step's micro-batches."""
+    if layout.pp == 1:
+        return
+    pipeline = job.parallel.pipeline.definition()
+    micro_batches, left = divmod(job.train.global_batch, layout.data * job.train.micro_batch)
+    # How many blocks a model has is known here only if it says so; else the cut refuses, before memory is allocated.
+    blocks = getattr(job.model, "layers", None)
+    for why in pipeline.refusals(layout.pp, blocks=blocks if isinstance(blocks, int) else None):
+        yield Fault("parallel.pipeline.split", why, hint="change parallel.pp, the split, or the schedule's stages per rank")
+    for why in pipeline.refusals(layout.pp, micro_batches=None if left else micro_batches):
+        yield Fault("parallel.pipeline.schedule", why, hint="change train.global_batch or train.micro_batch")
 
 
 def features(job: Any, layout: Layout) -> set[str]:
     """Features of `forge_parallel.proven` that a job uses, plus transforms by name that it does not know."""
     used = {axis for axis in layout.active() if axis in FEATURES}
+    if layout.cp > 1:
+        used.add(f"cp_{_context_kind(job)}")
+    if layout.pp > 1:
+        used.add(f"pp_{job.parallel.pipeline.definition().schedule.name}")
     if job.train.global_batch > job.train.micro_batch * layout.data:
         used.add("accumulate")
     if job.precision.compute == "bf16":
@@ -58,11 +127,15 @@ def features(job: Any, layout: Layout) -> set[str]:
     if job.precision.state == "bf16":
         used.add("bf16_state")
     for name, transform in job.transforms.items():
-        if name != "shard":
+        if name not in ("context", "shard", "tensor"):  # features of their axes
             used.add(name)
-        elif getattr(transform, "reduce", "last") == "each":
+        elif name == "shard" and getattr(transform, "reduce", "last") == "each":
             used.add("reduce_each")
     return used
+
+
+def _context_kind(job: Any) -> str:
+    return str(getattr(job.transforms.get("context"), "kind", ContextParallel().kind))
 
 
 def compositions_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:

@@ -17,9 +17,11 @@ class Context:
         topology: this rank's place.
         compute: dtype of parameters and activations in forward and backward.
         state: dtype of what the optimizer updates.
+        whole: of the whole model, of which the part may be a pipeline's stage; None where it is all of it.
     """
 
     specs: Specs
     topology: Topology
     compute: torch.dtype
     state: torch.dtype
+    whole: Specs | None = None

@@ -1,7 +1,7 @@
 """What `realize` returns: the only thing that a step or an optimizer accepts."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,12 +10,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.batch import Batch
+from forge_core.errors import PlanError
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Specs
 from forge_parallel.boxes import local_box
 from forge_parallel.context import Context
 from forge_parallel.owner import owns
+from forge_parallel.pipeline import ties
+from forge_parallel.pipeline.cut import Cut
 from forge_parallel.plan import Plan
 from forge_parallel.precision import cast_parameters
 from forge_parallel.topology import Topology
@@ -33,6 +36,7 @@ class ParallelModel:
         plan: what was applied, in order.
         topology: this rank's place.
         compute: dtype of parameters in forward and backward.
+        cut: which stages the parts are; None without a pipeline.
     """
 
     parts: tuple[nn.Module, ...]
@@ -42,23 +46,40 @@ class ParallelModel:
     plan: Plan
     topology: Topology
     compute: torch.dtype
+    cut: Cut | None = None
+
+    @cached_property
+    def everything(self) -> Mapping[str, torch.Tensor]:
+        """Live parameters and persistent buffers of this rank by name, tied copies on stages of their own included.
+
+        Collected while every parameter is sharded: later a module may show a gathered copy in its place.
+        """
+        self.reshard()
+        return dict(named for part in self.parts for named in (*part.named_parameters(), *_persistent_buffers(part)))
 
     @cached_property
     def _tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
-        """Collected while every parameter is sharded: later a module may show a gathered copy in its place."""
-        self.reshard()
-        return tuple(named for part in self.parts for named in (*part.named_parameters(), *_persistent_buffers(part)))
+        copies = self.cut.copies if self.cut is not None else frozenset()
+        return tuple((name, tensor) for name, tensor in self.everything.items() if name not in copies)
 
     @property
     def part(self) -> nn.Module:
-        """The only part.
+        """The whole model as this rank runs it.
 
         Raises:
-            RuntimeError: under a pipeline there is no single module; use `parts`.
+            PlanError: under a pipeline there is no single module; use `parts`.
         """
-        if len(self.parts) != 1:
-            raise RuntimeError(f"this rank holds {len(self.parts)} pipeline parts; use .parts")
+        if self.cut is not None:
+            raise PlanError(
+                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank has "
+                "the whole of it: use .parts, or a layout with pp = 1"
+            )
         return self.parts[0]
+
+    @property
+    def scores(self) -> bool:
+        """Whether this rank has the last part, where losses are."""
+        return self.cut is None or self.cut.last
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Global name and live tensor of every local parameter and persistent buffer; a tied copy is not repeated."""
@@ -80,18 +101,28 @@ class ParallelModel:
                     module.reshard()
 
     @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind."""
+    def inference(self, whole_sequences: bool = False) -> Iterator[None]:
+        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind.
+
+        With `whole_sequences` every rank has the whole residual stream, so that forwards may have any length.
+        """
         training = [module for part in self.parts for module in part.modules() if module.training]
         for part in self.parts:
             part.eval()
+        self._whole_sequences(whole_sequences)
         try:
             with torch.no_grad(), self.computing():
                 yield
         finally:
+            self._whole_sequences(False)
             for module in training:
                 module.training = True
             self.reshard()
+
+    def _whole_sequences(self, on: bool) -> None:
+        for transform in self.plan.transforms:
+            for part in self.parts:
+                transform.whole_sequences(part, on)
 
     def pieces(self) -> Iterator[Piece]:
         """The local boxes of all parameters and buffers under `model/<global name>`, for a checkpoint."""
@@ -103,11 +134,18 @@ class ParallelModel:
         box = local_box(tensor)
         return Piece(name, box.shape, box.offset, box.local, owns(tensor, self.topology) and box.local.numel() > 0)
 
-    def computing(self) -> AbstractContextManager[None]:
-        """Spans one forward and backward: parameters have the compute dtype inside."""
-        if isinstance(self.part, FSDPModule):
-            return nullcontext()
-        return cast_parameters(self.part, self.compute)
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Spans forwards and backwards: parameters have the compute dtype inside."""
+        with ExitStack() as casts:
+            for part in self.parts:
+                if not isinstance(part, FSDPModule):
+                    casts.enter_context(cast_parameters(part, self.compute))
+            yield
+
+    def refresh(self) -> None:
+        """Gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
+        ties.refresh(self)
 
     def local_batch(self, batch: Batch) -> Batch:
         """This rank's share of what its data rank read, on the device."""
@@ -127,6 +165,7 @@ class ParallelModel:
         for transform in reversed(self.plan.transforms):
             for part, context in zip(self.parts, self.contexts, strict=True):
                 transform.after_backward(part, context)
+        ties.add_gradients(self)
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, counted once over all ranks and ties."""

@@ -19,6 +19,7 @@ from forge_core.protocols.model import Objective, Optimizer, Transform
 from forge_parallel.clipping import clip
 from forge_parallel.gather import gathered
 from forge_parallel.model import ParallelModel
+from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
@@ -102,10 +103,13 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
     ]
 
 
-def measure(case: Case, layout: Layout, transforms: Iterable[Transform], device: torch.device) -> Measurement:
+def measure(
+    case: Case, layout: Layout, transforms: Iterable[Transform], device: torch.device, pipeline: Pipeline | None = None
+) -> Measurement:
     """Runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
     topology = Topology.of(layout, device)
-    model = realize(Blueprint.of(case.build), Plan.of(transforms, layout), topology, case.seed, case.compute, case.state)
+    plan = Plan.of(transforms, layout, pipeline)
+    model = realize(Blueprint.of(case.build), plan, topology, case.seed, case.compute, case.state)
     optimizer = case.optimizer(model)
     step = Step(model, case.objective)
     initial = gathered(model, _weights(model))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
+from forge_parallel.pipeline.definition import Pipeline
 
 
 class Phase(IntEnum):
@@ -25,23 +26,35 @@ class Phase(IntEnum):
     SHARD = 6
 
 
-AXIS_DEFAULTS = {"dp_replicate": "shard", "dp_shard": "shard", "cp": "context", "tp": "tensor", "ep": "expert", "etp": "expert"}
-"""The transform that an axis larger than 1 pulls in when the recipe names none for it."""
+AXIS_DEFAULTS = {
+    "dp_replicate": ("shard",),
+    "dp_shard": ("shard",),
+    "cp": ("context", "shard"),
+    "tp": ("tensor",),
+    "ep": ("expert",),
+    "etp": ("expert",),
+}
+"""The transforms that an axis larger than 1 pulls in when the recipe names none: the one that claims it, then what that needs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Transforms in the order in which they are applied, for one layout. Build it with `Plan.of`."""
+    """Transforms in the order in which they are applied, for one layout. Build it with `Plan.of`.
+
+    `pipeline` is how the model is cut before they are applied; None where pp is 1.
+    """
 
     transforms: tuple[Transform, ...]
     layout: Layout
+    pipeline: Pipeline | None = None
 
     @classmethod
-    def of(cls, transforms: Iterable[Transform], layout: Layout) -> "Plan":
-        """Sorts by phase.
+    def of(cls, transforms: Iterable[Transform], layout: Layout, pipeline: Pipeline | None = None) -> "Plan":
+        """Sorts by phase. `pipeline` claims the axis pp, and has nothing to do where that is 1.
 
         Raises:
-            PlanError: two transforms share a phase or claim one axis, or an axis larger than 1 is claimed by none.
+            PlanError: two transforms share a phase or claim one axis, an axis larger than 1 is claimed by none, a
+                transform that another one needs is missing, or the pipeline's schedule cannot do with one of them.
         """
         ordered = sorted(transforms, key=lambda transform: transform.phase)
         for one, other in pairwise(ordered):
@@ -49,7 +62,14 @@ class Plan:
                 raise PlanError(
                     f"transforms {one.name!r} and {other.name!r} are both of phase {Phase(one.phase).name}; keep one of them"
                 )
-        claimed: dict[str, str] = {}
+        cut = pipeline if layout.pp > 1 else None
+        for transform in ordered:
+            if cut is not None and cut.schedule.splits_backward and transform.whole_backward:
+                raise PlanError(
+                    f"the pipeline schedule {cut.schedule.name!r} computes gradients of inputs and of weights apart, which "
+                    f"transform {transform.name!r} does not stand; leave it out, or take the schedule 1f1b or interleaved"
+                )
+        claimed: dict[str, str] = {} if cut is None else {"pp": "pipeline"}
         for transform in ordered:
             for axis in sorted(transform.axes):
                 if axis in claimed:
@@ -59,11 +79,21 @@ class Plan:
                 claimed[axis] = transform.name
         for axis in layout.active():
             if axis not in claimed:
+                if axis == "pp":
+                    raise PlanError(f"parallel.pp = {layout.pp} but the plan has no pipeline; give one, or set parallel.pp = 1")
                 raise PlanError(
                     f"parallel.{axis} = {layout.size(axis)} but no transform of the plan claims axis {axis}; "
-                    f"set parallel.{axis} = 1 or add [transforms.{AXIS_DEFAULTS.get(axis, axis)}]"
+                    f"set parallel.{axis} = 1 or add [transforms.{AXIS_DEFAULTS.get(axis, (axis,))[0]}]"
                 )
-        return cls(tuple(ordered), layout)
+        present = {transform.name for transform in ordered}
+        for transform in ordered:
+            used, missing = transform.axes & set(layout.active()), sorted(transform.needs - present)
+            if used and missing:
+                raise PlanError(
+                    f"parallel.{min(used)} > 1: transform {transform.name!r} needs {', '.join(missing)}; "
+                    f"add [transforms.{missing[0]}]"
+                )
+        return cls(tuple(ordered), layout, cut)
 
     def names(self) -> tuple[str, ...]:
         """Names in the order of application."""
@@ -73,5 +103,5 @@ class Plan:
 def default_transforms(layout: Layout, chosen: Iterable[str]) -> tuple[str, ...]:
     """Names of the transforms that the layout's axes pull in beyond those already chosen."""
     present = set(chosen)
-    names = dict.fromkeys(AXIS_DEFAULTS[axis] for axis in layout.active() if axis in AXIS_DEFAULTS)
+    names = dict.fromkeys(name for axis in layout.active() for name in AXIS_DEFAULTS.get(axis, ()))
     return tuple(name for name in names if name not in present)

@@ -16,6 +16,8 @@ from forge_parallel.boxes import local_box
 from forge_parallel.context import Context
 from forge_parallel.init import fill
 from forge_parallel.model import ParallelModel
+from forge_parallel.pipeline import ties
+from forge_parallel.pipeline.cut import Cut
 from forge_parallel.plan import Plan
 from forge_parallel.precision import DTYPES
 from forge_parallel.topology import Topology
@@ -87,7 +89,7 @@ def realize(
     """Applies the plan, allocates memory and fills it.
 
     Args:
-        blueprint: consumed; its module becomes the model's part.
+        blueprint: consumed; its module becomes the model's part, or is cut into parts where the plan has a pipeline.
         plan: made for the layout of `topology`.
         topology: this rank's place.
         source: a seed for initial weights, or a function that restores them.
@@ -99,18 +101,30 @@ def realize(
     """
     if plan.layout != topology.layout:
         raise PlanError(f"the plan is for layout {plan.layout}, the topology for {topology.layout}")
-    context = Context(blueprint.specs, topology, DTYPES[compute], DTYPES[state])
-    part = blueprint.module.to(context.state)
-    shapes = {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
-    for transform in plan.transforms:
-        part = transform.apply(part, context)
-    part.to_empty(device=topology.device)
-    _tie(part, blueprint.specs)
-    model = ParallelModel((part,), (context,), blueprint.specs, shapes, plan, topology, context.compute)
+    whole = blueprint.module.to(DTYPES[state])
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    described, cut = [(whole, blueprint.specs)], None
+    if plan.pipeline is not None:
+        cut = Cut.of(whole, blueprint.specs, plan.pipeline, plan.layout.pp, topology.coordinates["pp"])
+        described = [cut.part(whole, stage) for stage in cut.local]
+        for part, specs in described:
+            _agree(part, specs)
+    parts, contexts = [], []
+    for part, specs in described:
+        context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs)
+        for transform in plan.transforms:
+            part = transform.apply(part, context)
+        part.to_empty(device=topology.device)
+        _tie(part, specs)
+        parts.append(part)
+        contexts.append(context)
+    model = ParallelModel(tuple(parts), tuple(contexts), blueprint.specs, shapes, plan, topology, DTYPES[compute], cut)
+    ties.check(model)
     if isinstance(source, int):
         initialize(model, source)
     else:
         source(model)
+    model.refresh()
     return model
 
 
@@ -123,7 +137,9 @@ def initialize(model: ParallelModel, seed: int) -> None:
 
 def _all_tensors(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:
     """Non-persistent buffers too: they are garbage after `to_empty` like everything else."""
-    return [named for part in model.parts for named in (*part.named_parameters(), *part.named_buffers())]
+    copies = model.cut.copies if model.cut is not None else frozenset()
+    every = (named for part in model.parts for named in (*part.named_parameters(), *part.named_buffers()))
+    return [(name, tensor) for name, tensor in every if name not in copies]
 
 
 def _spec(model: ParallelModel, name: str) -> TensorSpec:

@@ -20,13 +20,13 @@ def valid_tokens(batches: Iterable[Batch], topology: Topology) -> torch.Tensor:
     counts = [(batch.labels != IGNORE).sum() for batch in batches]
     count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=topology.device)
     # Ranks that share rows (tensor and pipeline ranks) read the same labels; one of them speaks for all.
-    return topology.all_reduce(count if speaks(topology) else torch.zeros_like(count))
-
-
-def speaks(topology: Topology) -> bool:
-    """Whether this rank's rows are counted: one rank of those that read the same rows."""
     at = topology.coordinates
-    return at["tp"] == 0 and at["pp"] == 0
+    return topology.all_reduce(count if at["tp"] == 0 and at["pp"] == 0 else torch.zeros_like(count))
+
+
+def speaks(model: ParallelModel) -> bool:
+    """Whether this rank's losses are counted: of the ranks that read the same rows, the first one with the last part."""
+    return model.scores and model.topology.coordinates["tp"] == 0
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

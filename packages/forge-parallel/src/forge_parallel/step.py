@@ -11,8 +11,10 @@ from functools import cached_property
 import torch
 
 from forge_core.batch import Batch
-from forge_core.protocols.model import LossTerms, Objective
+from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.model import ParallelModel
+from forge_parallel.observers import begin, finish, observers
+from forge_parallel.pipeline.runner import Runner
 from forge_parallel.reduce import speaks, squared_norm, valid_tokens, world_sum
 
 
@@ -77,17 +79,36 @@ class Step:
         moved = [self.model.local_batch(batch) for batch in batches]
         tokens = valid_tokens(moved, topology)
         divisor = tokens.clamp(min=1)
-        terms = [self._train(batch, divisor, last=index == len(moved) - 1) for index, batch in enumerate(moved)]
+        self.model.refresh()
+        begin(self._observers, self.model, moved)
+        terms, names = self._forward_backward(moved, divisor)
         self.model.after_backward()
-        names = sorted(terms[0].metrics) if terms else []
-        mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
-        if not speaks(topology):
-            mine = [torch.zeros_like(value) for value in mine]
+        if speaks(self.model):
+            mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
+        else:
+            mine = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
         asked = torch.full((), float(stop), device=topology.device)
         square, asks, loss, *metrics = world_sum([squared_norm(self.model), asked, *mine], topology)
         skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
+        finish(self._observers, self.model, skip)
         means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
         return StepResult(loss / divisor, tokens, square.sqrt(), skip, asks, means)
+
+    def _forward_backward(self, batches: Sequence[Batch], divisor: torch.Tensor) -> tuple[list[LossTerms], list[str]]:
+        """The terms of each micro-batch where they are computed, and the names of their metrics everywhere."""
+        if self._pipeline is not None:
+            terms = self._pipeline.train(batches, divisor)
+            return terms, self._pipeline.metric_names(terms)
+        terms = [self._train(batch, divisor, last=index == len(batches) - 1) for index, batch in enumerate(batches)]
+        return terms, sorted(terms[0].metrics) if terms else []
+
+    @cached_property
+    def _observers(self) -> tuple[Observer, ...]:
+        return observers(self.model)
+
+    @cached_property
+    def _pipeline(self) -> Runner | None:
+        return None if self.model.cut is None else Runner(self.model, self.objective)
 
     def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
         self.model.before_micro_batch(last)
@@ -110,11 +131,12 @@ class Step:
         """Mean loss without gradients. Every rank must bring the same number of batches."""
         topology = self.model.topology
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+        self.model.refresh()
+        local = (self.model.local_batch(batch) for batch in batches)
         with self.model.inference():
-            for batch in batches:
-                terms = self._forward(self.model.local_batch(batch))
+            for terms in map(self._forward, local) if self._pipeline is None else self._pipeline.evaluate(local):
                 total += torch.stack([terms.sum.double(), terms.tokens.double()])
-        loss, count = topology.all_reduce(total if speaks(topology) else torch.zeros_like(total)).tolist()
+        loss, count = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()
         return Evaluation(loss / max(count, 1.0), int(count))
 
 

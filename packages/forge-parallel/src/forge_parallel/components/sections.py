@@ -1,9 +1,35 @@
 """The recipe's `[parallel]` and `[precision]` tables."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge
+
+from forge_core.component import Component, Slot
+from forge_core.errors import PlanError
+from forge_parallel.pipeline import split
+from forge_parallel.pipeline.definition import Pipeline as Definition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How stages work and what is on them; used when `parallel.pp` is larger than 1."""
+
+    schedule: Annotated[Component, Slot("forge.pipeline_schedules", default="1f1b")] = Slot.unset()
+    """Order of work."""
+    split: str = split.BALANCED
+    """Blocks per stage, such as "5,4,4,3" (stages of all ranks in order), or "balanced": the most expensive stage is as cheap
+    as can be, by multiplications. The embedding is on the first stage and the head on the last; neither counts as a block."""
+
+    def __post_init__(self) -> None:
+        try:
+            split.parse(self.split)
+        except PlanError as error:
+            raise ValueError(str(error)) from None
+
+    def definition(self) -> Definition:
+        """What a plan takes."""
+        return Definition(self.schedule.build(), self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +45,13 @@ class Parallel:
     cp: Annotated[int, Ge(1)] = 1
     """Ranks over which one sequence is split (context parallelism)."""
     pp: Annotated[int, Ge(1)] = 1
-    """Pipeline stages."""
+    """Ranks over which the blocks are distributed (pipeline parallelism)."""
     ep: Annotated[int, Ge(1)] = 1
     """Ranks over which experts are distributed; borrowed from dp_shard, cp and tp."""
     etp: Annotated[int, Ge(1)] = 1
     """Ranks over which one expert's matrices are split."""
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """Stages and schedule, where pp is larger than 1."""
     timeout: Annotated[float, Ge(1)] = 600.0
     """Seconds after which a collective that some rank never entered is an error."""
 

@@ -15,15 +15,51 @@ if TYPE_CHECKING:
 class Shard(Component):
     """Shards parameters, gradients and optimizer state over data ranks (FSDP2; with dp_replicate HSDP)."""
 
-    reshard: bool = True
-    """Free a block's gathered parameters after its forward and gather them again for its backward."""
+    reshard: bool | None = None
+    """Free a block's gathered parameters after its forward and gather them again for its backward. Unset: yes, but not in a
+    pipeline, where every micro-batch would gather them again."""
     reduce: Literal["last", "each"] = "last"
-    """Reduce gradients after the last micro-batch (fast) or after each one (no unsharded gradient is ever kept)."""
+    """Reduce gradients after the last micro-batch (fast) or after each one (no unsharded gradient is ever kept). A pipeline
+    always reduces a stage once, after its last micro-batch."""
 
     def build(self) -> "Transform":
         from forge_parallel.transforms.shard import Shard as Transformed
 
         return Transformed(reshard=self.reshard, reduce=self.reduce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8(Component):
+    """Multiplies hidden matrices in float8 (torchao), with weights, gradients and optimizer as before: faster on GPUs from Ada
+    and Hopper on. Needs `pip install "forge-parallel[float8]"`.
+
+    Converted are linear layers whose weight is a hidden matrix: not the embedding, the output head, experts or routers. The
+    dimensions that a rank holds of a layer, and its tokens of a micro-batch, have to be multiples of 16.
+    """
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """`tensorwise` has one scale per tensor and gradients in E5M2: the fastest. `rowwise` has one scale per row of each operand,
+    all in E4M3: more accurate, and whole weights are gathered in `precision.compute`."""
+    include: list[str] = field(default_factory=lambda: ["*"])
+    """Layers to convert: shell patterns over paths of modules such as `blocks.0.mlp.up_proj`; `*` crosses dots."""
+    exclude: list[str] = field(default_factory=list)
+    """Layers to leave as they are, by patterns; `["blocks.0.*"]` leaves the first block."""
+    emulate: Literal["auto"] | bool = "auto"
+    """Compute in fp32 from operands that are rounded to float8: the same numbers on any device, without the speed. `auto` does so
+    where there is no hardware for float8; with false such a device is refused."""
+    all_gather: bool | None = None
+    """Gather the weights of sharded layers in float8 instead of `precision.compute`. Unset: yes with `tensorwise`."""
+
+    def __post_init__(self) -> None:
+        if self.recipe == "rowwise" and self.all_gather:
+            raise ValueError("all_gather = true needs recipe = 'tensorwise': rows and columns of a weight have their own scales")
+
+    def build(self) -> "Transform":
+        from forge_parallel.float8.library import check_installed
+        from forge_parallel.transforms.float8 import Float8 as Transformed
+
+        check_installed()
+        return Transformed(self.recipe, tuple(self.include), tuple(self.exclude), self.emulate, self.all_gather is not False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +81,24 @@ class Tensor(Component):
         from forge_parallel.transforms.tensor import Tensor as Transformed
 
         return Transformed(self.sequence_parallel, self.asynchronous)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel(Component):
+    """Splits each row over `parallel.cp` ranks: for sequences too long for one device.
+
+    `parallel.cp` has to divide `data.sequence_length`, twice except for `ulysses`, so that causal work is the same on every rank.
+    """
+
+    kind: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    """How attention sees the whole row. `all_gather` gathers keys and values, which is little with grouped key-value heads;
+    `ring` passes them around while it works and never holds more than two blocks; `ulysses` exchanges heads for places, and
+    `parallel.cp` has to divide the heads."""
+
+    def build(self) -> "Transform":
+        from forge_parallel.transforms.context import ContextParallel as Transformed
+
+        return Transformed(self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

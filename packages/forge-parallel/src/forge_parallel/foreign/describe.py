@@ -83,4 +83,4 @@ def _group(owner: nn.Module, dims: int, root: nn.Module) -> Group:
     if isinstance(owner, nn.Embedding):
         return "embedding"
     linear = [part for part in root.modules() if isinstance(part, nn.Linear)]
-    return "head" if linear and owner is linear[-1] and owner.weight.shape[0] != owner.weight.shape[1] else "matrix"
+    return "head" if linear and owner is linear[-1] and linear[-1].in_features != linear[-1].out_features else "matrix"

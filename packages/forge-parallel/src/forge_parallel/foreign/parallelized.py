@@ -17,21 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_core.protocols.model import LossTerms
 from forge_parallel.boxes import local_box
 from forge_parallel.clipping import clip
+from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.foreign.describe import describe
+from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
 from forge_parallel.gather import gathered
 from forge_parallel.model import ParallelModel
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.runner import Runner
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.reduce import squared_norm, world_sum
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor as TensorParallel
+
+Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
+"""(the module's output, the batch) -> sum over the batch's valid tokens."""
 
 
 @dataclass(frozen=True)
@@ -75,37 +84,63 @@ class Parallelized(ParallelModel):
     def step(
         self,
         batches: Sequence[Mapping[str, Tensor]],
-        loss: Callable[[Any, Mapping[str, Tensor]], Tensor],
+        loss: Loss,
         tokens: Callable[[Mapping[str, Tensor]], Tensor],
     ) -> Tensor:
         """Forward and backward of several micro-batches; the gradient is that of the mean over the tokens of all ranks.
 
         Args:
-            batches: keyword arguments of the module, as many on every rank.
-            loss: (output, batch) -> sum over the batch's valid tokens, a scalar with its graph.
+            batches: keyword arguments of the module, as many on every rank; a single one under a pipeline.
+            loss: (output, batch) -> sum over the batch's valid tokens, a scalar with its graph; `output` is the module's, or
+                under a pipeline its first tensor.
             tokens: batch -> number of its valid tokens, a scalar.
 
         Returns:
             The mean loss per valid token over all ranks and micro-batches.
         """
         counts = torch.stack([tokens(batch).to(self.topology.device, torch.float64) for batch in batches]).sum()
-        (count,) = world_sum([self._counted(counts)], self.topology)
-        divisor = count.clamp(min=1)
+        (count,) = world_sum([self._counted(counts, first=True)], self.topology)
+        # Gradients are averaged over data ranks, as loops outside of Forge expect; here they are to be summed.
+        divisor = count.clamp(min=1) / self.data_ranks
+        self.refresh()
+        run = self._plain if self.cut is None else self._pipelined
         total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
+        for term in run(batches, loss, divisor):
+            total += term.detach().double()
+        self.after_backward()
+        (whole,) = world_sum([self._counted(total)], self.topology)
+        return whole / count.clamp(min=1)
+
+    def _plain(self, batches: Sequence[Mapping[str, Tensor]], loss: Loss, divisor: Tensor) -> Iterator[Tensor]:
         for index, batch in enumerate(batches):
             self.before_micro_batch(last=index == len(batches) - 1)
             with self.computing():
                 found = loss(self.module(**batch), batch)
-                # gradients are averaged over data ranks, as loops outside of Forge expect; here they are to be summed
-                (found * (self.data_ranks / divisor).to(found.dtype)).backward()
-            total += found.detach().double()
-        self.after_backward()
-        (whole,) = world_sum([self._counted(total)], self.topology)
-        return whole / divisor
+                (found / divisor.to(found.dtype)).backward()
+            yield found
 
-    def _counted(self, value: Tensor) -> Tensor:
-        """One of the ranks that read the same data speaks for all."""
-        return value if self.topology.coordinates["tp"] == 0 else torch.zeros_like(value)
+    def _pipelined(self, batches: Sequence[Mapping[str, Tensor]], loss: Loss, divisor: Tensor) -> Iterator[Tensor]:
+        def objective(head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:  # noqa: ARG001
+            """A pipeline's names for the output and the batch's number."""
+            return LossTerms(loss(hidden, batches[int(labels)]), labels, {})
+
+        inputs = [self._only_input(batch) for batch in batches]
+        numbered = [Batch(tokens, torch.tensor(number)) for number, tokens in enumerate(inputs)]
+        yield from (term.sum for term in Runner(self, objective).train(numbered, divisor))
+
+    def _only_input(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if len(batch) != 1:
+            raise PlanError(
+                f"a pipeline hands one input through foreign modules, but a batch has {', '.join(sorted(batch))}; give what the "
+                "loss needs by closure, or set pp to 1"
+            )
+        return next(iter(batch.values())).to(self.topology.device)
+
+    def _counted(self, value: Tensor, first: bool = False) -> Tensor:
+        """One of the ranks that read the same data speaks for all: for losses one that has them, else (`first`) any."""
+        at = self.topology.coordinates
+        speaks = at["tp"] == 0 and (at["pp"] == 0 if first or self.cut is None else self.scores)
+        return value if speaks else torch.zeros_like(value)
 
     def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
         """Parameters and persistent buffers under the module's own names: this rank's, or with `whole` complete copies on the
@@ -113,10 +148,10 @@ class Parallelized(ParallelModel):
         mine = dict(self.tensors())
         if not whole:
             return mine
-        full = gathered(self, {name: tensor for name, tensor, _ in self.trainable()})
-        full |= gathered(self, {name: tensor for name, tensor in mine.items() if name in self.shapes and name not in full})
-        typed = {name: tensor.to(mine[name].dtype) for name, tensor in full.items()}
-        return {name: typed.get(name, tensor.detach().cpu()) for name, tensor in mine.items()}
+        full = gathered(self, mine)
+        dtype = next((tensor.dtype for _, tensor, _ in self.trainable()), torch.float32)
+        buffers = {name: tensor.detach().cpu() for name, tensor in mine.items() if name not in self.shapes}
+        return {name: tensor.to(dtype) for name, tensor in full.items()} | buffers
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -145,6 +180,7 @@ def parallelize(
     *,
     tp_plan: Mapping[str, str] | None = None,
     blocks: Sequence[str] | None = None,
+    pipeline: Pipeline | None = None,
     device: torch.device | str | None = None,
     compute: str = "fp32",
     state: str = "fp32",
@@ -159,6 +195,7 @@ def parallelize(
         transforms: components or transforms beyond those that the axes ask for, such as `Recompute()` and `Compile()`.
         tp_plan: patterns of module paths -> styles; a transformers model brings its own.
         blocks: paths of the repeated blocks in forward order; found when there is one list of modules of one class.
+        pipeline: schedule and split where the layout has pp; by default 1f1b, balanced by parameters. Train with `.step` then.
         device: of this rank; by default the current CUDA device, or the CPU.
         compute: `bf16`, `fp32` or `fp64`, of forward and backward. With `bf16` on one data rank, span forward and backward
             by `with model.computing():`.
@@ -171,16 +208,23 @@ def parallelize(
     """
     if isinstance(layout, str):
         layout = Layout.parse(layout)
-    for axis in ("cp", "pp", "ep", "etp"):
+    for axis in ("cp", "ep", "etp"):
         if layout.size(axis) > 1:
-            raise PlanError(f"parallelize: {axis} = {layout.size(axis)} is not offered for foreign modules; use dp, hsdp and tp")
+            raise PlanError(
+                f"parallelize: {axis} = {layout.size(axis)} is not offered for foreign modules; use dp, hsdp, tp and pp"
+            )
     place = torch.device(device) if device is not None else _default_device()
     topology = Topology.of(layout, place)
     skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, blocks, seed)
     chosen = _transforms(skeleton, layout, transforms, tp_plan)
     _prepare(skeleton.module)
     specs = describe(skeleton.module, blocks)
-    model = realize(Blueprint(skeleton.module, specs), Plan.of(chosen, layout), topology, skeleton.fill, compute, state)
+    if layout.pp > 1:
+        stage(skeleton.module, list(specs.blocks))
+        specs = skeleton.module.specs()  # type: ignore[operator]
+        pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
+    plan = Plan.of(chosen, layout, pipeline)
+    model = realize(Blueprint(skeleton.hollow(), specs), plan, topology, skeleton.fill, compute, state)
     return Parallelized(**{field.name: getattr(model, field.name) for field in fields(model)})
 
 

@@ -36,13 +36,21 @@ class Skeleton:
     buffers: Mapping[str, torch.Tensor]
     values: Callable[[], Iterator[Mapping[str, torch.Tensor]]]
 
+    def hollow(self) -> nn.Module:
+        """The module without any memory: its buffers on the meta device, too."""
+        for part in self.module.modules():
+            part._buffers.update({name: b.to("meta") for name, b in part._buffers.items() if b is not None})
+        return self.module
+
     def fill(self, model: ParallelModel) -> None:
         """Gives every parameter of `model` its share, and every buffer back its value.
 
         Raises:
             PlanError: a parameter got no value, or several.
         """
-        live = {name: tensor for part in model.parts for name, tensor in part.named_parameters()}
+        copies = model.cut.copies if model.cut is not None else frozenset()  # they follow their originals
+        every = (named for part in model.parts for named in part.named_parameters())
+        live = {name: tensor for name, tensor in every if name not in copies}
         filled: list[str] = []
         with torch.no_grad():
             for values in self.values():

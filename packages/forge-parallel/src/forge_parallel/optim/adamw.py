@@ -21,7 +21,9 @@ class AdamW:
             {"params": [t for _, t, group in named if group in DECAYED], "weight_decay": weight_decay},
             {"params": [t for _, t, group in named if group not in DECAYED], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+        # A pipeline stage may have nothing that learns; torch takes an empty group, but not the absence of any.
+        filled = [group for group in groups if group["params"]] or groups[:1]
+        self._adamw = torch.optim.AdamW(filled, lr=lr, betas=betas, eps=eps, fused=True)
         for _, tensor, _ in named:
             self._adamw.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),

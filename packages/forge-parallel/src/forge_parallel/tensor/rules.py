@@ -62,6 +62,8 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     roles: dict[str, Role] = {}
     for name, spec in specs.tensors.items():
         path = name.rpartition(".")[0]
+        if "expert" in spec.dims:
+            raise PlanError(f"tensor: {name} stacks experts, which no rule of tensor parallelism covers yet; set parallel.tp = 1")
         dim = _dimension(spec)
         if dim is None:
             cut[name] = None
@@ -104,9 +106,7 @@ def kv_copies(specs: Specs, tp: int) -> int:
 
 
 def _dimension(spec: TensorSpec) -> int | None:
-    """The first dimension to cut. Stacked experts stay whole: they are distributed by expert, not by tp."""
-    if "expert" in spec.dims:
-        return None
+    """The first dimension to cut."""
     return next((index for index, dim in enumerate(spec.dims) if dim in CUT), None)
 
 

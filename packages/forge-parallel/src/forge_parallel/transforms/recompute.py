@@ -32,8 +32,10 @@ KEPT = {
         "_efficient_attention_forward",
     ),
 }
-"""Operators whose outputs `selective` may keep, by the name that a recipe uses. Results of collectives are always kept: no
-byte crosses ranks twice."""
+"""Operators whose outputs `selective` may keep, by the name that a recipe uses."""
+
+COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "forge_parallel"})
+"""Namespaces of operators that exchange data. `selective` always keeps their results: no byte crosses ranks twice."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Recompute(Transform):
     name: str = "recompute"
     phase: int = Phase.RECOMPUTE
     axes: frozenset[str] = frozenset()
+
+    @property
+    def whole_backward(self) -> bool:  # type: ignore[override]
+        """Results that were kept can be used by one backward only."""
+        return self.keep is not None
 
     def apply(self, part: nn.Module, context: "Context") -> nn.Module:
         """Wraps the blocks of `part` in place."""
@@ -72,6 +79,6 @@ def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
 
 
 def _policy(kept: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator in kept or operator.namespace in ("_c10d_functional", "c10d_functional"):
+    if operator in kept or operator.namespace in COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shard(Transform):
-    """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing."""
+    """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing.
 
-    reshard: bool = True
+    Ranks that split a sequence (`cp`) shard parameters like data ranks: each has a part of every gradient's sum.
+    """
+
+    reshard: bool | None = None
     reduce: str = "last"
     average: bool = False
     name: str = "shard"
@@ -37,7 +40,7 @@ class Shard(Transform):
             PlanError: the model names no blocks, so the whole of it would be gathered at once.
         """
         layout = context.topology.layout
-        if layout.dp_shard * layout.dp_replicate == 1:
+        if layout.dp_shard * layout.dp_replicate * layout.cp == 1:
             return part
         if not context.specs.blocks:
             raise PlanError("shard: the model's specs name no blocks to shard one by one")
@@ -48,8 +51,9 @@ class Shard(Transform):
             reduce_dtype=torch.promote_types(context.state, torch.float32) if context.compute == torch.bfloat16 else None,
             cast_forward_inputs=False,
         )
+        reshard = layout.pp == 1 if self.reshard is None else self.reshard
         for path in context.specs.blocks:
-            fully_shard(part.get_submodule(path), mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+            fully_shard(part.get_submodule(path), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in part.modules():
             if isinstance(module, FSDPModule):

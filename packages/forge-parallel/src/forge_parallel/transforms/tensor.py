@@ -23,7 +23,7 @@ from forge_parallel.plan import Phase
 from forge_parallel.reduce import local_gradient
 from forge_parallel.tensor.collectives import Ranks
 from forge_parallel.tensor.loss import SplitCrossEntropy
-from forge_parallel.tensor.modules import split_class
+from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies, rules
 from forge_parallel.topology import Topology
 
@@ -60,11 +60,27 @@ class Tensor(Transform):
                 if parameter not in made:
                     made[parameter] = _cut(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
                 module._parameters[slot] = made[parameter]
-            if (role := table.roles.get(path)) is not None:
+            role = table.roles.get(path)
+            if role is Role.REGION or (role is not None and slots):  # another stage may have the parameters
                 summed = any(f"{path}.{slot}" in table.summed for slot in slots)
                 module.__class__ = split_class(type(module), role, tuple(slots), summed)
                 _settle(module, path, role, ranks, context.specs, self.sequence)
         return part
+
+    def hidden_shape(self, shape: tuple[int, ...], context: Context) -> tuple[int, ...]:
+        """Between pipeline stages the residual stream stays cut along the sequence."""
+        topology = context.topology
+        tp = topology.layout.tp
+        if tp == 1 or not self.sequence:
+            return shape
+        batch, length, width = shape
+        return batch, chunk(length, tp, topology.coordinates["tp"])[1], width
+
+    def whole_sequences(self, part: nn.Module, on: bool) -> None:
+        """Without sequence parallelism the same modules work on sequences of any length."""
+        for module in part.modules():
+            if isinstance(module, Split):
+                module.sequence = self.sequence and not on
 
     def after_backward(self, part: nn.Module, context: Context) -> None:
         """Sums over tp the gradients of parameters that every rank holds and used for its own share, in one all-reduce."""
@@ -110,7 +126,7 @@ def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> 
         if chunk(size, mesh.size(), last)[1] == 0:
             raise PlanError(f"tensor: {name} has {size} rows to cut, which leaves none for the last of {mesh.size()} ranks")
         shape[dim] = chunk(size, mesh.size(), mesh.get_local_rank())[1]
-    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    local = parameter.detach().new_empty(shape)  # keeps the class of a tensor that another strategy wrapped
     placement = Replicate() if dim is None else Shard(dim)
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)

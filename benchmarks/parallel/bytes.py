@@ -1,0 +1,64 @@
+"""Bytes that a rank sends in a step, per axis, over the least that would do; counted in a fake world, so exact on any machine.
+
+    python benchmarks/parallel/bytes.py [--layouts dp8,hsdp4x8] [--micro-batches 1,4] [--shape 1b] [--even]
+
+The shape is that of a preset's model in fewer layers, which changes no ratio by much. `--even` takes a vocabulary that divides,
+so that what is left above 1 is not padding.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_train.assemble import transforms_of
+from forge_train.recipe import load
+
+LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8"
+
+
+def workload(job: Any, layers: int, length: int, micro_batches: int, even: bool) -> Workload:
+    """The recipe's model with fewer layers and shorter rows."""
+    model = replace(job.model, layers=layers, vocab_size=131072 if even else job.model.vocab_size)
+    return Workload(
+        model.build,
+        job.objective.build(),
+        job.optimizer.build,
+        1,
+        length,
+        micro_batches,
+        job.precision.compute,
+        job.precision.state,
+    )
+
+
+def main() -> None:
+    """One line per layout, number of micro-batches, axis and collective."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default=LAYOUTS)
+    parser.add_argument("--micro-batches", default="1,4")
+    parser.add_argument("--shape", default="1b", help="a preset")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--even", action="store_true")
+    options = parser.parse_args()
+    registry = Registry()
+    job = load(options.shape, registry=registry).job
+    heads = f"{'axis':12} {'collective':14} {'calls':>6} {'sent MiB':>10} {'least MiB':>10} {'ratio':>7}"
+    print(f"{'layout':>10} {'micro-batches':>13}  {heads}")
+    for text in options.layouts.split(","):
+        layout = Layout.parse(text)
+        transforms = transforms_of(job, layout, registry)
+        for count in map(int, options.micro_batches.split(",")):
+            estimate = dry_run(workload(job, options.layers, options.length, count, options.even), layout, transforms)
+            sent = {(flow.axis, flow.kind): flow for flow in estimate.flows}
+            for bound in estimate.bounds:
+                flow = sent[bound.axis, bound.kind]
+                figures = f"{flow.wire / 2**20:10.1f} {bound.wire / 2**20:10.1f} {flow.wire / bound.wire:7.4f}"
+                print(f"{text:>10} {count:13}  {flow.axis:12} {flow.kind:14} {flow.count:6} {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Attention to one block of keys on CUDA by flex attention, with what it takes to join the results of several blocks.
+
+No mask of T x S exists: a sparse list of 128 x 128 blocks is made once for all layers. The kernel's own gradient knows only the
+softmax over this block, so the backward runs the block again and differentiates the formula that joins it to the others: with
+l its log-sum-exp and L that of all blocks, out = sum of exp(l - L) * part, which is a function of part and l.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_core.protocols.model import Placed
+
+CAUSAL_IS_A_MASK = True
+"""Own keys of a rank need a mask even where only the future is hidden."""
+
+Mask = list[Tensor]
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+LISTS_OF_QUERIES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+
+@cache
+def _compiled(name: str) -> Callable[..., Any]:
+    from torch.nn.attention import flex_attention
+
+    return torch.compile(getattr(flex_attention, name), dynamic=False)
+
+
+def mask_between(queries: Placed, keys: Placed, window: int | None) -> Mask:
+    """The tensors of a block mask, then places of queries and keys and, if there are any, their documents.
+
+    The window is the first of them, as a scalar: 0 stands for none.
+    """
+    limit = torch.full((), window or 0, device=queries.places.device)
+    documents = [] if queries.documents is None or keys.documents is None else [queries.documents, keys.documents]
+    seen = [limit, queries.places, keys.places, *documents]
+    rows = documents[0].shape[0] if documents else None
+    lengths = len(queries.places), len(keys.places)
+    made = _compiled("create_block_mask")(_visible(seen), rows, None, *lengths, device=queries.places.device)
+    return [*(getattr(made, name) for name in (*LISTS, *LISTS_OF_QUERIES)), *seen]
+
+
+def _visible(seen: Mask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    limit, places, key_places, *documents = seen
+
+    def visible(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = places[q] - key_places[k]
+        near = (distance >= 0) & ((limit == 0) | (distance < limit))
+        return near & (documents[0][b, q] == documents[1][b, k]) if documents else near
+
+    return visible
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+    if q.is_cuda and q.dtype == torch.float64:
+        raise ValueError("ring attention has no fp64 kernel on CUDA; use transforms.context.kind = 'all_gather', or a CPU")
+    blocks = None
+    if mask:
+        count = len(LISTS) + len(LISTS_OF_QUERIES)
+        blocks = BlockMask((q.shape[2], k.shape[2]), *mask[:count], mask_mod=_visible(mask[count:]))  # type: ignore[arg-type]
+    out, further = _compiled("flex_attention")(
+        q, k, v, block_mask=blocks, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
+    )
+    return out, further.lse
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(B, heads, T, width) and the log-sum-exp (B, heads, T), minus infinity where nothing is seen.
+
+    Without a mask each query sees all keys; what is causal has one.
+    """
+    assert mask or not causal
+    with torch.no_grad():
+        return _attended(q, k, v, mask, scale)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, mask: Mask, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of q, k and v. `out` and `sums` are those over all blocks."""
+    assert mask or not causal
+    with _recording():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        part, part_sums = _attended(q, k, v, mask, scale)
+        with torch.no_grad():
+            share = (part_sums - sums).exp()
+            wide = grad.to(share.dtype)
+            grad_sums = share * (wide * (part.to(share.dtype) - out.to(share.dtype))).sum(-1)
+            grad_part = (wide * share.unsqueeze(-1)).to(part.dtype)
+        dq, dk, dv = torch.autograd.grad((part, part_sums), (q, k, v), (grad_part, grad_sums.to(part_sums.dtype)))
+    return dq, dk, dv
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Gradients are recorded inside, even in the body of an operator, where torch has switched autograd off by its keys."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():  # type: ignore[call-arg]
+        yield

@@ -1,0 +1,351 @@
+"""One rank's step in a fake world: the real model, transforms, step and optimizer, on tensors without memory.
+
+So bytes of parameters, gradients, optimizer state and collectives are those of a real run, exactly. What activations and
+temporaries take is read from the same step: exact for the tensors that operators of a CPU ask for, hence an estimate for
+other devices, whose kernels may keep more or less. Blocks are taken uncompiled: a compiler keeps at most as much.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed.fsdp import FSDPModule
+
+from forge_core.batch import Batch
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_core.protocols.model import LossTerms, Objective, Optimizer, Transform
+from forge_parallel.boxes import local_box
+from forge_parallel.clipping import clip
+from forge_parallel.dryrun.bound import Bound, bounds
+from forge_parallel.dryrun.ledger import Ledger, held
+from forge_parallel.dryrun.world import Weightless, fake_world
+from forge_parallel.model import ParallelModel
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.plan import Phase, Plan
+from forge_parallel.realization import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_parallel.traffic import Flow, Traffic
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every rank does in a step.
+
+    Attributes:
+        build: the model, as `Blueprint.of` takes it.
+        objective: what is minimised.
+        optimizer: builds the optimizer of a model.
+        rows: sequences of a micro-batch.
+        length: tokens of a sequence.
+        micro_batches: per step and rank.
+        compute: `bf16`, `fp32` or `fp64`: format of forward and backward.
+        state: format of parameters, gradients and optimizer state.
+        documents: rows hold several documents. A CPU's attention then keeps a mask of length x length, which a GPU's does not.
+    """
+
+    build: Callable[[], nn.Module]
+    objective: Objective
+    optimizer: Callable[[ParallelModel], Optimizer]
+    rows: int
+    length: int
+    micro_batches: int = 1
+    compute: str = "bf16"
+    state: str = "fp32"
+    documents: bool = False
+
+    def shortened(self, layout: Layout) -> "Workload":
+        """The same with rows as short as ranks can share them."""
+        least = 2 * layout.cp * layout.tp
+        return replace(self, length=least) if self.length % least == 0 else self
+
+    def batch(self) -> Batch:
+        """A micro-batch of zeros; which tokens they are changes no size."""
+        shape = (self.rows, self.length)
+        words = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
+        places = [torch.zeros(shape, dtype=torch.int32) if self.documents else None for _ in range(2)]
+        return Batch(words[0], words[1], places[0], places[1])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank.
+
+    Attributes:
+        rank: whose they are.
+        at: its coordinate on every axis.
+        elements: parameters' elements that it holds.
+        parameters, gradients, optimizer, buffers: as they lie in memory between steps, padding of uneven shards included.
+        activations: what one micro-batch keeps from its forward for its backward, loss head excepted.
+        head: what the loss head keeps for its backward.
+        head_work: what it holds at most while it runs.
+        gathered: the largest all-gather: a sharded unit that is whole for a while.
+        reduced: the largest reduce-scatter.
+        peak: by class, at the moment of a step when they are most in all.
+        flows: what a step exchanges.
+        bounds: what it must exchange at least, for the axes for which a closed form is known.
+    """
+
+    rank: int
+    at: Mapping[str, int]
+    elements: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    head: int
+    head_work: int
+    gathered: int
+    reduced: int
+    peak: Mapping[str, int]
+    flows: tuple[Flow, ...]
+    bounds: tuple[Bound, ...]
+
+
+def dry_run(
+    workload: Workload, layout: Layout, transforms: Iterable[Transform], rank: int = 0, pipeline: Pipeline | None = None
+) -> Estimate:
+    """What `rank` holds and exchanges in a step, without the other ranks and without memory for any tensor.
+
+    A step of at most two micro-batches is counted (in a pipeline two, of as few as its schedule takes and of twice as many);
+    each further micro-batch exchanges what one of these did.
+
+    Raises:
+        ForgeError: what a real run would refuse; or this process belongs to a process group.
+    """
+    return dry_runs(workload, layout, transforms, (rank,), pipeline)[0]
+
+
+def dry_runs(
+    workload: Workload,
+    layout: Layout,
+    transforms: Iterable[Transform],
+    ranks: Sequence[int],
+    pipeline: Pipeline | None = None,
+) -> list[Estimate]:
+    """`dry_run` of several ranks, one after the other."""
+    if workload.micro_batches < 1:
+        raise PlanError(f"a step has at least one micro-batch, not {workload.micro_batches}")
+    kept = [transform for transform in transforms if transform.phase != Phase.COMPILE]
+    done: dict[int, Estimate] = {}
+    metrics: tuple[str, ...] = ()
+    if pipeline is not None:
+        # Ranks of other stages are told the names of the objective's metrics by the last one, so that is asked first.
+        last, stride = pipeline.placement(layout.pp)[-1], layout.world // layout.pp
+        scoring = next((rank for rank in ranks if rank // stride == last), last * stride)
+        once = workload if scoring in ranks else replace(workload, micro_batches=_fewest(layout, pipeline))
+        done[scoring], metrics = _run(once, layout, kept, scoring, pipeline, ())
+    for rank in ranks:
+        if rank not in done:
+            done[rank] = _run(workload, layout, kept, rank, pipeline, metrics)[0]
+    return [done[rank] for rank in ranks]
+
+
+def _fewest(layout: Layout, pipeline: Pipeline | None) -> int:
+    """The least number of micro-batches of which a step can be made, and one twice as long, too."""
+    if pipeline is None or layout.pp == 1:
+        return 1
+    legal = (n for n in count(1) if not any(pipeline.schedule.refusal(layout.pp, size) for size in (n, 2 * n)))
+    return next(legal)
+
+
+def _run(
+    workload: Workload,
+    layout: Layout,
+    transforms: Iterable[Transform],
+    rank: int,
+    pipeline: Pipeline | None,
+    metrics: Sequence[str],
+) -> tuple[Estimate, tuple[str, ...]]:
+    """The estimate of one rank, and the names of the metrics that it saw computed."""
+    with fake_world(layout.world, rank), ExitStack() as stack:
+        topology = Topology.of(layout, torch.device("cpu"))
+        watch = _Watch(stack, separate=layout.pp == 1, metrics=list(metrics))
+        plan = Plan.of([*transforms, watch], layout, pipeline)
+        model = realize(Blueprint.of(workload.build), plan, topology, _nothing, workload.compute, workload.state)
+        return _estimate(workload, model, watch), tuple(watch.metrics)
+
+
+def _nothing(_: ParallelModel) -> None:
+    """Stands for initial weights."""
+
+
+@dataclass
+class _Notes:
+    """What one step wrote down: its traffic, also that before each micro-batch; its ledger, and the spans of it that were
+    forwards of a part, and heads."""
+
+    traffic: Traffic
+    ledger: Ledger = field(default_factory=Ledger)
+    starts: list[list[Flow]] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+    forwards: list[tuple[int, int]] = field(default_factory=list)
+    heads: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Watch(Transform):
+    """Stands last in the plan: from here on no tensor gets memory. Tells the ledger what begins and ends.
+
+    `separate` says that micro-batches follow each other, so what lives between two of them belongs to the step.
+    """
+
+    stack: ExitStack
+    separate: bool
+    metrics: list[str]
+    steps: list[_Notes] = field(default_factory=list)
+    name: str = "watch"
+    phase: int = max(Phase) + 1
+    axes: frozenset[str] = frozenset()
+
+    def apply(self, part: nn.Module, context: Any) -> nn.Module:
+        if detect_fake_mode() is None:  # another part of a pipeline was here before
+            # Whatever made a mesh came before: meshes are made of real integers.
+            self.stack.enter_context(Weightless())
+        cast = "communication" if isinstance(part, FSDPModule) else "parameters in compute precision"
+        part.register_forward_pre_hook(lambda *_: self._begins(cast))
+        part.register_forward_hook(lambda *_: self._ends())
+        return part
+
+    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
+        notes = self.steps[-1]
+        notes.starts.append(notes.traffic.flows())
+        if self.separate and notes.forwards:
+            notes.ledger.name_rest("gradients being accumulated")
+
+    def _begins(self, cast: str) -> None:
+        notes = self.steps[-1]
+        if self.separate:  # what lives when a forward begins was made from parameters
+            notes.ledger.name_rest(cast)
+        notes.begun.append(notes.ledger.here())
+
+    def _ends(self) -> None:
+        notes = self.steps[-1]
+        notes.forwards.append((notes.begun.pop(), notes.ledger.here()))
+
+    def listening(self, objective: Objective) -> Objective:
+        """The objective, with notes of where it begins and ends."""
+
+        def noted(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerms:
+            notes = self.steps[-1]
+            first = notes.ledger.here()
+            terms = objective(head, hidden, labels)
+            notes.heads.append((first, notes.ledger.here()))
+            self.metrics[:] = sorted(terms.metrics)
+            return terms
+
+        return noted
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """One step of some micro-batches: bytes of its gradients, its flows and largest calls, its notes."""
+
+    micro_batches: int
+    gradients: int
+    flows: tuple[Flow, ...]
+    gathered: int
+    reduced: int
+    notes: _Notes
+
+
+def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estimate:
+    stages, wanted = model.topology.layout.pp, workload.micro_batches
+    fewest = _fewest(model.topology.layout, model.plan.pipeline)
+    optimizer = workload.optimizer(model)
+    step = Step(model, watch.listening(workload.objective))
+    if stages > 1:
+        assert step._pipeline is not None, "a layout with stages has a pipeline"
+        step._pipeline._agreed = lambda names: names or watch.metrics  # as the last stage would tell
+    sizes = (wanted,) if wanted <= 2 * fewest else (fewest, 2 * fewest) if stages > 1 else (2,)
+    # The first step of a run does more than the others: stages meet, and layouts of operators are worked out.
+    first = workload if stages > 1 else workload.shortened(model.topology.layout)
+    for size in sizes if stages > 1 else (1,):
+        _step(first, step, optimizer, watch, size)
+    counted = [_counted(workload, step, optimizer, watch, size) for size in sizes]
+    last, ledger = counted[-1], counted[-1].notes.ledger
+    peak, flows = ledger.peak(), last.flows
+    if wanted > sizes[-1] and stages == 1:
+        flows = _continued(flows, *last.notes.starts, added=1, further=wanted - 2)
+    elif wanted > sizes[-1]:
+        flows = _continued(flows, counted[0].flows, flows, added=fewest, further=wanted - 2 * fewest)
+        peak = _linear(counted[0].notes.ledger.peak(), peak, sizes, wanted)
+    heads = [ledger.growth(*span) for span in last.notes.heads[:1]]
+    work = [ledger.rise(*span) for span in last.notes.heads[:1]]
+    parts, state = model.parts, optimizer.state()
+    return Estimate(
+        rank=model.topology.rank,
+        at=model.topology.coordinates,
+        elements=sum(local_box(tensor).local.numel() for _, tensor, _ in model.trainable()),
+        parameters=held(parameter for part in parts for parameter in part.parameters()),
+        gradients=last.gradients,
+        optimizer=held(tensor for tensors in state.values() for tensor in tensors.values()),
+        buffers=held(buffer for part in parts for buffer in part.buffers()),
+        activations=sum(ledger.growth(*span) for span in last.notes.forwards[: len(parts)]) - sum(heads),
+        head=sum(heads),
+        head_work=sum(work),
+        gathered=last.gathered,
+        reduced=last.reduced,
+        peak=peak,
+        flows=flows,
+        bounds=tuple(bounds(model, wanted, workload.rows * workload.length)),
+    )
+
+
+def _step(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> None:
+    watch.steps.append(_Notes(Traffic(step.model.topology.layout)))
+    result = step([workload.batch() for _ in range(micro_batches)])
+    clip(step.model, result.norm, 1.0)
+    optimizer.step(result.skip)
+    optimizer.zero_grad()
+
+
+def _counted(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> _Counted:
+    model, batches = step.model, [workload.batch() for _ in range(micro_batches)]
+    notes = _Notes(Traffic(model.topology.layout))
+    watch.steps.append(notes)
+    ledger, traffic = notes.ledger, notes.traffic
+    ledger.name("parameters", (parameter for part in model.parts for parameter in part.parameters()))
+    ledger.name("buffers", (buffer for part in model.parts for buffer in part.buffers()))
+    ledger.name("optimizer state", (tensor for tensors in optimizer.state().values() for tensor in tensors.values()))
+    with ledger.open(), traffic:
+        result = step(batches)
+        gradients = [tensor.grad for _, tensor, _ in model.trainable() if tensor.grad is not None]
+        ledger.name("gradients", gradients, anew=True)
+        clip(model, result.norm, 1.0)
+        optimizer.step(result.skip)
+    size = held(gradients)
+    optimizer.zero_grad()
+    return _Counted(
+        micro_batches, size, tuple(traffic.flows()), traffic.largest("all_gather"), traffic.largest("reduce_scatter"), notes
+    )
+
+
+def _continued(
+    flows: Sequence[Flow], before: Sequence[Flow], after: Sequence[Flow], *, added: int, further: int
+) -> tuple[Flow, ...]:
+    """`flows` with `further` micro-batches more, when `added` ones brought what was counted from `before` to `after`."""
+    fewer, more = ({(flow.axis, flow.kind): flow for flow in counted} for counted in (before, after))
+    continued = []
+    for flow in flows:
+        key = flow.axis, flow.kind
+        growth = (more[key] if key in more else flow * 0) + (fewer[key] * -1 if key in fewer else flow * 0)
+        numbers = (growth.count, growth.payload, growth.wire)
+        if any(number * further % added for number in numbers):
+            raise PlanError(f"{flow.kind} over {flow.axis} does not grow by whole calls from micro-batch to micro-batch")
+        count, payload, wire = (number * further // added for number in numbers)
+        continued.append(flow + Flow(flow.axis, flow.kind, count, payload, wire))
+    return tuple(continued)
+
+
+def _linear(fewer: Mapping[str, int], more: Mapping[str, int], sizes: Sequence[int], wanted: int) -> dict[str, int]:
+    """A pipeline that keeps every micro-batch grows by the same bytes with each; one that keeps some does not grow."""
+    further = (wanted - sizes[1]) / (sizes[1] - sizes[0])
+    return {kind: size + int(further * (size - fewer.get(kind, 0))) for kind, size in more.items()}

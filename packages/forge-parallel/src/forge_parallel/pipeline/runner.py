@@ -1,0 +1,189 @@
+"""Runs this rank's stages: a training step in the order of a schedule, and evaluation as a pass of its own."""
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge_core.batch import Batch
+from forge_core.errors import ForgeError, PlanError
+from forge_core.protocols.model import Head, LossTerms, Objective
+from forge_parallel.model import ParallelModel
+from forge_parallel.pipeline.stage import Stage
+
+
+@dataclass
+class _Scored:
+    """The objective of a training step: keeps the terms of each micro-batch and returns what backward starts from.
+
+    A stage returns a tensor with a dimension, so the loss has shape (1,).
+    """
+
+    objective: Objective
+    divisor: Tensor
+    batches: Sequence[Batch]
+    terms: list[LossTerms] = field(default_factory=list)
+
+    def __call__(self, head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
+        terms = self.objective(head, hidden, labels)
+        self.terms.append(LossTerms(terms.sum.detach(), terms.tokens, terms.metrics))
+        return torch.stack([terms.sum / self.divisor])
+
+
+class Runner:
+    """The stages of one rank, for one objective."""
+
+    def __init__(self, model: ParallelModel, objective: Objective) -> None:
+        assert model.cut is not None
+        assert model.plan.pipeline is not None
+        self._model, self._objective, self._cut = model, objective, model.cut
+        self._order = model.plan.pipeline.schedule
+        self._parts = dict(zip(model.cut.local, model.parts, strict=True))
+        # A later part may look at tokens, as a router by token does; it then has an argument of this name.
+        self._reads_tokens = {stage for stage, part in self._parts.items() if "tokens" in signature(part.forward).parameters}
+        self._group = model.topology.group("pp")
+        self._ranks = model.topology.layout.pp
+        self._schedules: dict[tuple[int, tuple[int, ...]], Any] = {}
+        self._work: _Scored | None = None
+        self._names: tuple[str, ...] | None = None
+
+    def train(self, batches: Sequence[Batch], divisor: Tensor) -> list[LossTerms]:
+        """Forward and backward of a step's micro-batches; the terms of each on the rank of the last stage, else none.
+
+        Raises:
+            PlanError: micro-batches differ in shape, or the schedule cannot run that many.
+        """
+        self._work = work = _Scored(self._objective, divisor, batches)
+        numbers = torch.arange(len(batches))
+        schedule = self._schedule(batches)
+        try:
+            with self._model.computing():
+                # The last stage returns the loss, so torch's loss function has only to hand it on; its target is not read.
+                schedule.step(micro_batch=numbers, target=numbers)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ForgeError):  # torch wraps what a stage raises
+                raise error.__cause__ from None
+            raise
+        self._work = None
+        return work.terms
+
+    def metric_names(self, terms: Sequence[LossTerms]) -> list[str]:
+        """Names of the objective's metrics: all ranks learn them from the last stage, in the first step and once."""
+        found = sorted(terms[0].metrics) if terms else []
+        if self._names is None:
+            self._names = tuple(self._agreed(found))
+        names = list(self._names)
+        if self._cut.last and found != names:
+            raise PlanError(f"the objective's metrics were {names} in the first step and are {found} now; keep them the same")
+        return names
+
+    def _agreed(self, names: list[str]) -> list[str]:
+        """The last stage's names, on all ranks of its pipeline."""
+        payload = json.dumps(names).encode()
+        device, last = self._model.topology.device, dist.get_global_rank(self._group, self._cut.placement[-1])
+        size = torch.tensor(len(payload), device=device)
+        dist.broadcast(size, last, self._group)
+        letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if self._cut.last:
+            letters.copy_(torch.tensor(list(payload), dtype=torch.uint8))
+        dist.broadcast(letters, last, self._group)
+        return json.loads(bytes(letters.tolist()))
+
+    def evaluate(self, batches: Iterable[Batch]) -> Iterator[LossTerms]:
+        """Forward passes only, for any number of batches; yields their terms on the rank of the last stage, else nothing.
+
+        Stages send to each other directly, in an order that no schedule decides. With one stage per rank the batches
+        follow each other through the pipeline; with several, a batch waits for the one before.
+        """
+        ahead = 1 if self._order.stages_per_rank > 1 else self._ranks
+        under_way: deque[tuple[Any, Tensor]] = deque()
+        for batch in batches:
+            hidden: Tensor | None = None
+            for stage, part in self._parts.items():
+                if stage > 0 and self._cut.placement[stage - 1] != self._cut.rank:
+                    hidden = torch.empty(self._hidden(batch), dtype=self._model.compute, device=self._model.topology.device)
+                    dist.recv(hidden, self._peer(stage - 1), self._group)
+                out = self._call(stage, part, hidden, batch, self._objective)
+                if stage == len(self._cut.placement) - 1:
+                    yield out
+                elif self._cut.placement[stage + 1] == self._cut.rank:
+                    hidden = self._checked(stage, out, batch)
+                else:
+                    sent = self._checked(stage, out, batch).contiguous()
+                    work = dist.isend(sent, self._peer(stage + 1), self._group)
+                    under_way.append((work, sent))  # kept alive until it has arrived
+            while len(under_way) > ahead:
+                _arrived(*under_way.popleft())
+        while under_way:
+            _arrived(*under_way.popleft())
+
+    def _schedule(self, batches: Sequence[Batch]) -> Any:
+        """The schedule for batches like these; stages keep buffers of their shape."""
+        shapes = {tuple(batch.tokens.shape) for batch in batches}
+        if why := self._order.refusal(self._ranks, len(batches)):
+            raise PlanError(why)
+        if len(shapes) > 1:
+            raise PlanError(f"the micro-batches of a step have shapes {sorted(shapes)}; a pipeline needs one")
+        key = (len(batches), shapes.pop())
+        if key not in self._schedules:
+            hidden = self._hidden(batches[0])
+            topology, count = self._model.topology, len(self._cut.placement)
+            stages = [
+                Stage(part, self._forward, index, count, hidden, self._model.compute, topology.device, self._group)
+                for index, part in self._parts.items()
+            ]
+            self._schedules[key] = self._order(stages, len(batches), lambda output, _: output)
+        return self._schedules[key]
+
+    def _forward(self, stage: int, number: int, hidden: Tensor | None) -> Tensor:
+        """What a stage of the schedule calls."""
+        work = self._work
+        assert work is not None
+        part, batch = self._parts[stage], work.batches[number]
+        for transform in self._model.plan.transforms:
+            transform.before_micro_batch(part, number == len(work.batches) - 1)
+        out = self._call(stage, part, hidden, batch, work)
+        return out if stage == len(self._cut.placement) - 1 else self._checked(stage, out, batch)
+
+    def _call(self, stage: int, part: Any, hidden: Tensor | None, batch: Batch, objective: Any) -> Any:
+        given: dict[str, Any] = {"positions": batch.positions, "documents": batch.documents, **batch.extras}
+        if stage == len(self._cut.placement) - 1:
+            given |= {"labels": batch.labels, "objective": objective}
+        if hidden is not None:
+            length = batch.tokens.shape[1]
+            if batch.positions is None and hidden.shape[1] != length:  # cut along the sequence, so they do not tell its length
+                given["positions"] = torch.arange(length, device=hidden.device).expand_as(batch.tokens)
+            if stage in self._reads_tokens:
+                given["tokens"] = batch.tokens
+        return part(batch.tokens if hidden is None else hidden, **given)
+
+    def _hidden(self, batch: Batch) -> tuple[int, ...]:
+        """Local shape of the hidden states between stages."""
+        model = self._model
+        if "embed" not in model.specs.units:
+            raise PlanError("a pipeline needs the width of the hidden states; name it in specs().units['embed']")
+        shape = (*batch.tokens.shape, model.specs.units["embed"])
+        for transform in model.plan.transforms:
+            shape = transform.hidden_shape(shape, model.contexts[0])
+        return shape
+
+    def _checked(self, stage: int, out: Any, batch: Batch) -> Tensor:
+        """Raises where a part returns something else than the next stage will take for it."""
+        shape, dtype = self._hidden(batch), self._model.compute
+        if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
+            found = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+            raise PlanError(f"stage {stage} returned {found}, but hidden states between stages are {shape} in {dtype}")
+        return out
+
+    def _peer(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, self._cut.placement[stage])
+
+
+def _arrived(work: Any, _sent: Tensor) -> None:
+    work.wait()

@@ -1,0 +1,125 @@
+"""Context parallelism: ranks split the places of a row, and meet in the attention cores only.
+
+Everything else in a model works on each token by itself, so it needs to know nothing. Parameters are whole on every such rank as
+far as this strategy is concerned: `shard`, which it needs, cuts them over these ranks and sums their gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.batch import Batch
+from forge_core.errors import ForgeError, PlanError
+from forge_core.protocols.model import AttentionCore, PlacedCore, Transform
+from forge_parallel.attention.all_gather import AllGatherAttention
+from forge_parallel.attention.order import SequenceOrder
+from forge_parallel.attention.placed import held, held_places
+from forge_parallel.attention.ring import RingAttention
+from forge_parallel.attention.ulysses import UlyssesAttention
+from forge_parallel.plan import Phase
+
+if TYPE_CHECKING:
+    from forge_parallel.context import Context
+
+Kind = Literal["all_gather", "ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class ContextParallel(Transform):
+    """Replaces the attention cores of all blocks, and cuts batches. On one rank of `cp` it does nothing."""
+
+    kind: Kind = "all_gather"
+    name: str = "context"
+    phase: int = Phase.CONTEXT
+    axes: frozenset[str] = frozenset({"cp"})
+    needs: frozenset[str] = frozenset({"shard"})
+
+    def order(self, ranks: int) -> SequenceOrder:
+        """Which places each rank holds. Ulysses works on whole rows, which need no balance."""
+        return SequenceOrder(ranks, balanced=self.kind != "ulysses")
+
+    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
+        """Replaces `core` in the modules of each block of `part` that have one.
+
+        Raises:
+            PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
+                core or the number of heads asks for.
+        """
+        if context.topology.layout.cp == 1:
+            return part
+        if context.specs.whole_rows:
+            raise PlanError(f"parallel.cp cuts rows, but the model needs them whole: {'; '.join(context.specs.whole_rows)}")
+        replaced = self._replacement(context)
+        for path in context.specs.blocks:
+            modules = part.get_submodule(path).named_modules(prefix=path)
+            found = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
+            if not found:
+                raise PlanError(f"parallel.cp: {path} has no attention core to replace; set parallel.cp = 1")
+            for name, module in found.items():
+                module.core = replaced(name, module.core)  # type: ignore[assignment]
+        return part
+
+    def _replacement(self, context: "Context") -> Callable[[str, Any], Any]:
+        topology, layout = context.topology, context.topology.layout
+        ranks, rank, group = layout.cp, topology.coordinates["cp"], str(topology.group("cp").group_name)
+        order = self.order(ranks)
+        if self.kind == "ulysses":
+            heads = context.specs.units.get("heads", 0)
+            if heads % (ranks * layout.tp):
+                others = f" * parallel.tp = {layout.tp}" if layout.tp > 1 else ""
+                raise PlanError(
+                    f"transforms.context.kind = 'ulysses': parallel.cp = {ranks}{others} does not divide {heads} heads; "
+                    "use 'all_gather' or 'ring'"
+                )
+            return lambda _, core: UlyssesAttention(core, ranks, group)
+        if self.kind == "ring":
+            return lambda name, core: RingAttention(_uncapped(name, core), order, rank, group)
+        return lambda name, core: AllGatherAttention(_placed(name, core), order, rank, group)
+
+    def local_batch(self, batch: Batch, context: "Context") -> Batch:
+        """This rank's places of each row. Positions are made explicit: they no longer follow from the index.
+
+        Raises:
+            ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
+        """
+        ranks, rank = context.topology.layout.cp, context.topology.coordinates["cp"]
+        if ranks == 1:
+            return batch
+        order, (rows, length) = self.order(ranks), batch.tokens.shape
+        if length % order.pieces:
+            raise ForgeError(
+                f"rows of {length} tokens cannot be cut for parallel.cp = {ranks}, transforms.context.kind = {self.kind!r}; "
+                f"data.sequence_length must be a multiple of {order.pieces}"
+            )
+        if batch.extras:
+            raise ForgeError(f"parallel.cp = {ranks}: nothing says how {', '.join(sorted(batch.extras))} could be cut along rows")
+
+        def cut(tensor: Tensor) -> Tensor:
+            return held(order, rank, tensor)
+
+        positions = batch.positions
+        if positions is None:
+            places = held_places(order, rank, length, batch.tokens.device)
+            positions = places.to(torch.int32).expand(rows, -1)
+        else:
+            positions = cut(positions)
+        documents = None if batch.documents is None else cut(batch.documents)
+        return replace(batch, tokens=cut(batch.tokens), labels=cut(batch.labels), positions=positions, documents=documents)
+
+
+def _placed(name: str, core: Any) -> PlacedCore:
+    if not isinstance(core, PlacedCore):
+        raise PlanError(
+            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, cannot be told where its keys "
+            "belong (it has no prepare_placed); use 'ulysses' or 'ring'"
+        )
+    return core
+
+
+def _uncapped(name: str, core: Any) -> AttentionCore:
+    if getattr(core, "capped", False):
+        raise PlanError(f"transforms.context.kind = 'ring' cannot cap scores as {name}.core does; use 'all_gather' or 'ulysses'")
+    return core
