@@ -16,9 +16,9 @@ TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab
 
 
 def fill(model: torch.nn.Module, specs: Specs, seed: int) -> None:
-    """Draws every parameter from its spec. The trainer has its own road; this one needs no other package."""
+    """Draws every parameter and buffer from its spec. The trainer has its own road; this one needs no other package."""
     generator = torch.Generator().manual_seed(seed)
-    parameters = dict(model.named_parameters())
+    parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, spec in specs.tensors.items():
             match spec.init.kind:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention, varlen
 
+from forge_core.protocols.model import Placed
 from forge_models.blocks import core as module
 from forge_models.blocks.core import Boundaries, LocalAttention
 from forge_models.components.attentions import GQA, MLA
@@ -37,8 +38,13 @@ def by_hand(q, k, v, documents, window, scale, soft_cap):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """The functions of torch that are compiled on CUDA, as they are: their forward runs on a CPU."""
+    """The functions of torch that are compiled on CUDA, as they are: their forward runs on a CPU.
+
+    Eagerly: by itself `flex_attention` would be traced anew for every mask, which takes most of a second.
+    """
     monkeypatch.setattr(module, "_compiled", lambda name: getattr(flex_attention, name))
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 masks = pytest.mark.parametrize(("documents", "window"), [(None, None), (None, 3), (DOCUMENTS, None), (DOCUMENTS, 2)])
@@ -105,6 +111,34 @@ def test_which_kernel_is_chosen_where(plain, monkeypatch):
     assert isinstance(LocalAttention("flex").prepare(None, 9, None, "cpu"), block)
     assert isinstance(LocalAttention("sdpa").prepare(DOCUMENTS, 9, None, "cpu"), torch.Tensor)
     assert isinstance(LocalAttention("varlen").prepare(DOCUMENTS, 9, None, "cpu"), Boundaries)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@masks
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("make_mask", "dtype"), [("mask", torch.float64), ("block_mask", torch.float32), ("block_mask", torch.float64)]
+)
+def test_queries_and_keys_in_any_order(plain, documents, window, soft_cap, make_mask, dtype):
+    q, k, v = qkv(dtype)
+    rows, columns = torch.tensor([7, 0, 3, 8]), torch.tensor([4, 8, 0, 3, 1, 7, 2, 5, 6])
+    queries, keys = (Placed(at, None if documents is None else documents[:, at]) for at in (rows, columns))
+    core = LocalAttention(capped=soft_cap is not None)
+    shared = getattr(module, f"_placed_{make_mask}")(queries, keys, window)
+    assert isinstance(shared, torch.Tensor) == (make_mask == "mask")
+    if make_mask == "mask":
+        assert torch.equal(core.prepare_placed(queries, keys, window), shared)
+    found = core(q[:, :, rows], k[:, :, columns], v[:, :, columns], shared, 0.7, soft_cap)
+    expected = by_hand(q, k, v, documents, window, 0.7, soft_cap)[:, :, rows]
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("flex", "needs a CUDA device"), ("varlen", "whole rows only")])
+def test_kernels_that_cannot_place_keys_are_refused(kind, reason):
+    row = Placed(torch.arange(4), None)
+    with pytest.raises(ValueError, match=f"'{kind}'.*{reason}"):
+        LocalAttention(kind).prepare_placed(row, row, None)
 
 
 @pytest.mark.parametrize("kind", ["flex", "varlen"])

@@ -20,13 +20,14 @@ def problem(dropped):
 
 
 def run_with(matrices):
-    """An expert layer of plain matrices that checks what it is promised: groups in the order of experts."""
+    """An expert layer of plain matrices that checks what it is promised: groups in the order of experts, then rows of nobody,
+    for which it returns NaN."""
 
     def run(tokens, counts):
         assert counts.shape == (5,)
-        assert int(counts.sum()) == len(tokens)
-        groups = tokens.split(counts.tolist())
-        return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
+        *groups, nobodys = tokens.split([*counts.tolist(), len(tokens) - int(counts.sum())])
+        made = [group @ matrix for group, matrix in zip(groups, matrices, strict=True)]
+        return torch.cat([*made, nobodys * torch.nan])
 
     return run
 
@@ -43,10 +44,10 @@ def loop(x, matrices, weights, experts):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_equals_a_loop_with_gradients(dropped):
+@pytest.mark.parametrize(("dropped", "promised"), [(False, False), (False, True), (True, True)])
+def test_equals_a_loop_with_gradients(dropped, promised):
     x, matrices, weights, experts = problem(dropped)
-    ours = LocalDispatch()(x, experts, weights, run_with(matrices), 5)
+    ours = LocalDispatch()(x, experts, weights, run_with(matrices), 5, drops=promised)
     theirs = loop(x, matrices, weights, experts)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, matrices, weights)

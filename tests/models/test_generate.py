@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge_models.generation import GenerationError, before_stop, generate, stream
-from forge_models.sampling import Sampler
+from forge_models.sampling import Sampler, Sampling
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]
 
@@ -20,9 +20,8 @@ def uncached(model, prompt, count):
     return row[len(prompt) :]
 
 
-@pytest.mark.parametrize("chunks", [(12,), (5, 7), (1,) * 12, (11, 1), (3, 4, 5)])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_any_chunking_gives_the_logits_of_the_whole(make, tokens, chunks, kv_heads):
+@pytest.mark.parametrize(("kv_heads", "chunks"), [(1, (12,)), (2, (5, 7)), (4, (1,) * 12), (2, (11, 1)), (4, (3, 4, 5))])
+def test_any_chunking_gives_the_logits_of_the_whole(make, tokens, kv_heads, chunks):
     model, rows = make(spread=10.0, kv_heads=kv_heads), tokens(2, 12)
     cache = model.new_cache(2, 20)
     parts = [model(part, cache=cache) for part in rows.split(list(chunks), dim=1)]
@@ -106,12 +105,6 @@ def test_stream_yields_step_by_step_and_leaves_the_mode_alone(make):
         ({"prompts": [[-1]]}, "token -1"),
         ({"max_tokens": 60}, "at most 57 new tokens"),
         ({"max_tokens": 0}, "max_tokens 0"),
-        ({"temperature": -1.0}, "temperature -1.0"),
-        ({"temperature": math.nan}, "temperature nan"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k 0"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p 0.0"),
-        ({"temperature": 1.0, "min_p": 1.5}, "min_p 1.5"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
         ({"stop": "x"}, "need decode"),
         ({"stop": ["x", ""], "decode": str}, "empty"),
         ({"prefill": 0}, "prefill 0"),
@@ -122,14 +115,45 @@ def test_bad_requests_are_refused_at_the_call(make, arguments, message):
         stream(make(), **({"prompts": PROMPTS, "max_tokens": 3} | arguments))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"top_k": 0}, "top_k 0"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"min_p": -0.1}, "min_p -0.1"),
+        ({"min_p": 1.5}, "min_p 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty nan"),
+    ],
+)
+def test_sampling_out_of_range_is_refused(settings, message):
+    with pytest.raises(GenerationError, match=message):
+        Sampling(**settings)
+
+
 def test_a_seed_fixes_the_draws_of_a_row_whatever_the_others_hold(make):
     model = make()
-    settings = {"max_tokens": 8, "temperature": 1.0}
-    first = generate(model, PROMPTS, seed=3, **settings)
-    assert generate(model, PROMPTS, seed=3, **settings) == first
-    assert generate(model, PROMPTS, seed=4, **settings) != first
-    other = generate(model, [PROMPTS[0], [1, 2, 3], [4]], seed=3, **settings)
-    assert other[0] == first[0]
+
+    def drawn(prompts, seed):
+        return generate(model, prompts, Sampling(temperature=1.0, seed=seed), max_tokens=8)
+
+    first = drawn(PROMPTS, 3)
+    assert drawn(PROMPTS, 3) == first
+    assert drawn(PROMPTS, 4) != first
+    assert drawn([PROMPTS[0], [1, 2, 3], [4]], 3)[0] == first[0]
+
+
+def test_stream_and_generate_draw_the_same_whatever_the_prefill(make):
+    model = make(spread=3.0)
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5)
+    whole = generate(model, PROMPTS, sampling, max_tokens=10)
+    assert len({tuple(row) for row in whole}) == 3
+    for prefill in (1, 3):
+        steps = stream(model, PROMPTS, sampling, max_tokens=10, prefill=prefill)
+        assert [list(row) for row in zip(*steps, strict=True)] == whole
 
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
@@ -154,30 +178,34 @@ def test_draws_follow_the_distribution(temperature, top_k, top_p, kept):
     weights = torch.zeros(5, dtype=torch.float64)
     weights[kept] = (LOGITS[kept].double() / temperature).exp()
     expected = weights / weights.sum()
-    sampler = Sampler(temperature, top_k, top_p, seed=0)
-    probabilities, tokens = sampler.distribution(LOGITS[None])
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    probabilities, tokens = sampling.distribution(LOGITS[None])
     by_token = torch.zeros(5, dtype=torch.float64).scatter_(0, tokens[0], probabilities[0])
     torch.testing.assert_close(by_token, expected, rtol=1e-6, atol=1e-9)
     count = 20_000
-    drawn = torch.bincount(sampler(LOGITS.expand(count, 5)), minlength=5).double() / count
+    drawn = torch.bincount(Sampler(sampling)(LOGITS.expand(count, 5)), minlength=5).double() / count
     deviation = (expected * (1 - expected) / count).sqrt()
     assert bool(((drawn - expected).abs() <= 5 * deviation).all()), (drawn, expected)
 
 
 def test_temperature_zero_takes_the_first_of_the_most_likely():
-    assert Sampler()(torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])).tolist() == [1, 0]
+    assert Sampler(Sampling())(torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.1, 0.3, 0.7, 1.0])
-@pytest.mark.parametrize("top_p", [None, 0.8])
-def test_min_p_keeps_what_transformers_keeps(min_p, top_p):
-    from transformers import MinPLogitsWarper, TopPLogitsWarper
+@pytest.mark.parametrize("min_p", [None, 0.0, 0.1, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, None, None), (0.7, None, 0.8), (1.4, 4, None), (0.9, 7, 0.8)])
+def test_cuts_keep_what_transformers_keeps(temperature, top_k, top_p, min_p):
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
-    expected = logits if top_p is None else TopPLogitsWarper(top_p)(None, logits)
-    expected = MinPLogitsWarper(min_p)(None, expected).softmax(-1)
-    probabilities, tokens = Sampler(1.0, top_p=top_p, min_p=min_p).distribution(logits)
-    torch.testing.assert_close(torch.zeros_like(logits).scatter_(1, tokens, probabilities), expected, rtol=1e-9, atol=1e-12)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    # In the order of its `generate`.
+    for made, value in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p), (MinPLogitsWarper, min_p)):
+        expected = expected if value is None else made(value)(None, expected)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    probabilities, tokens = sampling.distribution(logits)
+    found = torch.zeros_like(logits).scatter_(1, tokens, probabilities)
+    torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
@@ -186,7 +214,7 @@ def test_repetition_penalty_equals_that_of_transformers(make, penalty):
 
     # The last prompt holds every second token: about half of its choices depend on what the prompt says.
     model, prompts = make(spread=10.0), [[5, 6, 7, 5, 8], [90, 1], list(range(0, 97, 2))]
-    found = generate(model, prompts, max_tokens=10, repetition_penalty=penalty)
+    found = generate(model, prompts, Sampling(repetition_penalty=penalty), max_tokens=10)
     process = RepetitionPenaltyLogitsProcessor(penalty)
     for prompt, row in zip(prompts, found, strict=True):
         ids = list(prompt)

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_core.protocols.model import LossHead
+from forge_models.blocks import cross_entropy
 from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_models.components.objectives import CrossEntropy
 
@@ -142,6 +143,52 @@ def test_logits_of_a_batch_never_exist_in_training(make, tokens):
     with Allocations() as seen:
         model(rows[:, :-1])
     assert seen.largest == 701 * 256  # the instrument does see logits where there are some
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_blocks_of_a_chunk_change_no_gradient(monkeypatch, dtype, soft_cap):
+    arguments = (*problem(dtype=dtype), 0.3, soft_cap)
+    whole = gradients(ChunkedCrossEntropy(8), *arguments)
+    monkeypatch.setattr(cross_entropy, "BLOCK", 3 * 23)  # 3 + 3 + 2 rows, then 3
+    parts = gradients(ChunkedCrossEntropy(8), *arguments)
+    for ours, theirs in zip(parts[:3], whole[:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts[3:], whole[3:], strict=True))
+
+
+def test_in_bf16_only_a_block_of_logits_is_in_fp32(monkeypatch):
+    class Wide(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            wide = [value.numel() for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.itemsize == 4]
+            self.largest = max(self.largest, *wide, 0)
+            return out
+
+    monkeypatch.setattr(cross_entropy, "BLOCK", 16 * 211)
+    hidden, weight, labels = problem(rows=96, dim=8, vocab=211, dtype=torch.bfloat16)
+    with Wide() as seen:
+        ChunkedCrossEntropy(64)(hidden, weight, labels, 0.1, None)[0].backward()
+    assert seen.largest == 16 * 211  # a chunk's are 64 x 211; the sum of the weight's gradient is 8 x 211
+
+
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
+def test_rows_of_a_chunk_follow_its_bytes(monkeypatch, dtype, chunks):
+    monkeypatch.setattr(cross_entropy, "CHUNK", 512 * 23 * 2)
+    hidden, weight, labels = problem(rows=1024, dtype=dtype)
+    with torch.no_grad(), Allocations() as seen:
+        ChunkedCrossEntropy()(hidden, weight, labels, 0.0, None)
+    assert seen.products == chunks
+
+
+def test_no_rows_give_zero():
+    hidden, weight, labels = problem()
+    found = gradients(HEAD, hidden[:0], weight, labels[:0], 0.1)
+    assert [float(value) for value in found[:3]] == [0.0] * 3
+    assert found[3].shape == (0, 6)
+    assert found[4].count_nonzero() == 0
 
 
 def test_evaluation_does_no_gradient_work():

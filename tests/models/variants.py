@@ -5,8 +5,10 @@ from typing import Any
 
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.mlps import GELU, GeGLU, SwiGLU
+from forge_models.components.moe import Losses, MoE
 from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.components.rope import Rope
+from forge_models.components.routers import SigmoidTopK
 
 SIZES = {"dim": 48, "layers": 3, "heads": 6, "head_dim": 10, "ffn_dim": 56, "vocab_size": 101, "max_length": 64}
 """All different, so that a dimension under a wrong name shows."""
@@ -24,6 +26,9 @@ def registered() -> dict[str, dict[str, Any]]:
         for point in entry_points(group=f"forge.{slot}s"):
             if point.dist is not None and point.dist.name == "forge-models":
                 found[point.name] = {slot: point.load()(**SMALL.get((slot, point.name), {}))}
+    for point in entry_points(group="forge.routers"):
+        if point.dist is not None and point.dist.name == "forge-models":
+            found[f"experts_{point.name}"] = {"moe": MoE(experts=4, ffn_dim=24, first_dense=1, router=point.load()())}
     return found
 
 
@@ -55,6 +60,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "partial_rotation": {
         "rope": Rope(partial=0.4, scaling="llama3", factor=4.0, original_max_length=8),
         "attention": GQA(output_bias=True),
+    },
+    "experts_in_groups": {
+        "moe": MoE(
+            experts=8,
+            top_k=3,
+            shared=2,
+            ffn_dim=24,
+            every=2,
+            router=SigmoidTopK(n_group=4, topk_group=2, scaling=2.5, bias_schedule="warmup", bias_steps=3),
+            losses=Losses(sequence=0.1, global_batch=0.1, z=0.1),
+        ),
+        "mlp": GELU(),
+        "norm_placement": "sandwich",
     },
     "dynamic_rope": {"rope": Rope(scaling="dynamic", factor=4.0, original_max_length=32)},
 }

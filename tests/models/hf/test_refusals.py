@@ -16,6 +16,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import ReLU2
+from forge_models.components.norms import LayerNorm
 from forge_models.components.rope import Rope
 from forge_models.hf.config import INERT, NEUTRAL, Unsupported
 from forge_models.hf.families import FAMILIES
@@ -271,6 +272,61 @@ def test_what_no_family_can_say_is_refused_by_field() -> None:
     ):
         with pytest.raises(Unsupported, match=f"llama: .*{word}"):
             chosen(Decoder(**small, **changed), None)
+
+
+STABLELM = {
+    "model_type": "stablelm",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def test_partial_rotation_is_read_from_either_place() -> None:
+    for keys, expected in (
+        ({}, 0.25),
+        ({"partial_rotary_factor": 0.5}, 0.5),
+        ({"partial_rotary_factor": None}, 0.25),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}, 0.5),
+        ({"partial_rotary_factor": 1, "rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0}}, 1.0),
+    ):
+        assert decoder_of(FAMILIES["stablelm"], STABLELM | keys, "here").rope.partial == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a number above 0, 1 at most, not 1.5"),
+        ({"partial_rotary_factor": True}, "not True"),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, "rope_parameters.partial_rotary_factor: expected a number"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+            "partial_rotary_factor = 0.5 and rope_parameters.partial_rotary_factor = 0.25",
+        ),
+        ({"use_parallel_residual": True}, "use_parallel_residual"),
+        ({"qk_layernorm": True}, "qk_layernorm"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout"),
+        ({"head_dim": 24}, "head_dim"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_a_stablelm_may_say_beyond_ours_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decoder_of(FAMILIES["stablelm"], STABLELM | keys, "here")
+    assert message in str(caught.value)
+
+
+def test_a_partial_rotation_without_layer_norms_has_no_family() -> None:
+    small = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
+    assert chosen(Decoder(**small, norm=LayerNorm(), rope=Rope(partial=0.5)), None).model_type == "stablelm"
+    for changed in ({"rope": Rope(partial=0.5)}, {"norm": LayerNorm(bias=False)}, {"norm": LayerNorm(), "head_dim": 12}):
+        with pytest.raises(Unsupported, match="stablelm"):
+            chosen(Decoder(**small, **changed), None, "stablelm")
 
 
 def test_reading_the_model_alone_needs_config_json_only(folder: Path) -> None:

@@ -26,6 +26,24 @@ GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_sc
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+QWEN3_MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 7,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -45,10 +63,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
     "gemma2-untied": ("gemma2", GEMMA | {"tie_word_embeddings": False, "attn_logit_softcapping": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
+    "mixtral-full": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe-raw": (
+        "qwen3_moe",
+        QWEN3_MOE
+        | {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1], "attention_bias": True}
+        | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3-plain": (
+        "deepseek_v3",
+        DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v3-yarn": ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}}),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 7}),
     "gemma3-untied-linear": (
         "gemma3_text",
         GEMMA | {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 7},
+    ),
+    "stablelm": ("stablelm", {}),
+    "stablelm-half-biases-tied-yarn": (
+        "stablelm",
+        {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "tie_word_embeddings": True, "rope_scaling": YARN},
     ),
 }
 """Name of a case -> (model_type, keys of the configuration)."""
@@ -69,6 +107,9 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
                 parameter.copy_(drawn * 0.2)
             else:
                 parameter.add_(drawn * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2, generator=generator)
     return model
 
 

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from forge_models.generation import generate as generate
     from forge_models.interp.tap import listening as listening
     from forge_models.interp.tap import tap as tap
+    from forge_models.sampling import Sampling as Sampling
 
 __getattr__, __dir__ = lazily(
     __name__,
     {
         "Decoder": "decoder",
+        "Sampling": "sampling",
         "generate": "generation",
         "listening": "interp.tap",
         "tap": "interp.tap",

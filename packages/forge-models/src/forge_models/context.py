@@ -44,3 +44,22 @@ class BlockContext:
         Each block adds two terms, so the stream's variance stays the same for every depth (Radford et al., 2019).
         """
         return self.init_std / sqrt(2 * self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterContext:
+    """What `build(context)` of a router component is told.
+
+    Attributes:
+        dim: width of a token.
+        experts: number of experts to choose from.
+        top_k: how many are chosen.
+        layer: index of the block.
+        init_std: standard deviation of hidden matrices.
+    """
+
+    dim: int
+    experts: int
+    top_k: int
+    layer: int
+    init_std: float

@@ -1,11 +1,12 @@
-"""The decoder as a module: embedding, blocks, norm, head. It holds no buffers and no parallel code."""
+"""The decoder as a module: embedding, blocks, norm, head. It holds no parallel code."""
 
-from math import sqrt
+from math import gcd, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge_core.batch import PADDING
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
 from forge_models.blocks.block import Block
@@ -55,6 +56,7 @@ class Decoder(nn.Module):
         objective: Objective | None = None,
         cache: KVCache | None = None,
         at: Tensor | None = None,
+        tokens: Tensor | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
         """Logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
@@ -62,18 +64,21 @@ class Decoder(nn.Module):
         Args:
             x: (B, T) int64 tokens, or hidden states (B, T, dim) when an earlier part embedded them.
             positions: (B, T) position of each token in its document; None = 0 .. T - 1, or the cache's next ones.
-            documents: (B, T) document of each token; attention stays inside. None = each row is one document.
+            documents: (B, T) document of each token; attention stays inside. None = each row is one document. `PADDING`
+                marks a position without a token, which no expert sees.
             labels: (B, T) int64, already shifted; needed by an objective.
             objective: what is minimised.
             cache: keys and values of earlier tokens, which this call extends.
             at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
+            tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
             extras: refused; a decoder of text has no further inputs.
 
         Raises:
             ValueError: for inputs that do not go together or are longer than `max_length`.
         """
         self._check(x, documents, labels, objective, cache, extras)
-        length = x.shape[1]
+        # Hidden states of an earlier part may be cut along the sequence; positions never are.
+        length = x.shape[1] if self.embed is not None or positions is None else positions.shape[-1]
         if cache is not None:
             positions = cache.advance(positions, length)
             if self.cache_limit is not None and cache.extent > self.cache_limit:
@@ -86,11 +91,12 @@ class Decoder(nn.Module):
         rotaries = {self._rotary(block) for block in self.blocks.values()}
         turns = {rotary: rotary(positions, documents) for rotary in rotaries}
         shared = self._shared(documents, length, x.device, cache)
+        real = None if documents is None else documents != PADDING
         if self.embed is not None:
-            x = self.embed(x)
+            tokens, x = x, self.embed(x)
             if self.config.embed_multiplier != 1:
                 x = x * torch.tensor(self.config.embed_multiplier, dtype=x.dtype)
-        x = self._run_blocks(x, turns, shared, cache)
+        x = self._run_blocks(x, turns, shared, cache, {"real": real, "tokens": tokens})
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
         if self.norm is not None:
@@ -98,12 +104,23 @@ class Decoder(nn.Module):
         return x if self.head is None else self.head(x, labels, objective)
 
     def _run_blocks(
-        self, x: Tensor, turns: dict[Rotary, Rotation], shared: dict[int | None, Any], cache: KVCache | None
+        self,
+        x: Tensor,
+        turns: dict[Rotary, Rotation],
+        shared: dict[int | None, Any],
+        cache: KVCache | None,
+        routed: dict[str, Tensor | None],
     ) -> Tensor:
         for name, block in self.blocks.items():
             turn = turns[self._rotary(block)]
             with scope(f"blocks.{name}."):
-                x = block(x, turn, shared.get(_window(block)), None if cache is None else cache.layers[name])
+                mine = None if cache is None else cache.layers[name]
+                if not getattr(block, "sparse", False):
+                    x = block(x, turn, shared.get(_window(block)), mine)
+                    continue
+                x, counted = block(x, turn, shared.get(_window(block)), mine, **routed)
+            if counted is not None:  # out here, where recomputation does not come by again
+                block.mlp.observe(counted)  # type: ignore[operator, union-attr]
         with scope(""):
             return tap("residual", x) if self.head is not None else x
 
@@ -187,17 +204,35 @@ class Decoder(nn.Module):
             tensors=tensors,
             modules=modules,
             blocks=tuple(f"blocks.{name}" for name in self.blocks),
-            units={
-                "embed": config.dim,
-                "heads": config.heads,
-                "kv_heads": config.resolved_kv_heads,
-                "ffn": config.resolved_ffn_dim,
-                "vocab": config.vocab_size,
-            },
+            units=self._units(),
             ties=dict([TIED]) if tied else {},
             entry=("embed",) if self.embed is not None else (),
             exit=tuple(name for name in ("norm", "head") if getattr(self, name) is not None),
+            whole_rows=self._whole_rows(),
         )
+
+    def _whole_rows(self) -> tuple[str, ...]:
+        found = []
+        if any(self._rotary(block).rope.scaling == "dynamic" for block in self.blocks.values()):
+            found.append("model.rope.scaling = 'dynamic', which reads how long each document is")
+        if self.config.moe is not None and self.config.moe.losses.sequence:
+            found.append("model.moe.losses.sequence, which counts the loads of a row")
+        return tuple(found)
+
+    def _units(self) -> dict[str, int]:
+        config, moe = self.config, self.config.moe
+        units = {
+            "embed": config.dim,
+            "heads": config.heads,
+            "kv_heads": config.resolved_kv_heads,
+            "ffn": config.resolved_ffn_dim,
+            "vocab": config.vocab_size,
+        }
+        if moe is None:
+            return units
+        width = config.resolved_ffn_dim if moe.ffn_dim is None else moe.ffn_dim
+        dense = 0 if all(moe.has(layer) for layer in range(config.layers)) else config.resolved_ffn_dim
+        return units | {"ffn": gcd(dense, width), "expert": moe.experts}
 
     def _head_std(self) -> float:
         """At most 1 / (2 sqrt(dim)): normed hidden states have length sqrt(dim), so logits start with variance <= 1/4

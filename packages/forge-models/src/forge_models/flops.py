@@ -5,10 +5,11 @@ rotation, softmax and the embedding's look-up do not). So per token
 
     train = 6 * P + 6 * sum over layers of heads * (width of a key + width of a value) * T'
 
-with P the weights that take part in matrix products (the head always, the embedding's table never, a tied table once,
-as head; biases never) and T' the keys that a query meets: T, or the window if that is less, for the full square that
-most tables count ("PaLM" convention, Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
-Recomputation is not counted.
+with P the weights that take part in matrix products for one token (the head always, the embedding's table never, a tied
+table once, as head; biases never; of experts the `top_k` that a token goes to, the shared ones and the router) and T' the
+keys that a query meets: T, or the window if that is less, for the full square that most tables count ("PaLM" convention,
+Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
+Recomputation is not counted, nor is what capacity saves where it drops slots.
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
 from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
 """To be printed beside every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
@@ -32,10 +34,11 @@ class Counts:
     Attributes:
         embedding: weights of the token table (also the head's when tied).
         attention: weights of all attention projections and their norms.
-        mlp: weights of all feed-forward parts.
+        mlp: weights of all feed-forward parts, every expert and router included.
         norms: weights of the blocks' norms and of the last norm.
         head: weights of the output projection; 0 when tied.
-        matrix: weights that take part in matrix products, the head's included even when tied.
+        matrix: weights that take part in matrix products for one token, the head's included even when tied.
+        idle: weights of experts that a token does not go to; 0 in a dense model.
         widths: per window (None = global), heads * (width of a key + width of a value), summed over the layers that have
             it: multiply-adds that one key costs a query.
     """
@@ -46,12 +49,18 @@ class Counts:
     norms: int
     head: int
     matrix: int
+    idle: int
     widths: Mapping[int | None, int]
 
     @property
     def parameters(self) -> int:
         """All weights, a tied table once."""
         return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+    @property
+    def active(self) -> int:
+        """Weights that one token uses: all of a dense model."""
+        return self.parameters - self.idle
 
     def forward(self, length: int, causal: bool = False) -> float:
         """Forward FLOPs per token of rows of `length` tokens; see the module for `causal`."""
@@ -71,16 +80,20 @@ def count(model: Decoder) -> Counts:
     """
     dim, layers = model.dim, model.layers
     attention = _attention(model, model.resolved_attention)
-    weights, biases = _mlp(model, model.resolved_mlp)
+    dense, biases = _mlp(model, model.resolved_mlp)
+    sparse = _experts(model, model.resolved_mlp)
+    sparse_layers = sum(model.moe is not None and model.moe.has(layer) for layer in range(layers))
+    dense_layers = layers - sparse_layers
     norms = (4 if model.norm_placement == "sandwich" else 2) * layers + 1
     table = model.vocab_size * dim
     return Counts(
         embedding=table,
         attention=layers * (attention.weights + attention.others),
-        mlp=layers * (weights + biases),
+        mlp=dense_layers * (dense + biases) + sparse_layers * (sparse.active + sparse.idle),
         norms=norms * _norm(model.resolved_norm, dim),
         head=0 if model.tied_embeddings else table,
-        matrix=layers * (attention.weights + weights) + table,
+        matrix=layers * attention.weights + dense_layers * dense + sparse_layers * sparse.active + table,
+        idle=sparse_layers * sparse.idle,
         widths=attention.widths,
     )
 
@@ -116,14 +129,36 @@ def _attention(model: Decoder, part: Component) -> _Attention:
     raise _unknown(part)
 
 
-def _mlp(model: Decoder, part: Component) -> tuple[int, int]:
-    """One layer's weights in matrix products, and its biases."""
+def _mlp(model: Decoder, part: Component, ffn_dim: int | None = None) -> tuple[int, int]:
+    """One layer's weights in matrix products, and its biases; `ffn_dim` is the model's when None."""
+    width = model.resolved_ffn_dim if ffn_dim is None else ffn_dim
     if type(part) not in (SwiGLU, GeGLU, GELU, ReLU, ReLU2):
         raise _unknown(part)
     assert isinstance(part, SwiGLU | GeGLU | GELU | ReLU | ReLU2)
     entries = 2 if part.gated else 1
-    biases = entries * model.resolved_ffn_dim + model.dim if part.bias else 0
-    return (entries + 1) * model.dim * model.resolved_ffn_dim, biases
+    biases = entries * width + model.dim if part.bias else 0
+    return (entries + 1) * model.dim * width, biases
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Weights of one layer of experts that a token uses, and those that it does not."""
+
+    active: int
+    idle: int
+
+
+def _experts(model: Decoder, part: Component) -> _Experts:
+    moe = model.moe
+    if moe is None:
+        return _Experts(0, 0)
+    router = moe.resolved_router
+    if type(router) not in (SoftmaxTopK, SigmoidTopK, Hash):
+        raise _unknown(router)
+    matrices, biases = _mlp(model, part, moe.ffn_dim)
+    assert not biases
+    routing = 0 if type(router) is Hash else moe.experts * model.dim
+    return _Experts((moe.top_k + moe.shared) * matrices + routing, (moe.experts - moe.top_k) * matrices)
 
 
 def _norm(part: Component, width: int) -> int:

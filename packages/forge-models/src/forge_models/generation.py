@@ -6,30 +6,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from forge_core.errors import ForgeError
 from forge_models.cache import KVCache
 from forge_models.decoder import Decoder
-from forge_models.sampling import Sampler
-
-
-class GenerationError(ForgeError):
-    """Prompts or settings from which nothing can be generated."""
+from forge_models.sampling import GREEDY, GenerationError, Sampler, Sampling
 
 
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
+    sampling: Sampling = GREEDY,
     *,
     max_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     eos: int | Collection[int] | None = None,
     stop: str | Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
-    seed: int = 0,
     prefill: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
@@ -38,40 +28,19 @@ def generate(
     Args:
         model: a whole decoder; its training mode is as before afterwards.
         prompts: token ids of each row, none empty; lengths may differ.
+        sampling: how each token is chosen.
         max_tokens: new tokens of a row at most.
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: draw among the k most likely tokens only.
-        top_p: then among the fewest of these that hold this probability together.
-        min_p: then among those at least this fraction as likely as the most likely one.
-        repetition_penalty: tokens of the prompt and of the row so far get less likely (above 1) or more (below).
         eos: id or ids at which a row stops.
         stop: text or texts at which a row stops; the token that completes one is the row's last. See `before_stop`.
         decode: new tokens of a row -> their text; needed by `stop`.
-        seed: of the draws. Row r of a batch of n gets the same draws whatever the other rows hold.
         prefill: prompt tokens taken at once at most; None = all. It bounds memory and changes no result.
         on_token: called with (row, token) for each new token.
 
     Raises:
-        GenerationError: for an empty prompt, ids outside of the vocabulary, more tokens than `max_length`, or sampling
-            settings out of range.
+        GenerationError: for an empty prompt, ids outside of the vocabulary, or more tokens than `max_length`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    steps = stream(
-        model,
-        prompts,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        eos=eos,
-        stop=stop,
-        decode=decode,
-        seed=seed,
-        prefill=prefill,
-    )
-    for step in steps:
+    for step in stream(model, prompts, sampling, max_tokens=max_tokens, eos=eos, stop=stop, decode=decode, prefill=prefill):
         for row, token in enumerate(step):
             if token is not None:
                 rows[row].append(token)
@@ -83,30 +52,21 @@ def generate(
 def stream(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
+    sampling: Sampling = GREEDY,
     *,
     max_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     eos: int | Collection[int] | None = None,
     stop: str | Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
-    seed: int = 0,
     prefill: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Like `generate`, one step at a time: yields each row's new token, None once the row has stopped.
 
     Faults are raised at the call, before the first step is asked for.
     """
-    try:
-        sampler = Sampler(temperature, top_k, top_p, seed, min_p, repetition_penalty)
-    except ValueError as fault:
-        raise GenerationError(str(fault)) from fault
     _check(model, prompts, max_tokens, prefill)
     ends = _ends(eos, stop, decode)
-    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, sampler, ends, prefill)
+    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, Sampler(sampling), ends, prefill)
 
 
 def before_stop(text: str, stop: str | Sequence[str]) -> str:
@@ -133,7 +93,7 @@ def _steps(
     running = [True] * len(prompts)
     rows: list[list[int]] = [[] for _ in prompts]
     seen: Tensor | None = None
-    if sampler.repetition_penalty != 1:
+    if sampler.sampling.repetition_penalty != 1:
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
         for mark, prompt in zip(seen, prompts, strict=True):
             mark[prompt] = True

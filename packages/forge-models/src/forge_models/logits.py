@@ -1,6 +1,6 @@
 """Logits straight from stored weights, one block in memory at a time: how a conversion is checked, whatever its size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,21 +27,37 @@ def logits_of(weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.flo
     with torch.device("meta"):
         model = component.build()
     model.eval()
-    tied = dict(model.specs().ties)
+    tied, held = dict(model.specs().ties), frozenset(dict(model.named_buffers()))
     units = [(path, module) for path, module in model.named_children() if not isinstance(module, nn.ModuleDict)]
     units += [(f"blocks.{name}", block) for name, block in model.blocks.items()]
     for path, unit in units:
-        unit.register_forward_pre_hook(_loader(weights, path, tied, dtype))
+        buffers = sorted(name for name in held if name.startswith(f"{path}."))
+        unit.register_forward_pre_hook(_loader(weights, path, tied, dtype, buffers_of(weights, model, buffers)))
         unit.register_forward_hook(_drop)
     return model(tokens)
 
 
-def _loader(weights: "Weights", path: str, tied: dict[str, str], dtype: torch.dtype) -> Callable[[nn.Module, Any], None]:
+def buffers_of(weights: "Weights", model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Values of some buffers of `model` by global name, on the CPU, in the dtypes that they have there: those of `weights`, or,
+    where a format knows nothing of a buffer, such as the counters of a run, what its spec begins with."""
+    specs, shown = model.specs().tensors, dict(model.named_buffers())  # type: ignore[operator]
+    stored = [name for name in names if name in weights.tensors]
+    found = {name: torch.zeros(shown[name].shape, dtype=shown[name].dtype) for name in names}
+    for name, value in found.items():
+        value.fill_(1 if specs[name].init.kind == "ones" else 0)
+    read = weights.read(stored) if stored else {}
+    return found | {name: tensor.to(shown[name].dtype) for name, tensor in read.items()}
+
+
+def _loader(
+    weights: "Weights", path: str, tied: dict[str, str], dtype: torch.dtype, buffers: dict[str, Tensor]
+) -> Callable[[nn.Module, Any], None]:
     def load(module: nn.Module, _inputs: Any) -> None:
         names = {name: f"{path}.{name}" for name, _ in module.named_parameters()}
         names = {name: tied.get(whole, whole) for name, whole in names.items()}
         read = weights.read(list(names.values()))
         state = {name: read[whole].to(dtype, copy=True) for name, whole in names.items()}
+        state |= {name.removeprefix(f"{path}."): value.clone() for name, value in buffers.items()}
         module.load_state_dict(state, assign=True, strict=False)
 
     return load

@@ -9,13 +9,14 @@ from forge_models.blocks.rope import Rotation
 from forge_models.cache import LayerCache
 from forge_models.components.decoder import Decoder
 from forge_models.interp.tap import tap
+from forge_models.moe.layer import ExpertLayer
 
 
 class Block(nn.Module):
     """x + after(attention(before(x))), then the same with the feed-forward part.
 
     `before` and `after` are norms or nothing, as `norm_placement` says: pre has only the first, post only the second,
-    sandwich both.
+    sandwich both. In a `sparse` block experts stand in the place of the feed-forward part.
     """
 
     def __init__(self, config: Decoder, layer: int) -> None:
@@ -30,15 +31,38 @@ class Block(nn.Module):
         self.attention: nn.Module = attention.build(context)
         self.attention_post_norm: nn.Module | None = norm.build(config.dim) if after else None
         self.mlp_norm: nn.Module | None = norm.build(config.dim) if before else None
-        self.mlp: nn.Module = mlp.build(context)
+        moe = config.moe if config.moe is not None and config.moe.has(layer) else None
+        self.sparse = moe is not None
+        self.mlp: nn.Module = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
         self.mlp_post_norm: nn.Module | None = norm.build(config.dim) if after else None
 
-    def forward(self, x: Tensor, turn: Rotation, shared: Any, cache: LayerCache | None = None) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). `shared` is what the attention core prepared for this batch."""
+    def forward(
+        self,
+        x: Tensor,
+        turn: Rotation,
+        shared: Any,
+        cache: LayerCache | None = None,
+        real: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """(B, T, dim) -> (B, T, dim); a sparse block also returns what its experts counted.
+
+        Args:
+            x: the stream.
+            turn: rotation of this layer.
+            shared: what the attention core prepared for this batch.
+            cache: keys and values of earlier tokens.
+            real: (B, T) False for padding; only a sparse block looks at it, and at `tokens` (B, T).
+            tokens: ids, for routers that look at them.
+        """
         x = tap("residual", x)
         inner = self.attention(_normed(x, self.attention_norm), turn, shared, cache)
         x = self._added(x, tap("attention.output", inner), self.attention_post_norm)
-        return self._added(x, self.mlp(_normed(x, self.mlp_norm)), self.mlp_post_norm)
+        inner = _normed(x, self.mlp_norm)
+        if not self.sparse:
+            return self._added(x, self.mlp(inner), self.mlp_post_norm)
+        inner, counted = self.mlp(inner, real, tokens, cache is not None)
+        return self._added(x, inner, self.mlp_post_norm), counted
 
     def _added(self, x: Tensor, inner: Tensor, norm: nn.Module | None) -> Tensor:
         inner = _normed(inner, norm)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from forge_core.protocols.model import Placed
 from forge_models.components.attentions import Core
 
 
@@ -50,6 +51,21 @@ class LocalAttention:
             return _block_mask(documents, length, window, device)
         return None if plain else _mask(documents, length, window, device)
 
+    def prepare_placed(self, queries: Placed, keys: Placed, window: int | None) -> Any:
+        """What the kernel needs where queries and keys lie in any order: a boolean mask (B or 1, 1, T, S) or a `BlockMask`.
+
+        Raises:
+            ValueError: for a kernel that takes places in their natural order only, or that this device does not have.
+        """
+        cuda = queries.places.is_cuda
+        if self.kind == "varlen":
+            raise ValueError("attention core 'varlen' takes whole rows only; use 'auto', 'flex' or 'sdpa'")
+        if not cuda and self.kind == "flex":
+            raise ValueError("attention core 'flex' needs a CUDA device; use 'auto' or 'sdpa'")
+        if self.kind == "sdpa" or not cuda:
+            return _placed_mask(queries, keys, window)
+        return _placed_block_mask(queries, keys, window)
+
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Tensor:
         """Boolean mask (B, 1, T, extent) of queries at `slots` (B, T) over the first `extent` slots of a cache."""
         distance = slots[:, :, None] - torch.arange(extent, device=slots.device)
@@ -62,7 +78,7 @@ class LocalAttention:
         if shared is not None and not isinstance(shared, Tensor):
             if q.dtype != torch.float64:
                 return _flex(q, k, v, shared, scale, soft_cap)
-            shared = _dense(shared, q)  # flex has no fp64 kernel; fp64 is for comparisons, not for speed
+            shared = _dense(shared, q, k)  # flex has no fp64 kernel; fp64 is for comparisons, not for speed
         if soft_cap is not None:
             return _written_out(q, k, v, shared, scale, soft_cap)
         return F.scaled_dot_product_attention(
@@ -76,11 +92,15 @@ def _visible(distance: Tensor, window: int | None) -> Tensor:
 
 
 def _mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Tensor:
-    places = torch.arange(length, device=device)
-    visible = _visible(places[:, None] - places[None, :], window)
-    if documents is None:
+    row = Placed(torch.arange(length, device=device), documents)
+    return _placed_mask(row, row, window)
+
+
+def _placed_mask(queries: Placed, keys: Placed, window: int | None) -> Tensor:
+    visible = _visible(queries.places[:, None] - keys.places[None, :], window)
+    if queries.documents is None or keys.documents is None:
         return visible[None, None]
-    return (visible & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
+    return (visible & (queries.documents[:, :, None] == keys.documents[:, None, :])).unsqueeze(1)
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, soft_cap: float) -> Tensor:
@@ -116,6 +136,19 @@ def _block_mask(documents: Tensor | None, length: int, window: int | None, devic
     return _compiled("create_block_mask")(visible, rows, None, length, length, device=device)
 
 
+def _placed_block_mask(queries: Placed, keys: Placed, window: int | None) -> Any:
+    places, documents = queries
+    key_places, key_documents = keys
+
+    def visible(b: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = _visible(places[q] - key_places[k], window)
+        return seen if documents is None or key_documents is None else seen & (documents[b, q] == key_documents[b, k])
+
+    rows = None if documents is None else documents.shape[0]
+    lengths = len(places), len(key_places)
+    return _compiled("create_block_mask")(visible, rows, None, *lengths, device=places.device)
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, soft_cap: float | None) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -127,10 +160,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, soft_cap: fl
     return run(q, k, v, score_mod=cap, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _dense(mask: Any, q: Tensor) -> Tensor:
+def _dense(mask: Any, q: Tensor, k: Tensor) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
 
-    return create_mask(mask.mask_mod, q.shape[0], None, q.shape[2], q.shape[2], device=str(q.device))
+    return create_mask(mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
 
 
 def _boundaries(documents: Tensor | None, length: int, window: int | None, device: Any) -> Boundaries:

@@ -15,8 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
 
-LOGITS = 2**24
-"""Logits of one chunk at most, unless that is fewer than 256 rows: 64 MiB in fp32."""
+CHUNK = 2**25
+"""Bytes of one chunk's logits at most, in the dtype of the products, unless that is fewer than 256 rows."""
+
+BLOCK = 2**20
+"""Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class ChunkedCrossEntropy:
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
         """
         # 256 rows keep the products with `weight` bound by arithmetic, not by reading the weight once per chunk.
-        rows = self.rows or max(256, min(512, LOGITS // weight.shape[0]))
+        rows = self.rows or (512 if 512 * weight.shape[0] * hidden.element_size() <= CHUNK else 256)
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, rows)
         sums, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))
@@ -86,35 +89,42 @@ def _chunked(
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = _WeightGradient(weight, wide) if needs[1] else None
     # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
-    buffer = torch.empty(min(rows, count), vocab, dtype=wide, device=hidden.device)
-    narrow = buffer if hidden.dtype == wide else torch.empty_like(buffer, dtype=hidden.dtype)
+    rows = max(1, min(rows, count))
+    buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
+    size = max(1, min(rows, BLOCK // vocab)) if hidden.device.type == "cpu" else rows
+    scratch = None if hidden.dtype == wide else torch.empty(size, vocab, dtype=wide, device=hidden.device)
     for start in range(0, count, rows):
-        x, label = hidden[start : start + rows], labels[start : start + rows]
-        logits, low = buffer[: x.shape[0]], narrow[: x.shape[0]]
-        torch.mm(x, weight.T, out=low)
-        if low is not logits:
-            logits.copy_(low)
-        valid = (label != IGNORE).to(wide)
-        index = label.where(label != IGNORE, 0).unsqueeze(1)
-        slope = _cap(logits, soft_cap)
-        chosen = logits.gather(1, index).squeeze(1)
-        partition, log_partition = _exponentiate(logits)
-        nll += ((log_partition - chosen) * valid).sum()
-        z += (log_partition.square() * valid).sum()
-        if hidden_grad is None and weight_sum is None:
-            continue
-        # d loss / d logits = softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - max)
+        x = hidden[start : start + rows]
+        products = torch.mm(x, weight.T, out=buffer[: x.shape[0]])
+        for part, label in zip(products.split(size), labels[start : start + rows].split(size), strict=True):
+            logits = part if scratch is None else scratch[: part.shape[0]].copy_(part)
+            block_nll, block_z = _block(logits, label, z_loss, soft_cap, any(needs))
+            nll += block_nll
+            z += block_z
+            if scratch is not None and any(needs):
+                part.copy_(logits)
+        if hidden_grad is not None:
+            torch.mm(products, weight, out=hidden_grad[start : start + rows])
+        if weight_sum is not None:
+            weight_sum.add(products, x)
+    return (nll + z_loss * z, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
+
+
+def _block(logits: Tensor, label: Tensor, z_loss: float, soft_cap: float | None, gradient: bool) -> tuple[Tensor, Tensor]:
+    """The sums of nll and of z over rows. With `gradient`, `logits` become the derivative of the total by them."""
+    valid = (label != IGNORE).to(logits.dtype)
+    index = label.where(label != IGNORE, 0).unsqueeze(1)
+    slope = _cap(logits, soft_cap)
+    chosen = logits.gather(1, index).squeeze(1)
+    partition, log_partition = _exponentiate(logits)
+    sums = ((log_partition - chosen) * valid).sum(), (log_partition.square() * valid).sum()
+    if gradient:
+        # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - max)
         factor = valid * (1 + 2 * z_loss * log_partition) / partition
         logits.mul_(factor.unsqueeze(1)).scatter_add_(1, index, -valid.unsqueeze(1))
         if slope is not None:
             logits.mul_(slope)
-        if low is not logits:
-            low.copy_(logits)
-        if hidden_grad is not None:
-            torch.mm(low, weight, out=hidden_grad[start : start + rows])
-        if weight_sum is not None:
-            weight_sum.add(low, x)
-    return (nll + z_loss * z, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
+    return sums
 
 
 def _cap(logits: Tensor, soft_cap: float | None) -> Tensor | None:
@@ -144,5 +154,9 @@ class _WeightGradient:
     def add(self, gradient: Tensor, x: Tensor) -> None:
         if self._product is None:
             torch.addmm(self.total, gradient.T, x, out=self.total)
-        else:
-            self.total.add_(torch.mm(gradient.T, x, out=self._product))
+            return
+        torch.mm(gradient.T, x, out=self._product)
+        # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
+        size = max(1, BLOCK // x.shape[1]) if x.device.type == "cpu" else len(self.total)
+        for total, part in zip(self.total.split(size), self._product.split(size), strict=True):
+            total += part

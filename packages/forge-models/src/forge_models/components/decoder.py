@@ -1,4 +1,4 @@
-"""The dense decoder, chosen by `[model] name = "decoder"`."""
+"""The decoder, dense or with experts, chosen by `[model] name = "decoder"`."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -8,6 +8,7 @@ from annotated_types import Gt
 from forge_core.component import Component, Slot
 from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
+from forge_models.components.moe import LAYOUT_DEPENDENT, MoE
 from forge_models.components.norms import RMSNorm
 from forge_models.components.rope import Rope
 from forge_models.context import BlockContext
@@ -57,7 +58,9 @@ class Decoder(Component):
     attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
     """Attention of every block."""
     mlp: Annotated[Component, Slot("forge.mlps", default="swiglu")] = Slot.unset()
-    """Feed-forward part of every block."""
+    """Feed-forward part of every block without experts; with them, one expert has its shape."""
+    moe: MoE | None = None
+    """Experts in the place of feed-forward parts; a dense model when absent."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
     """Norm of each part of a block, and before the head."""
     from_hf: str | None = None
@@ -76,6 +79,25 @@ class Decoder(Component):
             check: Any = getattr(part, "check", None)
             if check is not None:
                 check(self.context(0))
+        if self.moe is not None:
+            self._check_experts(self.moe)
+
+    def _check_experts(self, moe: MoE) -> None:
+        if not any(moe.has(layer) for layer in range(self.layers)):
+            raise ValueError(f"moe has no layer: first_dense {moe.first_dense} and every {moe.every} leave none of {self.layers}")
+        mlp: Any = self.resolved_mlp
+        if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
+            raise ValueError(f"moe makes experts like mlp, and {type(mlp).__name__} does not say its `activation` and `gated`")
+        if getattr(mlp, "bias", False):
+            raise ValueError("moe has experts without biases; set mlp.bias = false")
+
+    @property
+    def layout_dependent(self) -> tuple[str, ...]:
+        """Keys that are set and whose effect depends on how rows are dealt out to ranks and micro-batches."""
+        if self.moe is None:
+            return ()
+        losses = tuple(f"model.moe.losses.{name}" for name in LAYOUT_DEPENDENT if getattr(self.moe.losses, name))
+        return losses + (("model.moe.capacity",) if self.moe.capacity is not None else ())
 
     @property
     def resolved_kv_heads(self) -> int:

@@ -1,4 +1,7 @@
-"""Feed-forward part of a block, chosen inside `[model]`: `mlp = { name = "geglu" }`."""
+"""Feed-forward part of a block, chosen inside `[model]`: `mlp = { name = "geglu" }`.
+
+`gated` says whether there are three matrices, `activation` which elementwise function; experts are made of the same two.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -18,10 +21,14 @@ class SwiGLU(Component):
     """Every matrix has a bias."""
     gated: ClassVar[bool] = True
 
+    @property
+    def activation(self) -> str:
+        return "silu"
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import GatedMLP
 
-        return GatedMLP(context, "silu", self.bias)
+        return GatedMLP(context, self.activation, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +41,14 @@ class GeGLU(Component):
     """Every matrix has a bias."""
     gated: ClassVar[bool] = True
 
+    @property
+    def activation(self) -> str:
+        return "gelu" if self.exact else "gelu_tanh"
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import GatedMLP
 
-        return GatedMLP(context, "gelu" if self.exact else "gelu_tanh", self.bias)
+        return GatedMLP(context, self.activation, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +61,14 @@ class GELU(Component):
     """Both matrices have a bias."""
     gated: ClassVar[bool] = False
 
+    @property
+    def activation(self) -> str:
+        return "gelu" if self.exact else "gelu_tanh"
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import MLP
 
-        return MLP(context, "gelu" if self.exact else "gelu_tanh", self.bias)
+        return MLP(context, self.activation, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +79,14 @@ class ReLU(Component):
     """Both matrices have a bias."""
     gated: ClassVar[bool] = False
 
+    @property
+    def activation(self) -> str:
+        return "relu"
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import MLP
 
-        return MLP(context, "relu", self.bias)
+        return MLP(context, self.activation, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +97,11 @@ class ReLU2(Component):
     """Both matrices have a bias."""
     gated: ClassVar[bool] = False
 
+    @property
+    def activation(self) -> str:
+        return "relu2"
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import MLP
 
-        return MLP(context, "relu2", self.bias)
+        return MLP(context, self.activation, self.bias)

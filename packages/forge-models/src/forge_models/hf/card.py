@@ -1,23 +1,21 @@
 """The model card of an exported folder: facts that the weights bring along, and nothing else."""
 
-from math import prod
-
 from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
 from forge_models.hf.family import Family
 
 
-def card(weights: Weights, family: Family, dtype: str) -> str:
-    """Markdown with the metadata block that model hubs read."""
+def card(weights: Weights, family: Family, dtype: str, count: int) -> str:
+    """Markdown with the metadata block that model hubs read. `count` is the number of parameters."""
     model = weights.model
     assert isinstance(model, Decoder)
-    count = sum(prod(entry.shape) for entry in weights.tensors.values())
     rows = {
         "Architecture": family.architecture,
         "Parameters": f"{count:,}",
         "Layers": model.layers,
         "Width": model.dim,
         "Heads": f"{model.heads} ({model.resolved_kv_heads} for keys and values)",
+        "Experts": "none" if model.moe is None else f"{model.moe.experts}, {model.moe.top_k} of them for each token",
         "Vocabulary": f"{model.vocab_size:,}",
         "Context": f"{model.max_length:,} tokens",
         "Precision": dtype,

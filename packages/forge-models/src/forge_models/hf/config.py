@@ -39,6 +39,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "use_bidirectional_attention": (None, False),
     "use_mrope": (None, False),
+    "hidden_dropout": (None, 0),
+    "qk_layernorm": (None, False),
+    "use_parallel_residual": (None, False),
 }
 """Keys of things that are not implemented, with the values that mean "not used"."""
 
@@ -78,6 +81,14 @@ class Keys:
             return 0
         if type(value) is not int or value < 1:
             self.fault(key, f"expected a positive integer, not {value!r}")
+            return 0
+        return value
+
+    def whole(self, key: str) -> int:
+        """An integer that may be 0."""
+        value = self.get(key)
+        if type(value) is not int or value < 0:
+            self.fault(key, f"expected an integer of 0 or more, not {value!r}")
             return 0
         return value
 

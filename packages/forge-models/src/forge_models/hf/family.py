@@ -6,12 +6,15 @@ from typing import Any, Literal
 
 from forge_core.component import Component
 from forge_core.errors import ConfigError
-from forge_models.components.attentions import GQA
+from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GeGLU, SwiGLU
-from forge_models.components.norms import RMSNorm
+from forge_models.components.moe import MoE
+from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.hf.config import Keys, Unsupported
+from forge_models.hf.latent import read_latent, write_latent
 from forge_models.hf.rope import FULL, SLIDING, meaning, read_rope, write_rope
+from forge_models.hf.sparse import Sparse, meaning_of_experts, read_sparse, write_sparse
 
 SIZES: Mapping[str, str] = {
     "hidden_size": "dim",
@@ -46,15 +49,21 @@ class Family:
         placement: of the norms.
         activation: key and value(s) of the activation.
         qk_norm: norms of q and k.
-        qkv_bias: biases of q, k and v that the code fixes; None = the key `attention_bias` gives all four.
+        qkv_bias: biases of q, k and v: fixed in the code, or the key that gives them; None = `attention_bias` gives all four.
         mlp_bias: there is a key `mlp_bias`.
         norm_offset: added to norm weights.
+        layer_norm: norms are layer norms with biases, and `layer_norm_eps` is their key.
         scaled_embedding: embedded tokens are multiplied by sqrt(dim).
-        windows: `none`, `all` layers that have `sliding_window`, or those that `layer_types` names.
+        windows: `none`, `all` layers that have `sliding_window`, all when `use_sliding_window` (`switch`), or those that
+            `layer_types` names.
         period: every n-th layer is global when `layer_types` is absent; None = the keys of Qwen.
         gemma: the keys `query_pre_attn_scalar` and the two soft caps exist.
         local_theta: windowed layers have a base of their own.
         theta: base of the angles when absent.
+        partial: share of a head that turns when `partial_rotary_factor` is absent; None = there is no such key.
+        latent: attention is latent, of the DeepSeek kind.
+        sparse: experts in the place of feed-forward parts.
+        further: key of the number of layers behind the last, which play no part here.
     """
 
     model_type: str
@@ -64,15 +73,20 @@ class Family:
     placement: Literal["pre", "post", "sandwich"] = "pre"
     activation: tuple[str, str] = ("hidden_act", "silu")
     qk_norm: Literal["none", "head", "full"] = "none"
-    qkv_bias: bool | None = None
+    qkv_bias: bool | str | None = None
     mlp_bias: bool = False
     norm_offset: Literal[0, 1] = 0
+    layer_norm: bool = False
     scaled_embedding: bool = False
-    windows: Literal["none", "all", "layers"] = "none"
+    windows: Literal["none", "all", "switch", "layers"] = "none"
     period: int | None = None
     gemma: bool = False
     local_theta: bool = False
     theta: float = 10000.0
+    partial: float | None = None
+    latent: bool = False
+    sparse: Sparse | None = None
+    further: str | None = None
 
 
 def decoder_of(family: Family, values: Mapping[str, Any], where: str) -> Decoder:
@@ -83,24 +97,22 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str) -> Decoder
     """
     keys = Keys(values, family.defaults, where)
     sizes: dict[str, Any] = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
-    heads = sizes["heads"]
-    kv_heads = keys.integer("num_key_value_heads", optional=True) or heads
-    head_dim = keys.integer("head_dim", optional=True) or (sizes["dim"] // heads if heads else 0)
-    eps, std = keys.number("rms_norm_eps"), keys.number("initializer_range")
+    eps, std = keys.number(_eps(family)), keys.number("initializer_range")
     tied = keys.boolean("tie_word_embeddings")
     key, activation = family.activation
     keys.only(key, activation)
     if key == "hidden_activation" and keys.values.get("hidden_act") is not None:  # old configurations give both
         keys.only("hidden_act", "gelu", activation)  # the reference reads the other key only
-    bias = keys.boolean("attention_bias") if family.qkv_bias is None else False
     mlp_bias = keys.boolean("mlp_bias") if family.mlp_bias else False
-    rope = read_rope(keys, family.theta, sizes["max_length"], family.local_theta)
-    attention = {"qkv_bias": bias or family.qkv_bias is True, "output_bias": bias, "qk_norm": family.qk_norm}
-    attention |= _windows(family, keys, sizes["layers"])
+    rope = read_rope(keys, family.theta, sizes["max_length"], family.local_theta, family.partial)
+    heads, attention = _heads(family, keys, sizes)
+    experts = None if family.sparse is None else read_sparse(family.sparse, keys)
+    if family.further is not None:
+        keys.whole(family.further)
     soft_cap = None
     if family.gemma:
         scalar = keys.number("query_pre_attn_scalar")
-        attention["scale"] = None if scalar in (head_dim, 0) else scalar**-0.5
+        attention["scale"] = None if scalar in (heads["head_dim"], 0) else scalar**-0.5
         attention["soft_cap"] = keys.number("attn_logit_softcapping", optional=True) or None
         soft_cap = keys.number("final_logit_softcapping", optional=True) or None
     if rope.scaling == "dynamic":  # it is for sequences longer than the configuration says
@@ -110,20 +122,39 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str) -> Decoder
     try:
         return Decoder(
             **sizes,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            **heads,
             rope=rope,
             tied_embeddings=tied,
             soft_cap=soft_cap,
             norm_placement=family.placement,
             embed_multiplier=sizes["dim"] ** 0.5 if family.scaled_embedding else 1.0,
             init_std=std,
-            attention=GQA(**attention),
+            attention=MLA(**attention) if family.latent else GQA(**attention),
             mlp=replace(mlp, bias=True) if mlp_bias else mlp,
-            norm=RMSNorm(eps=eps, offset=family.norm_offset),
+            moe=None if experts is None else MoE(**experts),
+            norm=LayerNorm(eps=eps) if family.layer_norm else RMSNorm(eps=eps, offset=family.norm_offset),
         )
     except ValueError as cause:
         raise Unsupported(f"{where}: {cause}") from cause
+
+
+def _heads(family: Family, keys: Keys, sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the decoder that say its heads, and those of its attention."""
+    heads = sizes["heads"]
+    if family.latent:
+        attention = read_latent(keys, heads)
+        return {"head_dim": attention["qk_rope_head_dim"]}, attention  # it plays no part there, but must be a legal one
+    kv_heads = keys.integer("num_key_value_heads", optional=True) or heads
+    head_dim = keys.integer("head_dim", optional=True) if "head_dim" in family.defaults else 0
+    head_dim = head_dim or (sizes["dim"] // heads if heads else 0)
+    bias = keys.boolean("attention_bias") if family.qkv_bias is None else False
+    qkv_bias = keys.boolean(family.qkv_bias) if isinstance(family.qkv_bias, str) else bias or family.qkv_bias is True
+    attention = {"qkv_bias": qkv_bias, "output_bias": bias, "qk_norm": family.qk_norm}
+    return {"kv_heads": kv_heads, "head_dim": head_dim}, attention | _windows(family, keys, sizes["layers"])
+
+
+def _eps(family: Family) -> str:
+    return "layer_norm_eps" if family.layer_norm else "rms_norm_eps"
 
 
 def _windows(family: Family, keys: Keys, layers: int) -> dict[str, Any]:
@@ -135,6 +166,10 @@ def _windows(family: Family, keys: Keys, layers: int) -> dict[str, Any]:
         keys.only("sliding_window_size", window)
     if family.windows == "all":
         return {"window": window}
+    if family.windows == "switch":
+        if "max_window_layers" in keys.values:
+            keys.get("max_window_layers")  # the reference does not look at it
+        return {"window": window if keys.boolean("use_sliding_window") else None}
     types = keys.get("layer_types") if keys.values.get("layer_types") is not None else None
     if family.period is None:  # Qwen: the window counts when it is switched on, from a layer onwards
         used, first = keys.boolean("use_sliding_window"), keys.get("max_window_layers")
@@ -170,17 +205,25 @@ def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
     written |= {theirs: getattr(decoder, ours) for theirs, ours in SIZES.items()} | {
         "intermediate_size": decoder.resolved_ffn_dim
     }
-    written |= {"num_key_value_heads": decoder.resolved_kv_heads, "head_dim": decoder.resolved_head_dim}
-    written |= {"rms_norm_eps": getattr(norm, "eps", 0.0), "tie_word_embeddings": decoder.tied_embeddings}
+    written["num_key_value_heads"] = decoder.resolved_kv_heads
+    if "head_dim" in family.defaults:
+        written["head_dim"] = decoder.resolved_head_dim
+    written |= {_eps(family): getattr(norm, "eps", 0.0), "tie_word_embeddings": decoder.tied_embeddings}
     written |= {family.activation[0]: family.activation[1]} | write_rope(decoder.rope)
     if decoder.rope.scaling == "dynamic":
         written["max_position_embeddings"] = decoder.rope.original_max_length
+    if family.partial is not None:
+        written["partial_rotary_factor"] = decoder.rope.partial
     if family.qkv_bias is None:
         written["attention_bias"] = getattr(attention, "output_bias", False)
+    elif isinstance(family.qkv_bias, str):
+        written[family.qkv_bias] = getattr(attention, "qkv_bias", False)
     if family.mlp_bias:
         written["mlp_bias"] = getattr(mlp, "bias", False)
     if family.windows != "none":
         written["sliding_window"] = getattr(attention, "window", None)
+    if family.windows == "switch":
+        written["use_sliding_window"] = written["sliding_window"] is not None
     if family.windows == "layers":
         kinds = [FULL if window is None else SLIDING for window in windows_of(decoder)]
         written["layer_types"] = kinds
@@ -192,6 +235,12 @@ def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
         written["query_pre_attn_scalar"] = decoder.resolved_head_dim if scale is None else _inverse_square(scale)
         written["attn_logit_softcapping"] = getattr(attention, "soft_cap", None)
         written["final_logit_softcapping"] = decoder.soft_cap
+    if family.latent:
+        written |= write_latent(decoder)
+    if family.sparse is not None:
+        written |= write_sparse(family.sparse, decoder)
+    if family.further is not None:
+        written[family.further] = 0
     return written
 
 
@@ -210,16 +259,19 @@ def meaning_of(decoder: Decoder) -> dict[str, Any]:
     """What decides the logits, however it was written; equal for equal models."""
     fields = ("dim", "layers", "heads", "vocab_size", "tied_embeddings", "soft_cap", "norm_placement")
     found: dict[str, Any] = {name: getattr(decoder, name) for name in fields}
-    found |= {"kv_heads": decoder.resolved_kv_heads, "head_dim": decoder.resolved_head_dim, "ffn_dim": decoder.resolved_ffn_dim}
     found |= {"embed_multiplier": decoder.embed_multiplier, "residual_multiplier": decoder.residual_multiplier}
+    found |= meaning_of_experts(decoder)
     if decoder.rope.scaling != "dynamic":
         found["max_length"] = decoder.max_length
     found |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
     attention = decoder.resolved_attention
     if isinstance(attention, GQA):
         scale = attention.scale or decoder.resolved_head_dim**-0.5
+        found |= {"kv_heads": decoder.resolved_kv_heads, "head_dim": decoder.resolved_head_dim}
         found |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
         attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
+    elif isinstance(attention, MLA):
+        attention = replace(attention, core="auto")
     return found | {"attention": attention, "mlp": decoder.resolved_mlp, "norm": decoder.resolved_norm}
 
 

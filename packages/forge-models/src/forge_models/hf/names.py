@@ -1,13 +1,21 @@
-"""Global names <-> names in a Hugging Face checkpoint, from a family's data."""
+"""Global names <-> names in a Hugging Face checkpoint, from a family's data; and the two layouts of what lies there."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
+from forge_models.hf import latent
 from forge_models.hf.family import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OUTSIDE = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
+    "norm.bias": "model.norm.bias",
     "head.weight": "lm_head.weight",
 }
 """Tensors outside of the blocks; the same in every family."""
@@ -17,33 +25,104 @@ DERIVED = ("rotary_emb.inv_freq",)
 """Ends of names of buffers that follow from the configuration; old checkpoints hold them, and they are not read."""
 
 
-def name_in(family: Family, name: str) -> str:
-    """The name in the checkpoint of a tensor by its global name.
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of ours lies in a checkpoint.
+
+    Attributes:
+        shape: of ours.
+        names: one; of a stack one for each entry of dimension 0.
+        stacked: whether ours stacks separate tensors.
+        rows: row i of ours is row rows[i] of theirs; empty = the same order.
+        buffer: it is no parameter, so a checkpoint's dtype is not its dtype.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    stacked: bool = False
+    rows: tuple[int, ...] = ()
+    buffer: bool = False
+
+    @property
+    def theirs(self) -> tuple[int, ...]:
+        """The shape of each tensor there."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
+        """Ours from theirs, in the order of `names`."""
+        import torch
+
+        if self.stacked:
+            return torch.stack(list(tensors))
+        return tensors[0][list(self.rows)] if self.rows else tensors[0]
+
+    def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
+        """Theirs by name from ours, each with memory of its own."""
+        import torch
+
+        if self.stacked:
+            return {name: part.clone() for name, part in zip(self.names, tensor, strict=True)}
+        if self.rows:
+            tensor = tensor[torch.tensor(self.rows).argsort()]
+        return {self.names[0]: tensor.contiguous()}
+
+
+def places_in(family: Family, decoder: Decoder) -> dict[str, Place]:
+    """Global name -> place, for every parameter of a model, and every buffer that the family knows.
 
     Raises:
-        KeyError: the family has no such tensor.
+        KeyError: the family lacks a parameter.
     """
-    if name in OUTSIDE:
-        return OUTSIDE[name]
-    blocks, layer, part, rest = name.split(".", 3)
-    if blocks != "blocks":
-        raise KeyError(name)
-    return f"model.layers.{layer}.{family.parts[part]}.{rest}"
-
-
-def names_in(family: Family, names: Iterable[str]) -> dict[str, str]:
-    """Global name -> name in the checkpoint, for every tensor of a model.
-
-    Raises:
-        KeyError: the family lacks one of them.
-    """
-    return {name: name_in(family, name) for name in names}
+    parameters, buffers = _shapes(decoder)
+    found = {name: _place(family, decoder, name, shape) for name, shape in parameters.items()}
+    bias = "router.bias" if family.sparse is not None and family.sparse.bias is not None else None
+    known = {name: shape for name, shape in buffers.items() if bias is not None and name.endswith(bias)}
+    return found | {name: _place(family, decoder, name, shape, buffer=True) for name, shape in known.items()}
 
 
 def shapes_of(decoder: Decoder) -> dict[str, tuple[int, ...]]:
     """Global name -> shape of every parameter of a model; a tied copy is not repeated. Nothing is allocated."""
+    return _shapes(decoder)[0]
+
+
+def _shapes(decoder: Decoder) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     import torch
 
     with torch.device("meta"):
         module = decoder.build()
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    parameters = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return parameters, {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
+
+
+def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], buffer: bool = False) -> Place:
+    if name in OUTSIDE:
+        return Place(shape, (OUTSIDE[name],))
+    blocks, layer, part, rest = name.split(".", 3)
+    if blocks != "blocks":
+        raise KeyError(name)
+    prefix, sparse = f"model.layers.{layer}", family.sparse
+    if part == "mlp" and sparse is not None and decoder.moe is not None and decoder.moe.has(int(layer)):
+        prefix = f"{prefix}.{sparse.part}"
+        if rest.startswith("experts."):
+            matrix = sparse.matrices[rest.removeprefix("experts.")]
+            return Place(shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True)
+        theirs = {"router.weight": "gate.weight", "router.bias": sparse.bias}.get(rest)
+        if theirs is None and rest.startswith("shared."):
+            theirs = f"shared_experts.{rest.removeprefix('shared.')}"
+        if theirs is None:
+            raise KeyError(name)
+        return Place(shape, (f"{prefix}.{theirs}",), buffer=buffer)
+    rows: tuple[int, ...] = ()
+    attention = decoder.resolved_attention
+    if part == "attention" and isinstance(attention, MLA):
+        inner, _, end = rest.partition(".")
+        rows = latent.rows_of(attention, decoder.heads, inner)
+        rest = f"{latent.NAMES.get(inner, inner)}.{end}"
+    return Place(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
+
+
+def further_layers(family: Family, decoder: Decoder, values: Mapping[str, object]) -> tuple[str, ...]:
+    """Beginnings of the names of layers behind the last one, which are not read."""
+    count = values.get(family.further, 0) if family.further is not None else 0
+    first = decoder.layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + (count if isinstance(count, int) else 0)))

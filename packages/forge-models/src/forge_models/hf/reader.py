@@ -10,7 +10,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
-from forge_models.hf.names import DERIVED, HEAD, name_in, names_in, shapes_of
+from forge_models.hf.names import DERIVED, HEAD, OUTSIDE, Place, further_layers, places_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,25 +92,36 @@ class Folder:
             except Exception as cause:  # the library raises its own type for damage, OSError and others besides
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
         self._check_files()
-        self._names = self._match(shapes_of(self.model))
-        self.tensors: Mapping[str, Stored] = {name: self._stored(theirs) for name, theirs in self._names.items()}
+        self._places = self._match(further_layers(self.family, self.model, values))
+        self.tensors: Mapping[str, Stored] = {
+            name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in self._places.items()
+        }
         tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
         tokens = {key: values[key] for key in TOKENS if values.get(key) is not None}
         self.facts = Facts(special_tokens=tokens, tokenizer=tokenizer, origin=str(folder), family=self.family.model_type)
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
-        """Whole tensors by global name, mapped from the file."""
-        return {name: self._handle(name).get_tensor(self._names[name]) for name in names}
+        """Whole tensors by global name; those that are not stacked or turned over are mapped from the file."""
+        return {name: self._places[name].join([self._whole(theirs) for theirs in self._places[name].names]) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
-        """The box of one tensor that begins at `offset`."""
-        if not self.tensors[name].shape:
-            return self._handle(name).get_tensor(self._names[name])
-        box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
-        return self._handle(name).get_slice(self._names[name])[box]
+        """The box of one tensor that begins at `offset`. Of a stack only its entries' boxes are read."""
+        import torch
 
-    def _handle(self, name: str) -> Any:
-        return self._open[self._files[self._names[name]]]
+        place = self._places[name]
+        box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+        if place.rows or not place.shape:
+            return self.read([name])[name][box]
+        if not place.stacked:
+            return self._slice(place.names[0])[box]
+        entries = [self._slice(theirs)[box[1:]] for theirs in place.names[box[0]]]
+        return torch.stack(entries) if entries else torch.empty(tuple(extent))
+
+    def _whole(self, theirs: str) -> "Tensor":
+        return self._open[self._files[theirs]].get_tensor(theirs)
+
+    def _slice(self, theirs: str) -> Any:
+        return self._open[self._files[theirs]].get_slice(theirs)
 
     def _stored(self, theirs: str) -> Stored:
         entry = self._open[self._files[theirs]].get_slice(theirs)
@@ -125,24 +136,25 @@ class Folder:
             if listed != held:
                 raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
 
-    def _match(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Global name -> name in the files, once names and shapes agree exactly."""
-        wanted = names_in(self.family, shapes)
-        left = set(self._files) - set(wanted.values())
-        left = {name for name in left if not name.endswith(DERIVED)}
+    def _match(self, further: tuple[str, ...]) -> dict[str, Place]:
+        """Global name -> place in the files, once names and shapes agree exactly."""
+        wanted = places_in(self.family, self.model)
+        names = {theirs for place in wanted.values() for theirs in place.names}
+        left = {name for name in set(self._files) - names if not name.endswith(DERIVED) and not name.startswith(further)}
         if self.model.tied_embeddings and HEAD in left:
             left.remove(HEAD)
-            self._check_tie(name_in(self.family, "embed.weight"))
-        faults = [f"{theirs}: missing" for theirs in wanted.values() if theirs not in self._files]
+            self._check_tie(OUTSIDE["embed.weight"])
+        faults = [f"{theirs}: missing" for place in wanted.values() for theirs in place.names if theirs not in self._files]
         faults += [f"{name}: the model that {CONFIG} describes has no such tensor" for name in sorted(left)]
-        for name, theirs in wanted.items():
-            if theirs not in self._files:
-                continue
-            stored = self._stored(theirs)
-            if stored.shape != shapes[name]:
-                faults.append(f"{theirs}: shape {stored.shape}, {CONFIG} means {shapes[name]}")
-            if stored.dtype not in FLOATS:
-                faults.append(f"{theirs}: dtype {stored.dtype} is not implemented")
+        for place in wanted.values():
+            stored = {theirs: self._stored(theirs) for theirs in place.names if theirs in self._files}
+            for theirs, entry in stored.items():
+                if entry.shape != place.theirs:
+                    faults.append(f"{theirs}: shape {entry.shape}, {CONFIG} means {place.theirs}")
+                if entry.dtype not in FLOATS:
+                    faults.append(f"{theirs}: dtype {entry.dtype} is not implemented")
+            if len({entry.dtype for entry in stored.values()}) > 1:
+                faults.append(f"{place.names[0]} and the other experts' have different dtypes")
         if faults:
             more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
             raise Unsupported("\n  ".join([f"the tensors in {self.folder} do not fit:", *faults[:20], *more]))

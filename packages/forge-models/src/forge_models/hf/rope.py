@@ -22,11 +22,14 @@ OURS = {"original_max_position_embeddings": "original_max_length"}
 """Keys whose field in `Rope` has another name."""
 
 LOCAL_DEFAULT = 10000.0
+PARTIAL = "partial_rotary_factor"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool) -> Rope:
+def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool, default_partial: float | None = None) -> Rope:
     """The rope of a configuration. With `local`, windowed layers have a base of their own (Gemma-3).
+
+    With `default_partial`, the key `partial_rotary_factor` exists, beside the table or in it.
 
     Faults are left in `keys`.
     """
@@ -40,6 +43,10 @@ def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool) ->
         keys.fault(where, f"expected a table, not {table!r}")
         return Rope()
     theta = values["rope_theta"] or default_theta
+    partial = 1.0
+    if default_partial is not None:
+        partial = _partial(keys, table, where, default_partial)
+        table = {name: value for name, value in table.items() if name != PARTIAL}
     local_theta = None
     if local:
         local_theta = (keys.get("rope_local_base_freq") if "rope_local_base_freq" in keys.values else None) or LOCAL_DEFAULT
@@ -54,10 +61,22 @@ def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool) ->
             table, where = table.get(FULL) or {}, f"{where}.{FULL}"
     fields = _fields(keys, where, table, theta, max_length)
     try:
-        return Rope(local_theta=local_theta, **fields)
+        return Rope(local_theta=local_theta, partial=partial, **fields)
     except (ValueError, TypeError) as cause:
         keys.fault(where, str(cause))
         return Rope()
+
+
+def _partial(keys: Keys, table: Mapping[str, Any], where: str, default: float) -> float:
+    places = {PARTIAL: keys.get(PARTIAL) if PARTIAL in keys.values else None, f"{where}.{PARTIAL}": table.get(PARTIAL)}
+    given = {place: value for place, value in places.items() if value is not None} or {PARTIAL: default}
+    for place, value in given.items():
+        if type(value) not in (int, float) or not 0 < value <= 1:
+            keys.fault(place, f"expected a number above 0, 1 at most, not {value!r}")
+            return 1.0
+    if len(set(given.values())) > 1:
+        keys.fault(PARTIAL, f"{' and '.join(f'{place} = {value}' for place, value in given.items())}: which holds is not clear")
+    return float(next(iter(given.values())))
 
 
 def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_length: int) -> dict[str, Any]:
@@ -68,7 +87,7 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
         return fields
     inert = {"rope_type", "type", "rope_theta", "finetuned"}
     for name, value in table.items():
-        if name in inert or value is None or (name == "partial_rotary_factor" and value == 1):
+        if name in inert or value is None or (name == PARTIAL and value == 1):
             continue
         # transformers adds the model's length to every table; only some scalings read it
         if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):

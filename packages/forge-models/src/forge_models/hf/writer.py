@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from forge_models.hf.card import card
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
-from forge_models.hf.names import names_in, shapes_of
+from forge_models.hf.names import Place, places_in
 from forge_models.hf.reader import FLOATS, INDEX, SINGLE, TOKENIZER_FILES
 
 ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -59,14 +59,14 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     folder = tokenizer or weights.facts.tokenizer
     if tokenizer is not None and not any((tokenizer / name).exists() for name in TOKENIZER_FILES):
         raise Unsupported(f"{tokenizer} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    names = names_in(chosen_family, shapes_of(weights.model))
-    if odd := sorted({entry.dtype for entry in weights.tensors.values()} - set(FLOATS)):
+    places = places_in(chosen_family, weights.model)
+    if odd := sorted({weights.tensors[name].dtype for name in places} - set(FLOATS)):
         raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        _write_tensors(partial, weights, names, max_shard_bytes)
-        _write_texts(partial, weights, chosen_family, folder)
+        _write_tensors(partial, weights, places, max_shard_bytes)
+        _write_texts(partial, weights, chosen_family, folder, places)
         for file in partial.iterdir():
             _sync(file)
         if path.exists():
@@ -78,23 +78,24 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
         raise
 
 
-def _write_tensors(folder: Path, weights: Weights, names: Mapping[str, str], limit: int) -> None:
+def _write_tensors(folder: Path, weights: Weights, places: Mapping[str, Place], limit: int) -> None:
     from safetensors.torch import save_file
 
-    shards = list(_shards(weights, names, limit))
-    places: dict[str, str] = {}
+    shards = list(_shards(weights, places, limit))
+    files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         read = weights.read(shard)
-        save_file({names[name]: read[name].contiguous() for name in shard}, str(folder / file), metadata={"format": "pt"})
-        places |= dict.fromkeys((names[name] for name in shard), file)
+        theirs = {name: tensor for ours in shard for name, tensor in places[ours].split(read[ours]).items()}
+        save_file(theirs, str(folder / file), metadata={"format": "pt"})
+        files |= dict.fromkeys(theirs, file)
     if len(shards) > 1:
-        total = sum(_bytes(weights, name) for name in names)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        total = sum(_bytes(weights, name) for name in places)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         _write_json(folder / INDEX, index)
 
 
-def _shards(weights: Weights, names: Mapping[str, str], limit: int) -> Iterator[list[str]]:
+def _shards(weights: Weights, names: Iterable[str], limit: int) -> Iterator[list[str]]:
     """Names in the model's order, cut so that no group has more than `limit` bytes unless it is a single tensor."""
     group: list[str] = []
     size = 0
@@ -113,13 +114,16 @@ def _bytes(weights: Weights, name: str) -> int:
     return prod(entry.shape) * ITEM[entry.dtype]
 
 
-def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path | None) -> None:
+def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path | None, places: Mapping[str, Place]) -> None:
     assert isinstance(weights.model, Decoder)
     tokens = _special_tokens(weights, tokenizer)
-    dtypes = {entry.dtype for entry in weights.tensors.values()}
+    parameters = [name for name, place in places.items() if not place.buffer]
+    dtypes = {weights.tensors[name].dtype for name in parameters}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     _write_json(folder / CONFIG, config_of(family, weights.model) | tokens | {"torch_dtype": dtype})
-    (folder / "README.md").write_text(card(weights, family, dtype), encoding="utf-8")
+    (folder / "README.md").write_text(
+        card(weights, family, dtype, sum(prod(places[name].shape) for name in parameters)), encoding="utf-8"
+    )
     kept = tokenizer / GENERATION if tokenizer is not None else None
     if kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)

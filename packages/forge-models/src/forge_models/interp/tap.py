@@ -1,7 +1,8 @@
 """Names for the inner values of a model, and the one function through which blocks pass them.
 
 Names: `blocks.3.residual` (input of the block), `blocks.3.attention.q` and `.k` (after norm and rotation, (B, heads, T,
-head_dim)), `blocks.3.attention.output` and `blocks.3.mlp.pre_activation`; `residual` is the stream after the last block.
+head_dim)), `blocks.3.attention.output` and `blocks.3.mlp.pre_activation`, with experts `blocks.3.router.logits` (N, experts);
+`residual` is the stream after the last block.
 """
 
 from collections.abc import Callable, Iterator

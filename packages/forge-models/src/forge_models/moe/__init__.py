@@ -1,1 +1,1 @@
-"""Mixture of experts: the seam that brings tokens to their experts."""
+"""Mixture of experts: routers, experts, the seam that brings tokens to them, and what keeps them balanced."""

@@ -1,32 +1,90 @@
-"""Brings tokens to their experts inside one process."""
+"""Brings tokens to their experts inside one process. Nothing here waits for the device."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class LocalDispatch:
     """The dispatcher of one process: sort by expert, run every expert on its tokens, put the results back."""
 
     def __call__(
-        self, x: Tensor, experts: Tensor, weights: Tensor, run: Callable[[Tensor, Tensor], Tensor], count: int
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        run: Callable[[Tensor, Tensor], Tensor],
+        count: int,
+        drops: bool = True,
     ) -> Tensor:
-        """Weighted sum of the chosen experts' outputs (N, embed), in the dtype of `x`; the same bits on every call.
+        """Weighted sum of the chosen experts' outputs, (N, embed) in the dtype of `x`; the same bits on every call.
 
         Args:
             x: (N, embed) tokens.
             experts: (N, top_k) int64 expert of each slot; -1 = dropped, it adds nothing.
-            weights: (N, top_k) combine weights.
-            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order.
+            weights: (N, top_k) combine weights, in which the sum is made.
+            run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
+                last expert's are those of dropped slots: whatever is returned for them is not read.
             count: number of experts in the layer.
+            drops: False promises that no slot is dropped.
         """
-        tokens, top_k = experts.shape
         flat = experts.flatten()
-        kept = (flat >= 0).nonzero().squeeze(1)
-        slots = kept[flat[kept].argsort(stable=True)]
-        outputs = run(x[slots // top_k], torch.bincount(flat[kept], minlength=count))
-        weighted = outputs * weights.flatten()[slots].unsqueeze(1)
-        # Each slot has its own row, so the sum over a token's experts has one order; an index_add would not on a GPU.
-        by_slot = weighted.new_zeros(tokens * top_k, weighted.shape[1]).index_copy(0, slots, weighted)
-        return by_slot.unflatten(0, (tokens, top_k)).sum(1).to(x.dtype)
+        keys, order = (flat.where(flat >= 0, count) if drops else flat).sort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view_as(experts)
+        borders = torch.searchsorted(keys, torch.arange(count + 1, device=keys.device))
+        kept = experts >= 0 if drops else None
+        rows = _ToExperts.apply(x, order, places, kept)
+        return _ToTokens.apply(run(rows, borders.diff()), weights, order, places, kept)
+
+
+def _rows(source: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
+    """(N, width): row places[t] of `source` for every token t, zero where its slot was dropped."""
+    rows = source[places]
+    # Not a product with a mask: rows of dropped slots may hold NaN.
+    return rows if kept is None else rows.masked_fill_(~kept.unsqueeze(1), 0)
+
+
+def _slots(places: Tensor, kept: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    masks = [None] * places.shape[1] if kept is None else list(kept.unbind(1))
+    return list(zip(places.unbind(1), masks, strict=True))
+
+
+class _ToExperts(torch.autograd.Function):
+    """x[order // top_k]. Its backward sums the slots of a token in their order; an index_add would not, on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(places, kept)
+        return x[order // places.shape[1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (grad,), (places, kept) = grads, ctx.saved_tensors
+        total = grad.new_zeros(places.shape[0], grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32))
+        for at, mask in _slots(places, kept):
+            total += _rows(grad, at, mask)
+        return total.to(grad.dtype), None, None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Sum over a token's slots of weight * row. Keeps the rows and the weights, and no copy per slot."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, places, kept)
+        total = weights.new_zeros(places.shape[0], rows.shape[1])
+        for (at, mask), weight in zip(_slots(places, kept), weights.unbind(1), strict=True):
+            total += _rows(rows, at, mask) * weight.unsqueeze(1)
+        return total.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        (grad,), (rows, weights, order, places, kept) = grads, ctx.saved_tensors
+        by_row = (grad[order // places.shape[1]] * weights.flatten()[order].unsqueeze(1)).to(rows.dtype)
+        by_weight = [(_rows(rows, at, mask) * grad).sum(1, dtype=weights.dtype) for at, mask in _slots(places, kept)]
+        return by_row, torch.stack(by_weight, 1), None, None, None

@@ -1,0 +1,68 @@
+"""Rules across sections that concern models: pure functions of (job, layout), run before torch is imported."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from forge_core.errors import Fault
+from forge_core.layout import Layout, divisors
+from forge_models.components.moe import MoE
+
+PROVEN = frozenset({"dp_replicate", "dp_shard"})
+"""Axes over which models with experts are compared with one process, in tests/models/test_moe_training.py."""
+
+WHOLE_ROWS = 8
+"""bf16 values in 16 bytes."""
+
+
+def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Ranks that share experts hold equally many of them, each an equal part."""
+    if layout.ep * layout.etp == 1:
+        return
+    moe = getattr(job.model, "moe", None)
+    if not isinstance(moe, MoE):
+        key = "ep" if layout.ep > 1 else "etp"
+        yield Fault(f"parallel.{key}", "the model has no experts to share", hint=f"set parallel.{key} = 1, or add [model.moe]")
+        return
+    if moe.experts % layout.ep:
+        legal = ", ".join(str(n) for n in divisors(moe.experts))
+        yield Fault(
+            "model.moe.experts",
+            f"{moe.experts} experts cannot be shared by parallel.ep = {layout.ep} ranks",
+            hint=f"parallel.ep may be {legal}",
+        )
+    width = getattr(job.model, "resolved_ffn_dim", 0) if moe.ffn_dim is None else moe.ffn_dim
+    if width % layout.etp:
+        key = "model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim"
+        yield Fault(key, f"an expert's width {width} cannot be cut into parallel.etp = {layout.etp} equal parts")
+
+
+def experts_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Experts on an axis over which no test compares them with one process are refused."""
+    if not isinstance(getattr(job.model, "moe", None), MoE):
+        return
+    for axis in layout.active():
+        if axis not in PROVEN:
+            yield Fault(
+                f"parallel.{axis}",
+                f"= {layout.size(axis)} with [model.moe]: no test proves that it equals one process",
+                hint=f"set parallel.{axis} = 1",
+            )
+
+
+def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """What a compiler takes of the products of experts: one product for all, in bf16, with rows of whole 16 bytes."""
+    moe = getattr(job.model, "moe", None)
+    if not isinstance(moe, MoE) or "compile" not in job.transforms:
+        return
+    if moe.kernel == "loop":
+        yield Fault("model.moe.kernel", "'loop' reads loads on the host, which cannot be compiled", hint="set it to 'auto'")
+    if job.precision.compute != "bf16":
+        yield Fault(
+            "precision.compute",
+            f"experts compile in bf16 only, not in {job.precision.compute}",
+            hint="set it to 'bf16', or leave out [transforms.compile]",
+        )
+    width = getattr(job.model, "resolved_ffn_dim", 0) if moe.ffn_dim is None else moe.ffn_dim
+    for key, size in (("model.dim", job.model.dim), ("model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim", width)):
+        if size % WHOLE_ROWS:
+            yield Fault(key, f"{size} is no multiple of {WHOLE_ROWS}, which compiled experts need")

@@ -1,0 +1,112 @@
+"""Experts as stacked matrices: one tensor per projection, dimension 0 is the expert.
+
+Two forms of the same product. `grouped` is one kernel for all experts on rows sorted by expert; no expert's rows are padded,
+so work is proportional to tokens, however uneven they are. `loop` runs expert after expert; it reads the number of tokens on
+the host, which waits for the device once per layer, and takes any precision and width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.specs import Init, TensorSpec
+from forge_models.blocks.layers import unfilled
+from forge_models.blocks.mlp import ACTIVATIONS
+from forge_models.components.moe import Kernel
+from forge_models.context import BlockContext
+
+ALIGNMENT = 16
+"""Bytes: rows of both factors of a grouped product begin at multiples of this."""
+
+GROUPED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Experts(nn.Module):
+    """`count` feed-forward parts of `context.ffn_dim` hidden width."""
+
+    def __init__(self, context: BlockContext, count: int, activation: str, gated: bool, kernel: Kernel = "auto") -> None:
+        super().__init__()
+        self.context, self.activation, self.kernel = context, activation, kernel
+        self.gate_proj = unfilled(count, context.ffn_dim, context.dim) if gated else None
+        self.up_proj = unfilled(count, context.ffn_dim, context.dim)
+        self.down_proj = unfilled(count, context.dim, context.ffn_dim)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Rows (n, dim) sorted by expert, of which expert e has counts[e], -> outputs (n, dim). Rows beyond all counts belong
+        to nobody: what is returned for them means nothing.
+
+        Raises:
+            ValueError: for `grouped` with a precision or width that it does not take.
+        """
+        product = _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
+        activation = ACTIVATIONS[self.activation]
+        if self.gate_proj is None:
+            hidden = activation(product(tokens, self.up_proj))
+        else:
+            hidden = activation(product(tokens, self.gate_proj)) * product(tokens, self.up_proj)
+        return product(hidden, self.down_proj)
+
+    def _loops(self, tokens: Tensor) -> bool:
+        fault = unfit(tokens.dtype, tokens.device, self.context.dim, self.context.ffn_dim)
+        if self.kernel == "grouped" and fault:
+            raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
+        return self.kernel == "loop" or bool(fault)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Parameters by name relative to this module; each expert is drawn under a name of its own."""
+        enter = TensorSpec(("expert", "ffn", "embed"), Init("normal", self.context.init_std), "matrix", stacked=True)
+        leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
+        gate = {} if self.gate_proj is None else {"gate_proj": enter}
+        return gate | {"up_proj": enter, "down_proj": leave}
+
+
+def unfit(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
+    """Why a grouped product cannot be used; empty when it can."""
+    if not hasattr(F, "grouped_mm"):
+        return "this version of torch has no grouped_mm"
+    if dtype not in GROUPED:
+        return f"grouped_mm takes bf16, fp16 and fp32, not {dtype}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "grouped_mm needs a GPU of compute capability 8.0 or more"
+    wrong = [width for width in widths if width * dtype.itemsize % ALIGNMENT]
+    return f"rows of {wrong[0]} values are no multiple of {ALIGNMENT} bytes" if wrong else ""
+
+
+def _grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    ends = counts.cumsum(0, dtype=torch.int32)
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        made = F.grouped_mm(rows.contiguous(), weight.transpose(-2, -1), offs=ends)
+        return _ContiguousGradient.apply(made)
+
+    return product
+
+
+def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
+    sizes = counts.tolist()
+    nobodys = rows - sum(sizes)
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        *groups, rest = rows.split([*sizes, nobodys])
+        # An expert without tokens has a product of no rows: its gradient is zero, not absent.
+        made = [F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(), strict=True)]
+        return torch.cat([*made, rest.new_zeros(nobodys, weight.shape[1])])
+
+    return product
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity. grouped_mm's backward crashes on a gradient that is an expanded scalar, such as that of a sum."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        (grad,) = grads
+        # Without rows an expanded scalar counts as contiguous, and has strides of 0 all the same.
+        return grad.contiguous() if grad.numel() else grad.new_zeros(grad.shape)

@@ -1,0 +1,145 @@
+"""A layer of experts, in the place of a block's feed-forward part."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.protocols.model import ExpertDispatcher
+from forge_core.specs import Init, ModuleSpec, TensorSpec
+from forge_models.blocks.mlp import STREAM
+from forge_models.components.moe import MoE
+from forge_models.context import BlockContext, RouterContext
+from forge_models.moe.capacity import limited
+from forge_models.moe.dispatch import LocalDispatch
+from forge_models.moe.experts import Experts
+from forge_models.moe.losses import attach, entropy, loads, weighted
+from forge_models.moe.routers import Biased
+
+
+class Totals(NamedTuple):
+    """Statistics of one layer, each a sum over tokens that are not padding; fp64, on the device.
+
+    Attributes:
+        load: (experts,) slots that chose each expert, before any was dropped.
+        dropped: (experts,) slots that capacity took away.
+        tokens: scalar.
+        entropy: scalar, of the router's probabilities, in nats.
+        loss: scalar, the router's own losses with their weights.
+    """
+
+    load: Tensor
+    dropped: Tensor
+    tokens: Tensor
+    entropy: Tensor
+    loss: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor) -> "Totals":
+        """From the vector (2 * experts + 3,) that crosses ranks."""
+        experts = (len(packed) - 3) // 2
+        load, dropped, rest = packed.split([experts, experts, 3])
+        return cls(load, dropped, *rest.unbind())
+
+
+class ExpertLayer(nn.Module):
+    """shared(x) + sum over the chosen experts e of weight_e * expert_e(x).
+
+    It is a `forge_core.protocols.model.Observer`: it counts what its forwards route, and once per optimizer step lets the
+    router balance itself by the counts of all ranks. `dispatch` is the seam where strategies enter. A forward returns what it
+    counted instead of keeping it, so that a forward that is run again, to recompute activations, counts nothing.
+    """
+
+    load: Tensor
+
+    def __init__(self, config: MoE, mlp: Any, context: BlockContext) -> None:
+        super().__init__()
+        self.config = config
+        width = context.ffn_dim if config.ffn_dim is None else config.ffn_dim
+        router: Any = config.resolved_router
+        self.router: nn.Module = router.build(
+            RouterContext(
+                dim=context.dim,
+                experts=config.experts,
+                top_k=config.top_k,
+                layer=context.layer,
+                init_std=context.init_std,
+            )
+        )
+        self.experts = Experts(replace(context, ffn_dim=width), config.experts, mlp.activation, mlp.gated, config.kernel)
+        # N experts that see every token are one of N times the width: their outputs are added anyway.
+        self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=config.shared * width)) if config.shared else None
+        self.dispatch: ExpertDispatcher = LocalDispatch()
+        if config.losses.global_batch:
+            self.register_buffer("load", torch.full((config.experts,), -1))
+        self._scale: Tensor | None = None
+        self._counted: Tensor | None = None
+        self.totals: Totals | None = None
+
+    def forward(
+        self, x: Tensor, real: Tensor | None = None, tokens: Tensor | None = None, cached: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, dim) -> ((B, T, dim), what `observe` takes; None in evaluation).
+
+        Args:
+            x: hidden states.
+            real: (B, T) False for padding, which no expert sees; None = no padding.
+            tokens: (B, T) ids, for routers that look at them.
+            cached: tokens come in portions, so none may be dropped because of others in its portion.
+        """
+        config = self.config
+        flat, mask = x.flatten(0, -2), None if real is None else real.flatten()
+        routing = self.router(flat, None if tokens is None else tokens.flatten())
+        experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
+        drops = config.capacity is not None and not cached
+        kept = limited(experts, routing.weights, config.capacity or 0, config.experts) if drops else experts
+        y = self.dispatch(flat, kept, routing.weights, self.experts, config.experts, drops or mask is not None).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        if not self.training:
+            return y, None
+        counts, loss = loads(experts, x.shape[0], config.experts), None
+        if config.losses.any():
+            before = self.load if config.losses.global_batch else None
+            loss = weighted(config.losses, routing, counts, before, mask)
+            y = attach(y, loss, self._scale)
+        with torch.no_grad():
+            seen = flat.shape[0] if mask is None else mask.sum()
+            load = counts.sum(0)
+            dropped = load - loads(kept, 1, config.experts)[0] if drops else torch.zeros_like(load)
+            scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
+            return y, torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
+
+    def observe(self, counted: Tensor) -> None:
+        """Adds what a forward counted to this step's sum."""
+        counted = counted.detach()
+        self._counted = counted if self._counted is None else self._counted + counted
+
+    def before_step(self, scale: Tensor) -> None:
+        """See `Observer`."""
+        self._scale, self._counted = scale, None
+
+    def statistics(self) -> Tensor:
+        """See `Observer`; what `Totals` unpacks."""
+        if self._counted is None:
+            device = next(self.parameters()).device
+            return torch.zeros(2 * self.config.experts + 3, dtype=torch.float64, device=device)
+        return self._counted
+
+    @torch.no_grad()
+    def after_step(self, totals: Tensor, skip: Tensor) -> None:
+        """See `Observer`."""
+        self._counted, self.totals = None, Totals.of(totals)
+        if isinstance(self.router, Biased):
+            self.router.balance(self.totals.load, skip)
+        if self.config.losses.global_batch:
+            self.load.copy_(torch.where(skip > 0, self.load, self.totals.load.to(self.load.dtype)))
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The buffer of this module itself; router, experts and the shared part have their own."""
+        return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.config.losses.global_batch else {}
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Layout of the hidden states that enter and leave, beside the counts."""
+        return {"": ModuleSpec((STREAM,), (STREAM,))}

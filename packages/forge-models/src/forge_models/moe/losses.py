@@ -1,0 +1,96 @@
+"""Losses of a router, and how they reach its gradient without leaving the layer.
+
+A step minimises
+
+    sum of nll / D  +  sum over layers and losses of  weight * L / N
+
+with D the labels that have a loss and N the tokens that are not padding, both of the whole step: all micro-batches of all
+ranks. Each L is a *sum over tokens* of something whose mean is what papers state, so that one factor, the same for all
+layers, ranks and micro-batches, makes it a mean: `scale` = 1 / N, which a step hands over before its first forward.
+
+With c_i the slots of a scope that chose expert i, n its tokens, k slots each, E experts, p the router's probabilities:
+
+    sequence, micro_batch:  n * E * sum_i (c_i / (k n)) * (sum_t p_ti / n)        1 per token when the load is even
+    global_batch:           E * sum_i (C_i / sum_j C_j) * sum_t p_ti              C: loads of the whole step before this one
+    z:                      sum_t (log sum_i exp(logit_ti))^2
+
+Choices carry no gradient, probabilities do. Only `micro_batch` depends on how rows are dealt out. `global_batch` takes the
+loads of the step before, because those of this one are known only after its last forward, when most backwards are over; so it
+needs no exchange inside a forward, and is the same number in every layout.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_models.components.moe import Losses
+from forge_models.moe.routers import Routing
+
+
+def loads(experts: Tensor, rows: int, count: int) -> Tensor:
+    """(rows, count) int64: slots of each row of tokens that chose each expert; -1 counts nowhere. `experts` (N, top_k)."""
+    slots = experts.view(rows, -1)
+    counted = slots.where(slots >= 0, count)
+    return slots.new_zeros(rows, count + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :count]
+
+
+def weighted(losses: Losses, routing: Routing, counts: Tensor, before: Tensor | None, real: Tensor | None) -> Tensor:
+    """Scalar with a graph: sum of weight * L, see the module.
+
+    Args:
+        losses: the weights.
+        routing: of N tokens, rows after each other.
+        counts: (rows, E) from `loads`, before any slot was dropped.
+        before: (E,) loads of the step before, where `global_batch` counts.
+        real: (N,) False for padding; None = no padding.
+    """
+    assert routing.probabilities is not None and routing.logits is not None
+    probabilities = routing.probabilities
+    if real is not None:
+        probabilities = probabilities.masked_fill(~real.unsqueeze(1), 0)
+    rows, experts = counts.shape
+    sums = probabilities.unflatten(0, (rows, -1)).sum(1)
+    total = sums.new_zeros(())
+    if losses.sequence:
+        total = total + losses.sequence * _balance(counts, sums).sum()
+    if losses.micro_batch:
+        total = total + losses.micro_batch * _balance(counts.sum(0), sums.sum(0))
+    if losses.global_batch:
+        assert before is not None
+        shares = before / before.sum().clamp(min=1)
+        total = total + losses.global_batch * experts * (shares.to(sums.dtype) * sums.sum(0)).sum()
+    if losses.z:
+        squares = routing.logits.logsumexp(-1).square()
+        total = total + losses.z * (squares if real is None else squares.masked_fill(~real, 0)).sum()
+    return total
+
+
+def _balance(counts: Tensor, sums: Tensor) -> Tensor:
+    """(...): E / (k n) * sum_i c_i * sum_t p_ti of scopes with (..., E) counts and sums of probabilities; 0 without tokens."""
+    # c_i adds up to k n, whatever n is.
+    return counts.shape[-1] * (counts * sums).sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+def attach(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+    """`x` itself; its backward also adds the gradient of scale * loss (scale None = 1) to whatever `loss` depends on."""
+    return _Attach.apply(x, loss, loss.new_ones(()) if scale is None else scale.to(loss.dtype))
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004 (its gradient is what counts)
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return grads[0], ctx.saved_tensors[0], None
+
+
+def entropy(routing: Routing, real: Tensor | None) -> Tensor:
+    """Scalar: sum over tokens of the entropy of their probabilities, in nats; ln E a token when nothing is preferred."""
+    if routing.probabilities is None:
+        return routing.weights.new_zeros(())
+    each = torch.special.entr(routing.probabilities.detach()).sum(-1)
+    return (each if real is None else each.masked_fill(~real, 0)).sum()

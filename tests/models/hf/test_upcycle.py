@@ -1,0 +1,42 @@
+"""`forge-train upcycle` on a folder of transformers, which then computes with experts what it computed without."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_models.components.converters import Hf
+from forge_train.cli import main
+from models.hf.zoo import random_model, saved, tokens
+
+RECIPE = """
+base = "debug"
+[model.moe]
+experts = 4
+top_k = 2
+"""
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+def test_a_dense_folder_becomes_one_with_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = random_model("llama", {"rms_norm_eps": 1e-5})
+    folder = saved(dense, tmp_path / "dense")
+    recipe = tmp_path / "sparse.toml"
+    recipe.write_text(RECIPE)
+    assert run("upcycle", folder, recipe, tmp_path / "sparse") == 0
+    assert "4 of 4 layers with 4 experts, 2 for each token" in capsys.readouterr().out
+    with torch.no_grad():
+        expected = dense(tokens()).logits
+    found = Hf().build().reference(tmp_path / "sparse", tokens())
+    assert isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_a_recipe_without_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("upcycle", tmp_path, "debug", tmp_path / "new") == 2
+    assert "has no [model.moe]" in capsys.readouterr().err

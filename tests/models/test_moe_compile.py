@@ -1,0 +1,41 @@
+"""Compiled blocks with experts, in bf16: the numbers of the plain ones, one graph for all, none made later."""
+
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from forge_core.layout import Layout
+from forge_models.components.decoder import Decoder
+from forge_models.components.moe import Losses, MoE
+from forge_models.components.objectives import CrossEntropy
+from forge_models.components.routers import SigmoidTopK
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.transforms import Compile
+from forge_parallel.parity import Case, compare, measure
+
+CPU = torch.device("cpu")
+EXPERTS = MoE(experts=4, shared=1, ffn_dim=24, router=SigmoidTopK(), losses=Losses(sequence=0.1, z=0.01))
+SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 61, "max_length": 16}
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own imports warn
+        yield
+
+
+@pytest.mark.slow
+def test_compilation_changes_nothing(compiler):
+    build, objective = Decoder(**SIZES, moe=EXPERTS).build, CrossEntropy().build()
+    sizes = {"rows": 4, "micro_batch": 4, "steps": 2, "grad_clip": 1e9}
+    case = Case(build, objective, AdamW().build, 61, **sizes, compute="bf16", state="fp32")
+    plain, compiled = measure(case, Layout(), [], CPU), measure(case, Layout(), [Compile().build()], CPU)
+    difference = compare(plain, compiled)
+    assert max(difference.loss, difference.norm) < 2**-9
+    assert difference.gradients < 2**-5
+    assert counters["stats"]["unique_graphs"] == 1, "all blocks share one graph, in all steps"

@@ -1,0 +1,105 @@
+"""`[model.moe]` in recipes: one table switches, faults name their keys, `check` says what depends on the layout."""
+
+import json
+
+import pytest
+
+from forge_core.errors import ConfigError
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_models.checks import PROVEN, experts_are_proven, experts_compile, experts_fit
+from forge_models.components.moe import Losses, MoE
+from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_train.cli import main
+from forge_train.recipe import load
+
+
+@pytest.fixture(scope="module")
+def registry():
+    return Registry()
+
+
+def test_one_table_switches(tmp_path, registry):
+    dense = load("debug", world=1, registry=registry).job.model
+    assert dense.moe is None
+    recipe = tmp_path / "sparse.toml"
+    recipe.write_text('base = "debug"\n[model.moe]\nexperts = 4\nrouter = { name = "sigmoid_topk", bias_rate = 0.5 }\n')
+    sparse = load(recipe, world=1, registry=registry).job.model
+    assert sparse.moe == MoE(experts=4, router=SigmoidTopK(bias_rate=0.5))
+    recipe.write_text('base = "debug-moe"\n[model]\nmoe = "none"\n')
+    assert load(recipe, world=1, registry=registry).job.model.moe is None
+    recipe.write_text('base = "debug"\n[model.moe]\n')
+    assert load(recipe, world=1, registry=registry).job.model.moe == MoE(router=SoftmaxTopK())
+
+
+def test_the_resolved_recipe_loads_again(tmp_path, registry):
+    resolved = load("debug-moe", world=1, registry=registry)
+    (tmp_path / "again.toml").write_text(resolved.as_toml())
+    assert load(tmp_path / "again.toml", world=1, registry=registry).job == resolved.job
+    assert ("forge.routers", "sigmoid_topk") in resolved.used
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "message"),
+    [
+        ("--model.moe.top_k=9", "model.moe.top_k", "more than experts 8"),
+        ("--model.moe.router.n_group=3", "model.moe.router", "n_group 3 must divide experts 8"),
+        ("--model.moe.router.topk_group=2", "model.moe.router.topk_group", "more than n_group 1"),
+        ("--model.moe.router.bias_schedule=cosine", "model.moe.router.bias_steps", "belongs to"),
+        ("--model.moe.router.nam=x", "model.moe.router.nam", "unknown key"),
+        ("--model.moe.router.name=sigmoid_topc", "model.moe.router.name", "did you mean"),
+        ("--model.moe.first_dense=3", "model.moe", "has no layer"),
+        ("--model.moe.losses.sequenz=1.0", "model.moe.losses.sequenz", "unknown key"),
+    ],
+)
+def test_faults_name_their_keys(registry, override, key, message):
+    with pytest.raises(ConfigError) as refusal:
+        load("debug-moe", [override], 1, registry)
+    assert [(fault.key, True) for fault in refusal.value.faults] == [(key, message in str(refusal.value))]
+
+
+class _Job:
+    def __init__(self, model, compute="bf16", transforms=()):
+        self.model, self.transforms = model, dict.fromkeys(transforms)
+        self.precision = type("Precision", (), {"compute": compute})()
+
+
+def test_experts_must_divide_over_the_ranks_that_share_them(registry):
+    model = load("debug-moe", registry=registry).job.model
+    job = _Job(model)
+    assert not list(experts_fit(job, Layout.of({"dp_shard": 4, "ep": 4}, 4)))
+    (fault,) = experts_fit(job, Layout.of({"dp_shard": 3, "ep": 3}, 3))
+    assert fault.key == "model.moe.experts" and "1, 2, 4, 8" in fault.hint
+    (fault,) = experts_fit(job, Layout.of({"tp": 3, "etp": 3}, 3))
+    assert fault.key == "model.moe.ffn_dim"
+    (fault,) = experts_fit(_Job(load("debug", registry=registry).job.model), Layout.of({"dp_shard": 2, "ep": 2}, 2))
+    assert fault.key == "parallel.ep"
+
+
+def test_an_axis_that_nobody_compared_is_refused(registry):
+    job = _Job(load("debug-moe", registry=registry).job.model)
+    assert not list(experts_are_proven(job, Layout.parse("hsdp2x2")))
+    for layout, axis in (("tp2", "tp"), ("dp2ep2", "ep"), ("pp2", "pp"), ("cp2", "cp")):
+        assert [fault.key for fault in experts_are_proven(job, Layout.parse(layout))] == [f"parallel.{axis}"]
+    assert {"dp_shard", "dp_replicate"} == PROVEN
+    dense = _Job(load("debug", registry=registry).job.model)
+    assert not list(experts_are_proven(dense, Layout.parse("dp2tp2")))
+
+
+def test_what_cannot_be_compiled_is_refused(registry):
+    model = load("debug-moe", registry=registry).job.model
+    assert not list(experts_compile(_Job(model, transforms=["compile"]), Layout()))
+    assert not list(experts_compile(_Job(model, "fp32"), Layout()))
+    odd = load("debug-moe", ["--model.moe.kernel=loop", "--model.moe.ffn_dim=36"], registry=registry).job.model
+    faults = list(experts_compile(_Job(odd, "fp32", ["compile"]), Layout()))
+    assert [fault.key for fault in faults] == ["model.moe.kernel", "precision.compute", "model.moe.ffn_dim"]
+
+
+def test_check_says_which_keys_depend_on_the_layout(capsys, registry):
+    assert load("debug-moe", registry=registry).job.model.layout_dependent == ()
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "debug-moe", "--json", "--model.moe.losses.micro_batch=0.1", "--model.moe.capacity=1.5"])
+    assert ended.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout_dependent"] == ["model.moe.losses.micro_batch", "model.moe.capacity"]
+    assert Losses().any() is False
