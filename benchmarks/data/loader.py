@@ -47,7 +47,9 @@ def write_corpus(path: Path, tokens: int) -> None:
 
 def opened(path: Path, length: int, rows: int, documents: str) -> MixedStream:
     data = Data(sequence_length=length, sources=[Store(path=str(path))], documents=documents)  # type: ignore[arg-type]
-    return open_stream(data, workspace=path, seed=1, global_batch=rows, micro_batch=rows, vocab_size=32_000)
+    stream = open_stream(data, workspace=path, seed=1, global_batch=rows, micro_batch=rows, vocab_size=32_000)
+    assert isinstance(stream, MixedStream)
+    return stream
 
 
 def numpy_steps(stream: MixedStream, path: Path, rows: int, steps: int, masked: bool) -> Iterator[list[np.ndarray]]:
@@ -121,6 +123,7 @@ def seek(folder: Path, length: int = 4096, rows: int = 122_000_000) -> dict[str,
             began = time.perf_counter()
             stream = open_stream(data, workspace=folder, seed=repeat, global_batch=8, micro_batch=8)
             between = time.perf_counter()
+            assert isinstance(stream, MixedStream)
             stream.samples.locate(10**8, 8)
             located = time.perf_counter()
             next(stream.from_cursor(dict(stream.start()) | {"sample": 10**8}))

@@ -1,5 +1,7 @@
 """`data prepare | inspect | verify` as a user calls them, and descriptions without torch."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -46,6 +48,38 @@ def test_prepare_inspect_and_verify(tmp_path: Path) -> None:
     assert damaged.returncode == 2 and "shard-00000.bin" in damaged.stderr and "Traceback" not in damaged.stderr
 
 
+def test_convert_diff_and_decontaminate(tmp_path: Path) -> None:
+    """Text to a store to Megatron's format; equal until a byte is changed, which diff and verify both name."""
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"body": f"document {n} " * 8}) for n in range(5)))
+    made = ask("prepare", "--path", tmp_path / "texts.jsonl", "--text", "body", "--out", tmp_path / "s", "--tokenizer", "bytes")
+    assert made["documents"] == 5
+    assert ask("convert", tmp_path / "s", "--to", "megatron", "--out", tmp_path / "m")["tokens"] == made["tokens"] == 445
+    assert ask("verify", tmp_path / "m")["faults"] == []
+    looked = ask("inspect", tmp_path / "m")
+    assert (looked["format"], looked["documents"], looked["sequences"], looked["max_id"]) == ("megatron", 5, 5, 256)
+    assert ask("diff", tmp_path / "s", tmp_path / "m")["equal"]
+    content = (tmp_path / "m.bin").read_bytes()
+    (tmp_path / "m.bin").write_bytes(content[:200] + b"\x7a\x00" + content[202:])
+    other = data("diff", tmp_path / "s", tmp_path / "m")
+    assert other.returncode == 1 and f"{tmp_path}/m.bin at byte 200: id 122" in other.stdout, other.stderr
+    damaged = data("verify", tmp_path / "m", "--vocab-size", "256")
+    assert damaged.returncode == 2 and "m.bin at byte 176 (token 88): id 256 is not in a vocabulary of 256" in damaged.stderr
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "document 3 document 3 document 3"}))
+    found = ask(
+        "decontaminate", tmp_path / "s", "--against", tmp_path / "eval.jsonl", "--words", "6", "--out", tmp_path / "clean"
+    )
+    assert (found["documents"], found["overlapping_documents"]) == (5, 1)
+    assert ask("inspect", tmp_path / "clean")["documents"] == 4
+
+
+def ask(*arguments: str | Path) -> dict[str, Any]:
+    """The answer of a command in this process."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+        assert main([*(str(argument) for argument in arguments), "--json"]) == 0
+    return json.loads(written.getvalue())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -55,6 +89,16 @@ def test_prepare_inspect_and_verify(tmp_path: Path) -> None:
         (["prepare", "--path", "nowhere", "--out", "out"], "nowhere does not exist"),
         (["prepare", "--path", "text.txt", "--out", "."], "not empty"),
         (["prepare", "--path", "text.txt"], "--out"),
+        (["prepare", "--path", "text.txt", "--out", "out", "--ids", "x"], "source 'text' has no ids; remove --ids"),
+        (["prepare", "--path", ".", "--out", "out"], "holds files of several kinds"),
+        (["convert", "text.txt", "--out", "out"], "is text, not tokens"),
+        (
+            ["convert", "raw.bin", "--dtype", "uint16", "--out", "raw.npy", "--to", "npy", "--to-dtype", "float32"],
+            "cannot be written as 'float32'",
+        ),
+        (["verify", "nowhere"], "nowhere does not exist"),
+        (["diff", "raw.bin", "nowhere", "--dtype", "uint16"], "nowhere does not exist"),
+        (["decontaminate", "raw.bin", "--against", "x"], "dtype is unknown"),
         (["prepare", "--out", "out"], "--path"),
         (["prepare", "--path", "text.txt", "--out", "out", "--unknown=1"], "--unknown"),
         (["prepare", "--path", "text.txt", "--out", "/proc/none/out", "--tokenizer", "bytes"], "cannot be written"),
@@ -65,6 +109,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
 ) -> None:
     np.arange(6, dtype="<u2").tofile(tmp_path / "raw.bin")
     (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "text.jsonl").write_text('{"text": "text"}')
     before = sorted(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
     assert exit_code(arguments) == 2
@@ -99,9 +144,21 @@ def test_the_section_is_documented_and_has_defaults() -> None:
     assert all(field.doc for field in fields_of(Data))
 
 
+def test_libraries_of_extras_are_imported_on_use() -> None:
+    script = (
+        "import sys, forge_data.loader, forge_data.sources.recorded\n"
+        "from forge_data.tokenising import streamed, worker\n"
+        "from forge_data.commands import comparing, converting, decontaminating, detecting, inspecting, preparing, verifying\n"
+        "names = ('pyarrow', 'datasets', 'fsspec', 'tiktoken', 'sentencepiece', 'zstandard')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_descriptions_import_no_heavy_library() -> None:
     names = ["section", "sources", "tokenizers"]
-    script = f"import sys\nfor name in {names}: __import__('forge_data.components.' + name)\nimport forge_data.commands\n"
+    script = f"import sys\nfor name in {names}: __import__('forge_data.components.' + name)\nimport forge_data.commands.cli\n"
     script += "print([name for name in ('torch', 'numpy', 'tokenizers', 'xxhash') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -40,9 +40,10 @@ def recipe(numbered: Callable[..., Path]) -> Data:
 
 
 def stream(data: Data, *, ranks: int = 1, rank: int = 0, micro: int = 1, batch: int = G, **more: Any) -> MixedStream:
-    return open_stream(
-        data, workspace=Path("unused"), seed=5, global_batch=batch, micro_batch=micro, rank=rank, ranks=ranks, **more
-    )
+    shape = {"global_batch": batch, "micro_batch": micro, "rank": rank, "ranks": ranks}
+    found = open_stream(data, workspace=Path("unused"), seed=5, **shape, **more)
+    assert isinstance(found, MixedStream)
+    return found
 
 
 def take(data: Data, steps: int, cursor: Any = None, **shape: Any) -> tuple[list[list[Batch]], list[Any]]:
@@ -136,7 +137,7 @@ def test_a_limited_run_ends_with_its_last_full_global_batch(recipe: Data) -> Non
     a, b = ((StoreSource(Path(source.path)).tokens - 1) // LENGTH for source in recipe.sources[:2])  # type: ignore[attr-defined]
     data = dataclasses.replace(recipe, epochs=2)
     opened = stream(data)
-    read = [opened.mixture.draws(steps * G) for steps in range(200)]
+    read = [opened.reading.timeline.draws(steps * G) for steps in range(200)]
     fitting = max(steps for steps, (from_a, from_b) in enumerate(read) if from_a <= 2 * a and from_b <= 2 * b)
     assert opened.steps == fitting == len(take(data, 10**6)[0])
     assert take(data, 10**6, cursor=take(data, fitting)[1][-1])[0] == []
@@ -227,14 +228,16 @@ def test_ids_beyond_the_vocabulary_are_refused_before_training(recipe: Data) -> 
 
 
 def test_a_file_too_big_to_scan_is_checked_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.tokens.SCANNED", 10)
-    ids = np.ones(1 + LENGTH * 4, dtype=np.uint16)
-    ids[37] = 500
+    monkeypatch.setattr("forge_data.sources.corpus.SCANNED", 10)
+    ids = np.ones(1_000_000, dtype=np.uint16)
+    ids[10_000] = 500  # between the blocks that are looked at when the file is opened
     np.save(tmp_path / "ids.npy", ids)
-    data = Data(sequence_length=LENGTH, sources=[Tokens(path=str(tmp_path / "ids.npy"))])
-    opened = stream(data, batch=4, vocab_size=400)
-    with pytest.raises(DataError, match="at token 37: id 500"):
-        next(opened.from_cursor(opened.start()))
+    data = Data(sequence_length=LENGTH, sources=[Tokens(path=str(tmp_path / "ids.npy"))], shuffle="none")
+    opened = stream(data, batch=25, vocab_size=400)
+    steps = opened.from_cursor(dict(opened.start()) | {"sample": 575})
+    next(steps)
+    with pytest.raises(DataError, match=r"at token 10000 \(.*ids.npy at byte 20128.*id 500"):
+        next(steps)
 
 
 def test_a_seek_far_ahead_costs_nothing_that_grows(tmp_path: Path) -> None:

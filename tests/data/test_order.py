@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_data.order import permute
+from forge_data.order import permute, permute_blocks
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -63,3 +63,36 @@ def test_memory_is_that_of_the_indices() -> None:
     tracemalloc.stop()
     assert len(np.unique(rows)) == 256 and rows.min() >= 0 and rows.max() < 10**15
     assert peak < 200_000
+
+
+@given(size=st.integers(1, 3000), key=KEYS, epoch=st.integers(0, 10**6), block=st.integers(1, 400), window=st.integers(1, 9))
+@settings(max_examples=80, deadline=None)
+def test_blocks_hit_every_row_exactly_once(size: int, key: int, epoch: int, block: int, window: int) -> None:
+    epochs = np.full(size, epoch)
+    rows = permute_blocks(np.arange(size), size, key, epochs, block, window)
+    assert np.array_equal(np.sort(rows), np.arange(size))
+    some = np.random.default_rng(0).integers(0, size, 20)
+    assert permute_blocks(some, size, key, np.full(20, epoch), block, window).tolist() == rows[some].tolist()
+
+
+def test_blocks_touch_few_places_at_a_time_and_differ_between_epochs() -> None:
+    size, block, window = 100_003, 64, 8
+    orders = [permute_blocks(np.arange(size), size, 3, np.full(size, epoch), block, window) for epoch in (0, 1)]
+    for order in orders:
+        for start in range(0, size - block * window * 2, block * window):
+            assert len(np.unique(order[start : start + block * window] // block)) == window
+        # Inside a window rows come in random order: neighbours in time are rarely neighbours in storage.
+        assert (np.abs(np.diff(order)) == 1).mean() < 0.02
+        assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1
+    assert (orders[0] == orders[1]).mean() < 0.01
+    # Every window of every epoch is mixed in an order of its own, not only its blocks.
+    inside = [order[start : start + block * window] % block for order in orders for start in (0, block * window)]
+    assert len({tuple(part.tolist()) for part in inside}) == 4
+
+
+def test_a_seek_in_blocks_needs_no_memory() -> None:
+    tracemalloc.start()
+    rows = permute_blocks(np.arange(10**12, 10**12 + 256), 10**15, 1, np.zeros(256, np.int64), 256, 16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(np.unique(rows)) == 256 and rows.max() < 10**15 and peak < 200_000

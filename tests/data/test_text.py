@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data import prepare
 from forge_data.components.section import Data
 from forge_data.components.sources import Stdlib, Store, Text
 from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loader import evaluation, open_stream
+from forge_data.sources.parts import Records, in_split
 from forge_data.sources.store import StoreSource
-from forge_data.sources.text import TextFiles, in_split, text_files
+from forge_data.sources.text import text_files
+from forge_data.tokenising import jobs, prepare
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.stored import tokenizer_of
 
@@ -100,7 +101,8 @@ def test_tokenizers_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) ->
 def test_a_store_has_the_same_bytes_for_any_number_of_workers(
     kind: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "CHUNK", 2000)
+    monkeypatch.setattr("forge_data.tokenising.jobs.CHUNK", 2000)
+    monkeypatch.setattr(prepare, "SMALLEST_PART", 3000)
     tokenizer = Bytes().build(context(tmp_path)) if kind == "bytes" else trained(corpus, tmp_path / "w")
     files: dict[int, dict[str, bytes]] = {}
     for workers in (1, 2, 5):
@@ -140,7 +142,7 @@ def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkey
         patched.setattr("forge_data.sources.writer.StoreWriter.commit", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             Text(path=str(corpus)).build(made)
-    assert list((tmp_path / "w" / "stores").iterdir()) == []
+    assert [path.name.partition(".")[2][:5] for path in (tmp_path / "w" / "stores").iterdir()] == ["parts"]  # kept for next time
     store = Text(path=str(corpus)).build(made)
     # What a killed process leaves behind: never opened, and removed by the next one that writes this store.
     shutil.rmtree(store.name)
@@ -152,23 +154,23 @@ def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkey
 
 
 def test_long_documents_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "LONGEST_PIECE", 10)
+    monkeypatch.setattr(jobs, "LONGEST_PIECE", 10)
     text = "line\nline two\n" + "x" * 25 + "\nend"
-    assert "".join(prepare.pieces(text)) == text
-    assert all(len(piece) <= 10 for piece in prepare.pieces(text))
-    assert next(iter(prepare.pieces(text))) == "line\n"
+    assert "".join(jobs.pieces(text)) == text
+    assert all(len(piece) <= 10 for piece in jobs.pieces(text))
+    assert next(iter(jobs.pieces(text))) == "line\n"
 
 
 def test_splits_share_no_file_and_leave_none_out(corpus: Path) -> None:
-    names = {split: [name for name, _ in text_files(str(corpus), split, 0.3).files] for split in ("all", "train", "held_out")}
+    names = {split: [file.name for file in text_files(str(corpus), split, 0.3).files] for split in ("all", "train", "held_out")}
     assert sorted(names["train"] + names["held_out"]) == names["all"]
     assert 0.1 < len(names["held_out"]) / len(names["all"]) < 0.5
     assert not in_split("a", "train", 0.3) or not in_split("a", "held_out", 0.3)
 
 
 def test_patterns_and_single_files_name_documents(corpus: Path) -> None:
-    assert next(name for name, _ in text_files(str(corpus / "part-*" / "1?.txt")).files) == "part-0/12.txt"
-    assert [name for name, _ in text_files(str(corpus / "part-0" / "00.txt")).files] == ["00.txt"]
+    assert text_files(str(corpus / "part-*" / "1?.txt")).files[0].name == "part-0/12.txt"
+    assert [file.name for file in text_files(str(corpus / "part-0" / "00.txt")).files] == ["00.txt"]
 
 
 def test_bad_text_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -197,10 +199,10 @@ def test_an_unwritable_workspace_is_refused(corpus: Path, tmp_path: Path) -> Non
 
 def test_the_standard_library_is_text() -> None:
     train, held_out = Stdlib().texts(), Stdlib(split="held_out").texts()
-    assert isinstance(train, TextFiles) and isinstance(held_out, TextFiles)
-    names = {name for name, _ in train.files}
-    assert names.isdisjoint(name for name, _ in held_out.files)
-    assert {"argparse.py", "json/decoder.py"} <= names | {name for name, _ in held_out.files}
+    assert isinstance(train, Records) and isinstance(held_out, Records)
+    names = {file.name for file in train.files}
+    assert names.isdisjoint(file.name for file in held_out.files)
+    assert {"argparse.py", "json/decoder.py"} <= names | {file.name for file in held_out.files}
     assert not any("site-packages" in name or name.startswith("test/") for name in names)
     assert len(names) > 300 and 0.01 < len(held_out.files) / len(names) < 0.15
     assert Stdlib().texts().fingerprint == train.fingerprint

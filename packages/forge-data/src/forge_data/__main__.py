@@ -5,7 +5,7 @@ import sys
 import typer
 
 from forge_core.errors import ForgeError
-from forge_data.commands import app
+from forge_data.commands.cli import app
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ source was drawn exactly its share, so the assignment repeats and the draws befo
 
 from collections.abc import Sequence
 from fractions import Fraction
+from heapq import heapify, heappop, heappush
 from math import gcd, lcm
 
 import numpy as np
@@ -16,10 +17,18 @@ from forge_core.errors import DataError
 LONGEST_PERIOD = 65_536
 
 
-def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+def tempered(weights: Sequence[float], temperature: float) -> tuple[float, ...]:
+    """weight ** (1 / temperature); 0 stays 0 at any temperature, and at 1 weights stay as they are written."""
+    if temperature == 1:
+        return tuple(weights)
+    largest = max(weights, default=0)
+    return tuple((weight / largest) ** (1 / temperature) if weight else 0.0 for weight in weights)
+
+
+def shares_of(weights: Sequence[float], longest: int = LONGEST_PERIOD) -> tuple[int, ...]:
     """Integer draws of each source in one period, in the ratio of `weights` as they are written in decimal.
 
-    Ratios whose period would exceed `LONGEST_PERIOD` are rounded to it, at least one draw for a weight above 0.
+    Ratios whose period would exceed `longest` are rounded to it, at least one draw for a weight above 0.
 
     Raises:
         DataError: no weight is above 0, or one is negative or not finite.
@@ -34,14 +43,14 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     shares = [int(fraction * common) for fraction in exact]
     divisor = gcd(*shares)
     shares = [share // divisor for share in shares]
-    return tuple(shares) if sum(shares) <= LONGEST_PERIOD else _rounded([fraction / total for fraction in exact])
+    return tuple(shares) if sum(shares) <= longest else _rounded([fraction / total for fraction in exact], longest)
 
 
-def _rounded(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Shares of LONGEST_PERIOD by largest remainder."""
-    shares = [max(1, int(weight * LONGEST_PERIOD)) if weight else 0 for weight in weights]
-    while (missing := LONGEST_PERIOD - sum(shares)) != 0:
-        gaps = [weight * LONGEST_PERIOD - share if weight else Fraction(0) for weight, share in zip(weights, shares, strict=True)]
+def _rounded(weights: Sequence[Fraction], longest: int) -> tuple[int, ...]:
+    """Shares of `longest` by largest remainder."""
+    shares = [max(1, int(weight * longest)) if weight else 0 for weight in weights]
+    while (missing := longest - sum(shares)) != 0:
+        gaps = [weight * longest - share if weight else Fraction(0) for weight, share in zip(weights, shares, strict=True)]
         if missing > 0:
             shares[max(range(len(gaps)), key=lambda i: gaps[i])] += 1
         else:
@@ -57,11 +66,11 @@ class Mixture:
         period: their sum.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.shares = shares_of(weights)
+    def __init__(self, weights: Sequence[float], longest: int = LONGEST_PERIOD) -> None:
+        self.shares = shares_of(weights, longest)
         self.period = sum(self.shares)
         self._table = _assign(self.shares)
-        self._before = np.zeros(self.period, dtype=np.int64)
+        self._before = np.empty(self.period, dtype=np.int64)
         self._places = [np.flatnonzero(self._table == source) for source in range(len(self.shares))]
         for places in self._places:
             self._before[places] = np.arange(len(places))
@@ -89,21 +98,30 @@ class Mixture:
 def _assign(shares: Sequence[int]) -> np.ndarray:
     """(P,) int64 source of each sample of one period.
 
-    Among the sources that are far enough behind (n w - drawn >= 1/(2k-2)) the one whose deadline comes first; all in
-    integers scaled by P (2k - 2), except the last quotient, whose distinct values fp64 keeps apart.
+    Draw c of source i (both from 0) with share n_i may happen from sample t on, t counting from 1, where
+    t n_i - c P >= P / (2k - 2), and must happen until that is >= P (1 - 1 / (2k - 2)). Among the draws that may happen
+    the one whose deadline comes first does.
     """
-    drawn_from = np.flatnonzero(np.array(shares))
-    own, period, count = np.array(shares, dtype=np.int64)[drawn_from], sum(shares), len(drawn_from)
-    table = np.full(period, drawn_from[0], dtype=np.int64)
+    drawn_from = [source for source, share in enumerate(shares) if share]
+    period, count = sum(shares), len(drawn_from)
     if count == 1:
-        return table
+        return np.full(period, drawn_from[0], dtype=np.int64)
     scale = 2 * count - 2
-    behind = np.zeros(count, dtype=np.int64)
-    for number in range(period):
-        behind += own
-        late = np.flatnonzero(behind * scale >= period)
-        deadline = (period * (scale - 1) - behind[late] * scale) / own[late]
-        chosen = late[np.argmin(deadline)]
-        behind[chosen] -= period
-        table[number] = drawn_from[chosen]
+
+    def draw(source: int, number: int) -> tuple[int, int, float, int, int]:
+        """(first sample that may be it, last one that must be, the latter unrounded, source, number)."""
+        share, drawn = shares[source] * scale, number * period * scale
+        deadline = drawn + period * (scale - 1)
+        return -(-(drawn + period) // share), -(-deadline // share), deadline / share, source, number
+
+    waiting = [draw(source, 0) for source in drawn_from]
+    heapify(waiting)
+    ready: list[tuple[int, float, int, int]] = []
+    table = np.empty(period, dtype=np.int64)
+    for sample in range(1, period + 1):
+        while waiting and waiting[0][0] <= sample:
+            heappush(ready, heappop(waiting)[1:])
+        _, _, source, number = heappop(ready)
+        table[sample - 1] = source
+        heappush(waiting, draw(source, number + 1))
     return table

@@ -58,6 +58,34 @@ def permute(indices: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.
     return found.astype(np.int64)
 
 
+def permute_blocks(indices: np.ndarray, size: int, key: int, epochs: np.ndarray, block: int, window: int) -> np.ndarray:
+    """Like `permute`, but neighbours stay near each other in time, for storage that is slow at random access.
+
+    Blocks of `block` rows are put into a random order; then rows are mixed among themselves inside each window of
+    `window` blocks. So at any time rows come from `window` blocks only, and every epoch is still a bijection found in O(1).
+    The size mod `block` rows that fill no block belong to the last window.
+    """
+    blocks = size // block
+    whole, span = blocks * block, block * window
+    windows = max(1, blocks // window)
+    indices = np.asarray(indices, dtype=np.int64)
+    epochs = np.asarray(epochs, dtype=np.int64)
+    number = np.minimum(indices // span, windows - 1)
+    first = number * span
+    places = np.empty_like(indices)
+    # All windows have `span` rows except the last, which has what is left.
+    last = number == windows - 1
+    for own, rows in ((np.flatnonzero(~last), span), (np.flatnonzero(last), size - (windows - 1) * span)):
+        if len(own):
+            counters = epochs[own] * windows + number[own]
+            places[own] = first[own] + permute(indices[own] - first[own], rows, key ^ 1, counters)
+    inside = np.flatnonzero(places < whole)
+    if len(inside):
+        put, offsets = np.divmod(places[inside], block)
+        places[inside] = permute(put, blocks, key, epochs[inside]) * block + offsets
+    return places
+
+
 def _round_keys(key: int, epochs: np.ndarray) -> np.ndarray:
     """(ROUNDS, N) keys, or (ROUNDS, 1) when all indices are of one epoch."""
     if (epochs == epochs[0]).all():

@@ -2,10 +2,10 @@
 
 A packing offers `rows` and `cut`: the windows of some rows and the document ends inside them. `concatenate` cuts every
 T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
-goes on in another row, where it counts as a document of its own.
+goes on in another row, where it counts as a document of its own. Packings that keep documents whole are in `pack_plan`.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,11 +20,39 @@ class Cut(NamedTuple):
         windows: (N, T + 1) token ids in the stored dtype.
         rows: (K,) int64 row of each document end, ascending.
         columns: (K,) int64 its column, 1 <= column <= T: token `column` of the window begins another document.
+        filled: (N,) int64 columns that hold tokens; what follows is padding. None: every row is full.
     """
 
     windows: np.ndarray
     rows: np.ndarray
     columns: np.ndarray
+    filled: np.ndarray | None = None
+
+
+class Packing(Protocol):
+    """Rows of one source.
+
+    Attributes:
+        rows: rows that training reads.
+        ragged: rows that evaluation reads: one more where the last one is short.
+    """
+
+    source: Source
+    length: int
+    rows: int
+    ragged: int
+
+    def cut(self, numbers: np.ndarray) -> Cut:
+        """The windows of rows `numbers` (N,) int64, each below `rows`."""
+        ...
+
+    def cut_last(self) -> tuple[Cut, int]:
+        """The short last row, filled up with token 0, and how many of its columns have a label."""
+        ...
+
+    def token_at(self, number: int, column: int) -> int:
+        """Where in the source the token in a column of a row lies, for messages."""
+        ...
 
 
 class Concatenated:
@@ -52,6 +80,10 @@ class Concatenated:
             windows[row] = source.read(start, start + wide)
         rows, columns = source.borders(starts.astype(np.uint64), self.length)
         return Cut(windows, rows, columns)
+
+    def token_at(self, number: int, column: int) -> int:
+        """Where in the source the token in a column of a row lies."""
+        return number * self.length + column
 
     def cut_last(self) -> tuple[Cut, int]:
         """The short last row, filled up with token 0, and how many of its columns have a label."""

@@ -8,7 +8,8 @@ from annotated_types import Ge, Gt, Lt
 from forge_core.protocols.data import SourceComponent
 
 if TYPE_CHECKING:
-    from forge_core.protocols.data import Source, SourceContext, Texts
+    from forge_core.protocols.data import Source, SourceContext, StreamedSource, Texts
+    from forge_data.sources.parts import Records
 
 Split = Literal["all", "train", "held_out"]
 Fraction = Annotated[float, Gt(0), Lt(1)]
@@ -32,21 +33,122 @@ class Text(SourceComponent):
     """UTF-8 text files, one document a file; tokenised once into a store in the workspace."""
 
     path: str
-    """A file, a directory (all `.txt` and `.md` below it), or a pattern such as `corpus/**/*.txt`."""
+    """A file, a directory (all `.txt` and `.md` below it), a pattern such as `corpus/**/*.txt`, or a URL of these."""
     split: Split = "all"
     """Files are assigned to `train` or `held_out` by a hash of their relative path."""
     held_out: Fraction = 0.05
     """Fraction of files in the split `held_out`."""
+    skip: Annotated[int, Ge(0)] = 0
+    """Files that are no UTF-8 and may be left out; they are counted, and one more is an error."""
 
     def texts(self) -> "Texts":
         from forge_data.sources.text import text_files
 
-        return text_files(self.path, self.split, self.held_out)
+        return text_files(self.path, self.split, self.held_out, self.skip)
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.prepare import prepared
+        from forge_data.tokenising.prepare import prepared
 
         return prepared(self.texts(), context, "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordComponent(SourceComponent):
+    """Base of sources whose documents are records with a field of text, or of token ids."""
+
+    path: str
+    """Where the records are."""
+    text: str = "text"
+    """Field that holds the text."""
+    ids: str | None = None
+    """Field that holds a list of token ids; read instead of text, and copied into a store in the workspace."""
+    eos: Annotated[int, Ge(0)] | None = None
+    """Of fields of ids: the id that is put after every document that does not end with it."""
+    split: Split = "all"
+    """Records are assigned to `train` or `held_out` by a hash of their place."""
+    held_out: Fraction = 0.05
+    """Fraction of records in the split `held_out`."""
+    skip: Annotated[int, Ge(0)] = 0
+    """Broken records that may be left out; they are counted, and one more is an error."""
+    stream: bool = False
+    """Read and tokenise records in their order while the run goes on, instead of preparing a store first."""
+
+    def texts(self) -> "Texts | None":
+        return None if self.ids is not None else self.records()
+
+    def build(self, context: "SourceContext") -> "Source | StreamedSource":
+        if self.stream:
+            return self.streamed(context)
+        from forge_data.tokenising.prepare import prepared
+
+        return prepared(self.records(), context, type(self).__name__.lower(), eos=self.eos)
+
+    def records(self) -> "Records":
+        """The documents as a corpus in parts."""
+        from forge_data.sources.recorded import records
+
+        return records(self, type(self).__name__.lower())
+
+    def streamed(self, context: "SourceContext") -> "StreamedSource":
+        """The documents in their order, file by file."""
+        from forge_data.tokenising.streamed import StreamedRecords
+
+        return StreamedRecords(self.records(), context.tokenizer, self.eos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jsonl(RecordComponent):
+    """JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.json.gz`, `.json.zst`)."""
+
+    path: str
+    """A file, a directory, a pattern such as `corpus/**/*.jsonl.gz`, or a URL of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet(RecordComponent):
+    """Parquet files with a column of text or of lists of token ids."""
+
+    path: str
+    """A file, a directory (all `.parquet` below it), a pattern, or a URL of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrow(RecordComponent):
+    """Arrow files, of the file or the stream format, with a column of text or of lists of token ids."""
+
+    path: str
+    """A file, a directory (all `.arrow` and `.feather` below it), a pattern, or a URL of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(RecordComponent):
+    """A dataset of the `datasets` library, with a column of text or of lists of token ids."""
+
+    path: str
+    """A directory that `save_to_disk` wrote, a directory of data files, or a name on the hub."""
+    subset: str | None = None
+    """Configuration of a hub dataset that has several."""
+    dataset_split: str = "train"
+    """The dataset's own split."""
+
+    def texts(self) -> "Texts | None":
+        if self.ids is not None or not self.stream:
+            return super().texts()
+        from forge_data.tokenising.streamed import DatasetTexts
+
+        return DatasetTexts(self)
+
+    def records(self) -> "Records":
+        """The documents as a corpus in parts."""
+        from forge_data.sources.huggingface import records
+
+        return records(self)
+
+    def streamed(self, context: "SourceContext") -> "StreamedSource":
+        """The documents in their order, shard by shard of the dataset, which is not downloaded as a whole."""
+        from forge_data.tokenising.streamed import StreamedDataset
+
+        return StreamedDataset(self, context.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +166,85 @@ class Stdlib(SourceComponent):
         return stdlib_files(self.split, self.held_out)
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.prepare import prepared
+        from forge_data.tokenising.prepare import prepared
 
         return prepared(self.texts(), context, "stdlib")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(SourceComponent):
-    """One file of token ids: `.npy` with its header, or raw little-endian integers with a stated dtype."""
+    """Files of token ids: `.npy` with its header, or raw little-endian integers with a stated dtype."""
 
     path: str
-    """The file."""
+    """A file, a directory (all `.npy` and `.bin` below it), a pattern such as `corpus/**/*.npy`, or a URL of these."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    """Of a raw file, where it is required; in a `.npy` file the header says it."""
+    """Of raw files, where it is required; in a `.npy` file the header says it."""
     eos: Annotated[int, Ge(0)] | None = None
-    """Id of the token that ends a document; without it the file is one document."""
+    """Id of the token that ends a document; without it and `bos` each file is one document."""
+    bos: Annotated[int, Ge(0)] | None = None
+    """Id of the token that begins a document, which may go on in the next file; not together with `eos`."""
     vocab_size: Annotated[int, Gt(0)] | None = None
-    """Of the tokenizer that made the file, if known."""
+    """Of the tokenizer that made the files, if known."""
+
+    def __post_init__(self) -> None:
+        if self.eos is not None and self.bos is not None:
+            raise ValueError("give `eos` or `bos`, not both: one token is enough to tell documents apart")
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens import open_tokens
 
         return open_tokens(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron(SourceComponent):
+    """Megatron's indexed datasets (`NAME.bin` with `NAME.idx`), read in place with their dtype and documents."""
+
+    path: str
+    """Prefix without suffix, one of the two files, a directory or pattern of `.idx` files, or a URL of these."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.megatron import open_megatron
+
+        return open_megatron(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llmc(SourceComponent):
+    """Token files of llm.c (`.bin` with a header of 256 integers), read in place."""
+
+    path: str
+    """A file, a directory (all `.bin` below it), a pattern, or a URL of these."""
+    bos: Annotated[int, Ge(0)] | None = None
+    """Id of the token that begins a document; by default the one of the header's kind: 50256 (GPT-2), 128000 (Llama 3)."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.llmc import open_llmc
+
+        return open_llmc(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datatrove(SourceComponent):
+    """Token files of datatrove (`.ds` with `.ds.index`), read in place with their documents."""
+
+    path: str
+    """A file, a directory (all `.ds` below it), a pattern, or a URL of these."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Checked, if stated: size and index say it."""
+    ignore_loss_mask: bool = False
+    """Read files that come with a mask of the loss, and train on all tokens."""
+    vocab_size: Annotated[int, Gt(0)] | None = None
+    """Of the tokenizer that made the files, if known."""
+
+    def build(self, context: "SourceContext") -> "Source":
+        from forge_data.sources.datatrove import open_datatrove
+
+        return open_datatrove(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Tokenizers that a recipe selects by `[data.tokenizer]`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
@@ -42,3 +42,39 @@ class Bpe(Component):
         from forge_data.tokenizers.bpe import load, train
 
         return load(self.path, self.eos) if self.path is not None else train(self, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiktoken(Component):
+    """A byte-pair encoding of the `tiktoken` library."""
+
+    encoding: str = "gpt2"
+    """Name that the library knows, such as `gpt2`, `cl100k_base` or `o200k_base`; fetched once, then in its cache."""
+    path: str | None = None
+    """A file of ranks (a base64 token and its rank on each line) to load instead; needs `pattern`."""
+    pattern: str | None = None
+    """Of a file of ranks: the regular expression that cuts text before merging."""
+    special_tokens: dict[str, int] = field(default_factory=dict)
+    """Of a file of ranks: special strings and their ids; by default `eos` alone, after the last rank."""
+    eos: str = "<|endoftext|>"
+    """The special string that ends a document."""
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.tiktoken import load
+
+        return load(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencePiece(Component):
+    """A model of the `sentencepiece` library."""
+
+    path: str
+    """The `.model` file."""
+    eos: str | None = None
+    """The piece that ends a document; by default the model's own end of sentence."""
+
+    def build(self, context: "SourceContext") -> "Tokenizer":
+        from forge_data.tokenizers.sentencepiece import load
+
+        return load(self.path, self.eos)

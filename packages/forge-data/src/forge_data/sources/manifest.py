@@ -22,7 +22,8 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 COUNTS = "counts.npy"
-DTYPES = ("uint8", "uint16", "uint32", "uint64")
+DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+"""What ids may be stored as. Signed ones hold no negative id; they are kept for files that came with them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.sources.text import TextFiles, in_split
+from forge_data.sources.files import File
+from forge_data.sources.parts import Records, in_split
+from forge_data.sources.text import documents
 
 LEFT_OUT = frozenset(
     {
@@ -22,17 +24,22 @@ LEFT_OUT = frozenset(
 )
 
 
-def stdlib_files(split: str, held_out: float) -> TextFiles:
+def stdlib_files(split: str, held_out: float) -> Records:
     """The library's modules in the order of their relative paths.
 
     Raises:
         DataError: this Python was installed without sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = [(name, path) for name, path in _modules(root) if in_split(name, split, held_out)]
+    found = [_file(name, path) for name, path in _modules(root) if in_split(name, split, held_out)]
     if not found:
         raise DataError(f"the standard library in {root} has no .py files; install Python with its sources, or use source 'text'")
-    return TextFiles(found, f"standard library ({split})")
+    return documents(found, f"standard library ({split})")
+
+
+def _file(name: str, path: Path) -> File:
+    found = path.stat()
+    return File(name, str(path), found.st_size, str(found.st_mtime_ns))
 
 
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:

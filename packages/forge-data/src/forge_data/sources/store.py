@@ -1,7 +1,6 @@
 """Reads a token store through memory maps; opening reads the manifest and the sizes of the files, nothing else."""
 
-from bisect import bisect_right
-from itertools import accumulate
+import io
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +8,15 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.packing import borders_in
+from forge_data.sources.borders import Ends, Listed
+from forge_data.sources.files import File
 from forge_data.sources.manifest import FileEntry, Manifest, Shard, read_manifest
+from forge_data.sources.shards import Shard as Piece
+from forge_data.sources.shards import Shards, map_file
 
 _BLOCK = 1 << 24
+_HEAD = 256
+_U8 = np.dtype("<u8")
 
 
 class StoreSource:
@@ -37,59 +41,25 @@ class StoreSource:
         self.text_bytes = self.manifest.text_bytes
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._check_sizes()
-        tokens = [shard.tokens for shard in self.manifest.shards]
-        self._firsts = [0, *accumulate(tokens)]
-        self._data: list[np.ndarray | None] = [None] * len(tokens)
-        self._ends: list[np.ndarray | None] = [None] * len(tokens)
+        pieces = [Piece(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
+        self._tokens = Shards(pieces, self.dtype)
+        self._documents = Listed(self._tokens.firsts, self._table)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
-        if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of a store of {self.tokens}")
-        if len(self._data) == 1:
-            return self._shard(0)[start:stop]
-        parts = []
-        for number in range(self._shard_of(start), len(self._data)):
-            first = self._firsts[number]
-            if first >= stop:
-                break
-            parts.append(self._shard(number)[max(0, start - first) : stop - first])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, self.dtype)])
+        return self._tokens.read(start, stop)
 
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Document ends e with start < e <= stop, ascending uint64."""
-        stop = self.tokens if stop is None else stop
-        parts = [np.empty(0, dtype=np.uint64)]
-        for number in range(self._shard_of(start), len(self._data)):
-            first = self._firsts[number]
-            if first >= stop:
-                break
-            ends = self._shard_ends(number)
-            window = np.array([max(0, start - first), min(stop, self.tokens) - first], dtype=np.uint64)
-            low, high = np.searchsorted(ends, window, side="right")
-            parts.append(ends[low:high] + np.uint64(first))
-        return np.concatenate(parts)
+        return self._documents.ends(start, self.tokens if stop is None else min(stop, self.tokens))
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Document ends inside many windows; see `Source.borders`."""
-        if len(self._data) == 1:
-            return borders_in(self._shard_ends(0), starts, length)
-        shards = np.array([self._shard_of(start) for start in starts.tolist()])
-        firsts = np.array(self._firsts, dtype=np.uint64)
-        crossing = starts + np.uint64(length) > firsts[shards + 1]
-        rows, columns = [], []
-        for number in np.unique(shards[~crossing]).tolist():
-            own = np.flatnonzero((shards == number) & ~crossing)
-            places, found = borders_in(self._shard_ends(number), starts[own] - firsts[number], length)
-            rows.append(own[places])
-            columns.append(found)
-        for row in np.flatnonzero(crossing).tolist():
-            found = (self.ends(int(starts[row]), int(starts[row]) + length) - starts[row]).astype(np.int64)
-            rows.append(np.full(len(found), row))
-            columns.append(found)
-        joined = np.concatenate(rows)
-        order = np.argsort(joined, kind="stable")
-        return joined[order], np.concatenate(columns)[order]
+        return self._documents.borders(starts, length)
+
+    def place(self, token: int) -> str:
+        """File and byte offset of a token, for messages."""
+        return self._tokens.place(token)
 
     def counts(self) -> np.ndarray:
         """(ids,) int64 occurrences of every token id, as the writer counted them."""
@@ -127,7 +97,7 @@ class StoreSource:
         falling = np.flatnonzero(ends[1:] <= ends[:-1])
         if len(falling):
             faults.append(f"{self.path / shard.ends.file}: document {int(falling[0]) + 1} does not end after the one before")
-        data = self._shard(number)
+        data = map_file(self._file(shard.data), self.dtype, shard.tokens)
         for start in range(0, len(data), _BLOCK):
             block = data[start : start + _BLOCK]
             high = int(block.max())
@@ -156,26 +126,25 @@ class StoreSource:
                         f"{path} is {what}: it ends at byte {size}, the manifest says {entry.bytes}; write the store again"
                     )
 
-    def _shard_of(self, token: int) -> int:
-        return min(max(bisect_right(self._firsts, token) - 1, 0), len(self._data) - 1)
-
-    def _shard(self, number: int) -> np.ndarray:
-        data = self._data[number]
-        if data is None:
-            path = self.path / self.manifest.shards[number].data.file
-            # A plain view of the map: slicing np.memmap itself costs a microsecond each time.
-            data = self._data[number] = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
-        return data
+    def _table(self, number: int) -> Ends:
+        return Ends(self._shard_ends(number))
 
     def _shard_ends(self, number: int) -> np.ndarray:
-        ends = self._ends[number]
-        if ends is None:
-            path = self.path / self.manifest.shards[number].ends.file
-            ends = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-            if ends.dtype != np.uint64 or ends.ndim != 1 or not len(ends):
-                raise DataError(f"{path}: document ends must be a list of uint64, found {ends.dtype} {ends.shape}")
-            self._ends[number] = ends
-        return ends
+        """(documents,) uint64 ends of one shard, mapped."""
+        entry = self.manifest.shards[number].ends
+        file = self._file(entry)
+        head = io.BytesIO(file.read(0, _HEAD))
+        try:
+            np.lib.format.read_magic(head)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(head)
+        except ValueError as error:
+            raise DataError(f"{file.where} is a damaged .npy file: {error}; write the store again") from error
+        if dtype != _U8 or len(shape) != 1 or not shape[0] or head.tell() + 8 * shape[0] != entry.bytes:
+            raise DataError(f"{file.where}: document ends must be a list of uint64, found {dtype} {shape}")
+        return map_file(file, _U8, shape[0], head.tell())
+
+    def _file(self, entry: FileEntry) -> File:
+        return File(entry.file, str(self.path / entry.file), entry.bytes, entry.xxh3)
 
 
 def open_store(path: str | Path, tokenizer: Tokenizer | None = None) -> StoreSource:

@@ -1,107 +1,119 @@
-"""Reads one file of token ids in place: `.npy`, or raw integers of a stated dtype, which is never guessed."""
+"""Files of token ids and nothing else: `.npy`, or raw integers of a stated dtype, which is never guessed."""
 
-from pathlib import Path
+import io
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Tokens
+from forge_data.sources import llmc
+from forge_data.sources.borders import Delimited
+from forge_data.sources.corpus import Corpus, Described, integers, same_dtype
+from forge_data.sources.files import File, find, neighbours
+from forge_data.sources.shards import Shard, Shards
 
-SCANNED = 1 << 26
-"""Files up to so many tokens are read once when they are opened, to know the largest id."""
+SUFFIXES = (".npy", ".bin")
 _MAGIC = b"\x93NUMPY"
+_HEAD = 256
+_READERS = 16
+_LATE = 1e-3
+"""Seconds per file from which on several are read at a time."""
 
 
-class TokensFile:
-    """A file of token ids as a `Source`; documents end after `eos`, or there is one document."""
+class Header(NamedTuple):
+    """Where a file's tokens begin, how many there are, and their dtype."""
 
-    text_bytes: int | None = None
-    tokenizer: str | None = None
-
-    def __init__(self, path: Path, data: np.ndarray, eos: int | None, vocab_size: int | None) -> None:
-        self.name = str(path)
-        self.data = data
-        self.eos = eos
-        self.tokens = len(data)
-        self.vocab_size = vocab_size
-        self.max_id = None
-        if self.tokens <= SCANNED:
-            if int(data.min()) < 0:
-                raise DataError(f"{path} at token {int(data.argmin())}: negative token id {int(data.min())}")
-            self.max_id = int(data.max())
-        self.fingerprint = _fingerprint(data, eos)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.tokens} in {self.name}")
-        return self.data[start:stop]
-
-    def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Document ends e with start < e <= stop; found by reading the tokens in between."""
-        stop = self.tokens if stop is None else min(stop, self.tokens)
-        found = np.empty(0, dtype=np.int64)
-        if self.eos is not None:
-            found = np.flatnonzero(self.data[start:stop] == self.eos) + start + 1
-        if stop == self.tokens > start and (not len(found) or found[-1] != stop):
-            found = np.append(found, stop)
-        return found.astype(np.uint64)
-
-    def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Document ends inside many windows; see `Source.borders`."""
-        found = [(self.ends(start, start + length) - np.uint64(start)).astype(np.int64) for start in starts.tolist()]
-        rows = np.repeat(np.arange(len(found)), [len(columns) for columns in found])
-        return rows, np.concatenate([*found, np.empty(0, dtype=np.int64)])
+    offset: int
+    tokens: int
+    dtype: np.dtype
 
 
-def open_tokens(component: Tokens) -> TokensFile:
-    """Opens what the component names.
+def open_tokens(component: Tokens) -> Corpus:
+    """Opens what the component names: a file, the files of a directory, or those that a pattern matches.
 
     Raises:
-        DataError: missing or empty file, no dtype, a dtype that contradicts the header, or a cut-off last token.
+        DataError: a file is missing, empty, cut off, of another dtype than the others or of another format; or no dtype
+            is known.
     """
-    path = Path(component.path)
+    files = find(component.path, SUFFIXES, "token")
+    heads = read_heads(files, _HEAD)
+    kinds = {head.startswith(_MAGIC) for head in heads}
+    if len(kinds) > 1:
+        raise DataError(f"{component.path} mixes files with and without a .npy header; give a pattern that names one kind")
+    npy = kinds.pop()
+    dtype = None if npy else _stated(files, component.dtype)
+    beside = neighbours(files)
+    headers = [
+        _npy(file, head, component.dtype) if dtype is None else _raw(file, head, dtype, beside)
+        for file, head in zip(files, heads, strict=True)
+    ]
+    same = same_dtype([(file.where, header.dtype) for file, header in zip(files, headers, strict=True)])
+    shards = Shards([Shard(file, header.tokens, header.offset) for file, header in zip(files, headers, strict=True)], same)
+    described = Described(format="npy" if npy else "raw", vocab_size=component.vocab_size)
+    identity = f"{component.eos}" if component.bos is None else f"bos {component.bos}"
+    return Corpus(component.path, shards, Delimited(shards, component.eos, component.bos), described, identity)
+
+
+def read_heads(files: Sequence[File], size: int) -> list[bytes]:
+    """The first bytes of every file; several at a time where the file system answers late."""
+    began = time.perf_counter()
+    first = [file.read(0, size) for file in files[:_READERS]]
+    rest = files[_READERS:]
+    if time.perf_counter() - began < _LATE * len(first):  # threads would only wait for each other
+        return first + [file.read(0, size) for file in rest]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="heads") as pool:
+        return first + list(pool.map(lambda file: file.read(0, size), rest))
+
+
+def _npy(file: File, head: bytes, stated: str | None) -> Header:
+    content = io.BytesIO(head)
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            magic = file.read(len(_MAGIC))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    data = _npy(path, component.dtype) if magic == _MAGIC else _raw(path, size, component.dtype)
-    if not len(data):
-        raise DataError(f"{path} holds no token")
-    return TokensFile(path, data, component.eos, component.vocab_size)
+        version = np.lib.format.read_magic(content)
+        wide = version > (1, 0)
+        length = int.from_bytes(head[8 : 12 if wide else 10], "little")
+        offset = (12 if wide else 10) + length
+        if offset > len(head):
+            content = io.BytesIO(file.read(0, offset))
+            np.lib.format.read_magic(content)
+        read = np.lib.format.read_array_header_2_0 if wide else np.lib.format.read_array_header_1_0
+        shape, _, dtype = read(content)
+    except ValueError as error:
+        raise DataError(f"{file.where} is a damaged .npy file: {error}") from error
+    if len(shape) != 1:
+        raise DataError(f"{file.where}: token ids are one row of integers, found an array of shape {shape}")
+    integers(file.where, dtype)
+    if stated is not None and dtype != np.dtype(stated):
+        raise DataError(f"{file.where}: its header says {dtype}, the recipe dtype = {stated!r}; remove `dtype`")
+    wanted = offset + shape[0] * dtype.itemsize
+    if file.size != wanted:
+        what = "truncated" if file.size < wanted else "too long"
+        raise DataError(f"{file.where} is {what}: it ends at byte {file.size}, its header says {wanted}; restore the file")
+    if not shape[0]:
+        raise DataError(f"{file.where} holds no token; remove it")
+    return Header(offset, shape[0], dtype)
 
 
-def _npy(path: Path, stated: str | None) -> np.ndarray:
-    try:
-        data = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path} is a damaged .npy file: {error}") from error
-    if data.ndim != 1 or data.dtype.kind not in "ui":
-        raise DataError(f"{path}: token ids are one row of integers, found {data.dtype} of shape {data.shape}")
-    if stated is not None and data.dtype != np.dtype(stated):
-        raise DataError(f"{path}: its header says {data.dtype}, the recipe dtype = {stated!r}; remove `dtype`")
-    return data
-
-
-def _raw(path: Path, size: int, stated: str | None) -> np.ndarray:
+def _stated(files: Sequence[File], stated: str | None) -> np.dtype:
     if stated is None:
-        raise DataError(f"{path} has no header, so its dtype is unknown; state it, such as dtype = 'uint16'")
-    dtype = np.dtype(stated).newbyteorder("<")
-    if not size:
-        raise DataError(f"{path} is empty")
-    if size % dtype.itemsize:
-        cut = size - size % dtype.itemsize
+        raise DataError(f"{files[0].where} has no header, so its dtype is unknown; state it, such as dtype = 'uint16'")
+    return np.dtype(stated).newbyteorder("<")
+
+
+def _raw(file: File, head: bytes, dtype: np.dtype, beside: Callable[[str], File | None]) -> Header:
+    if llmc.is_header(head, file.size):
+        raise DataError(f"{file.where} begins with the header of llm.c; use source 'llmc', which knows its dtype")
+    if file.where.endswith(".bin") and beside(file.where.removesuffix(".bin") + ".idx"):
+        raise DataError(f"{file.where} has an index beside it; use source 'megatron', which knows its dtype and documents")
+    if not file.size:
+        raise DataError(f"{file.where} is empty")
+    if file.size % dtype.itemsize:
+        cut = file.size - file.size % dtype.itemsize
         raise DataError(
-            f"{path} has {size} bytes, no multiple of {dtype.itemsize} ({stated}): cut off at byte {cut}, or another dtype"
+            f"{file.where} has {file.size} bytes, no multiple of {dtype.itemsize} ({dtype.name}): "
+            f"cut off at byte {cut}, or another dtype"
         )
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
-
-def _fingerprint(data: np.ndarray, eos: int | None) -> str:
-    """Of length, dtype and 64 evenly spaced blocks of 4,096 tokens: O(1) in the size of the file."""
-    digest = xxhash.xxh3_128(f"{len(data)} {data.dtype.str} {eos}".encode())
-    for start in np.linspace(0, max(0, len(data) - 4096), 64).astype(np.int64).tolist():
-        digest.update(data[start : start + 4096].tobytes())
-    return digest.hexdigest()
+    return Header(0, file.size // dtype.itemsize, dtype)

@@ -4,7 +4,6 @@ Everything goes to a temporary directory beside the target, is flushed to the di
 """
 
 import io
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +16,7 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
+from forge_data.sources.durable import sync_directory, synced, written
 from forge_data.sources.manifest import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, Manifest, Shard, TokenizerEntry
 
 SHARD_TOKENS = 1 << 27
@@ -132,10 +132,10 @@ class StoreWriter:
                 creator=f"forge-data {version('forge-data')}",
             )
             _durable(self.partial / MANIFEST, manifest.as_json().encode())
-            _sync_directory(self.partial)
+            sync_directory(self.partial)
             if not (self.path / MANIFEST).exists():
                 self.partial.rename(self.path)
-                _sync_directory(self.path.parent)
+                sync_directory(self.path.parent)
         except OSError as error:
             raise DataError(f"{self.path} cannot be written: {error.strerror or error}") from error
         return manifest
@@ -171,8 +171,7 @@ class StoreWriter:
         if self._file is None:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            synced(self._file)
             self._file.close()
             name = Path(self._file.name).name
             ends = np.concatenate(self._ends)
@@ -191,16 +190,5 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def _durable(path: Path, content: bytes) -> FileEntry:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    written(path, content)
     return FileEntry(path.name, len(content), xxhash.xxh3_128_hexdigest(content))
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,53 +1,37 @@
 """What `data inspect` says about tokens on disk."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forge_core.errors import DataError
 from forge_core.protocols.data import Source
-from forge_data.components.sources import Tokens
 from forge_data.entropy import token_counts, unigram_entropy
+from forge_data.sources.corpus import Corpus
 from forge_data.sources.store import StoreSource
-from forge_data.sources.tokens import open_tokens
 from forge_data.tokenizers.stored import tokenizer_of
 
 _SAMPLE = 120
 _BARS = "▏▎▍▌▋▊▉█"
 
 
-def open_any(path: Path, dtype: str | None, eos: int | None) -> Source:
-    """A store when `path` is a directory, else a file of tokens.
-
-    Raises:
-        DataError: it is neither, or its dtype is unknown.
-    """
-    if path.is_dir() or not path.exists():
-        return StoreSource(path)
-    return open_tokens(Tokens(path=str(path), dtype=dtype, eos=eos))  # type: ignore[arg-type]
-
-
-def inspect(path: Path, dtype: str | None = None, eos: int | None = None) -> dict[str, Any]:
+def inspect(path: str, source: Source) -> dict[str, Any]:
     """Format, dtype, counts, lengths of documents, unigram entropy and a decoded sample, JSON as it stands.
 
     Reads document ends, and the tokens too where no counts were recorded.
     """
-    if dtype is not None and dtype not in ("uint8", "uint16", "uint32", "int32", "int64"):
-        raise DataError(f"unknown dtype {dtype!r}; known: uint8, uint16, uint32, int32, int64")
-    source = open_any(path, dtype, eos)
     lengths = np.diff(source.ends().astype(np.int64), prepend=0)
     tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
     head = source.read(0, min(_SAMPLE, source.tokens)).tolist()
+    counts = token_counts(source)
     found: dict[str, Any] = {
-        "path": str(path),
-        "format": "token store" if isinstance(source, StoreSource) else "tokens",
+        "path": path,
+        "format": source.described.format if isinstance(source, Corpus) else "token store",
         "dtype": source.read(0, 0).dtype.name,
         "tokens": source.tokens,
         "documents": len(lengths),
-        "max_id": source.max_id,
+        "max_id": len(counts) - 1,
         "fingerprint": source.fingerprint,
-        "unigram_entropy": unigram_entropy([token_counts(source)]),
+        "unigram_entropy": unigram_entropy([counts]),
         "lengths": {
             "shortest": int(lengths.min()),
             "median": float(np.median(lengths)),
@@ -65,6 +49,10 @@ def inspect(path: Path, dtype: str | None = None, eos: int | None = None) -> dic
             "creator": manifest.creator,
             "tokenizer": None if manifest.tokenizer is None else vars(manifest.tokenizer),
         }
+    if isinstance(source, Corpus):
+        found |= {"files": len(source.shards.shards), **source.described.more}
+        if source.described.documents is not None:
+            found["empty_documents"] = source.described.documents - len(lengths)
     return found
 
 
@@ -82,6 +70,10 @@ def as_text(found: dict[str, Any]) -> str:
     lines.append(f"  {found['tokens']:,} tokens in {found['documents']:,} documents, largest id {found['max_id']}")
     if "shards" in found:
         lines.append(f"  {found['shards']} shards, written by {found['creator']}")
+    if "files" in found:
+        sequences = f", {found['sequences']:,} sequences" if "sequences" in found else ""
+        empty = f", {found['empty_documents']:,} documents without a token" if found.get("empty_documents") else ""
+        lines.append(f"  {found['files']:,} files{sequences}{empty}")
     if found.get("text_bytes"):
         lines.append(f"  {found['text_bytes']:,} bytes of text, {found['text_bytes'] / found['tokens']:.2f} a token")
     if entry := found.get("tokenizer"):

@@ -1,0 +1,1 @@
+"""The commands `data ...`, and what each of them does."""

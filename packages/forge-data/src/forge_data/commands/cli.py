@@ -1,0 +1,222 @@
+"""`forge-train data ...`, also as `python -m forge_data ...`: prepare, inspect, verify, convert, diff, decontaminate."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from forge_core.errors import DataError
+
+app = typer.Typer(name="data", help="Prepare, look at and check training data.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+Where = Annotated[
+    str, typer.Argument(help="A token store, or files of tokens: path, directory, pattern or URL.", show_default=False)
+]
+Format = Annotated[
+    Literal["store", "megatron", "llmc", "datatrove", "tokens"] | None,
+    typer.Option("--format", help="By default found out from the files."),
+]
+Dtype = Annotated[str | None, typer.Option(help="Of raw files: it is never guessed.")]
+Eos = Annotated[int | None, typer.Option(help="Of raw files and .npy: the id that ends a document.")]
+Bos = Annotated[int | None, typer.Option(help="Of raw files, .npy and llm.c: the id that begins a document.")]
+Vocabulary = Annotated[int | None, typer.Option(min=1, help="Ids at or above it are faults.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="At a time, by default one per core; the result does not depend on it.")]
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option(help="Directory of the new store.", show_default=False)],
+    source: Annotated[
+        Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface"] | None,
+        typer.Option(help="What the files are; by default by their names."),
+    ] = None,
+    path: Annotated[str | None, typer.Option(help="File, directory, pattern or URL; or a dataset's name.")] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="`bpe` (trained), `bytes`, `tiktoken:NAME`, a tokenizer.json, or a sentencepiece .model.")
+    ] = "bpe",
+    vocab_size: Annotated[int, typer.Option(min=257, help="Largest vocabulary of a trained tokenizer.")] = 4096,
+    eos: Annotated[str | None, typer.Option(help="The token that ends a document; of records of ids, its id.")] = None,
+    text: Annotated[str | None, typer.Option(help="Field or column of the text, by default `text`.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Field or column of token ids to take instead of text.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
+    dataset_split: Annotated[str | None, typer.Option(help="A dataset's own split, by default `train`.")] = None,
+    split: Annotated[
+        Literal["all", "train", "held_out"] | None, typer.Option(help="Documents to take, by a hash of their names.")
+    ] = None,
+    skip: Annotated[int | None, typer.Option(min=0, help="Broken records that may be left out; they are counted.")] = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise text into a token store. (`forge-train prepare RECIPE` does it for a recipe.)
+
+    A preparation that was killed goes on where it was when the same command is given again.
+    """
+    from forge_data.commands import preparing
+
+    options = {"text": text, "ids": ids, "subset": subset, "dataset_split": dataset_split, "split": split, "skip": skip}
+    found = preparing.prepare(
+        source, path, out, tokenizer, vocab_size=vocab_size, eos=eos, workers=workers, report=_say(as_json), **options
+    )
+    _answer(found, as_json)
+
+
+@app.command()
+def inspect(
+    path: Where,
+    kind: Format = None,
+    dtype: Dtype = None,
+    eos: Eos = None,
+    bos: Bos = None,
+    as_json: AsJson = False,
+) -> None:
+    """Format, dtype, documents, tokens, lengths of documents, and a sample."""
+    from forge_data.commands.inspecting import as_text
+    from forge_data.commands.inspecting import inspect as look
+
+    found = look(path, _open(path, kind, dtype, eos, bos))
+    typer.echo(json.dumps(found) if as_json else as_text(found))
+
+
+@app.command()
+def verify(
+    path: Where,
+    kind: Format = None,
+    dtype: Dtype = None,
+    eos: Eos = None,
+    bos: Bos = None,
+    vocab_size: Vocabulary = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte: checksums, the index of documents, every id; and count duplicates."""
+    from forge_data.commands import verifying
+
+    found = verifying.verify(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
+    if as_json:
+        typer.echo(json.dumps(found))
+    if found["faults"]:
+        raise DataError(
+            "\n".join([f"{path} is damaged:", *(f"  {fault}" for fault in found["faults"]), "write or restore it again"])
+        )
+    if not as_json:
+        typer.echo(verifying.as_text(found))
+
+
+@app.command()
+def convert(
+    path: Where,
+    out: Annotated[Path, typer.Option(help="Directory of a store, prefix of Megatron's files, or a file.", show_default=False)],
+    to: Annotated[Literal["store", "megatron", "npy", "bin"], typer.Option(help="What to write.")] = "store",
+    kind: Format = None,
+    dtype: Dtype = None,
+    eos: Eos = None,
+    bos: Bos = None,
+    vocab_size: Vocabulary = None,
+    to_dtype: Annotated[str | None, typer.Option(help="Of the ids that are written, by default as they are.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json that the new store carries along.")] = None,
+    tokenizer_eos: Annotated[str, typer.Option(help="Its end of document.")] = "<|endoftext|>",
+    lose_documents: Annotated[
+        bool, typer.Option("--lose-documents", help="Write files that cannot hold document borders.")
+    ] = False,
+    join_sequences: Annotated[
+        bool, typer.Option("--join-sequences", help="Join the sequences of each document (Megatron).")
+    ] = False,
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Leave out documents without a token; they are counted.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write tokens and documents in another format, every id as it was."""
+    from forge_data.commands import converting
+
+    carried = None
+    if tokenizer is not None:
+        from forge_data.tokenizers.bpe import load
+
+        carried = load(tokenizer, tokenizer_eos)
+    found = converting.convert(
+        _open(path, kind, dtype, eos, bos, vocab_size),
+        out,
+        to,
+        dtype=to_dtype,
+        tokenizer=carried,
+        lose_documents=lose_documents,
+        join_sequences=join_sequences,
+        skip_empty=skip_empty,
+        report=_say(as_json),
+    )
+    _answer(found, as_json)
+
+
+@app.command()
+def diff(
+    one: Where,
+    other: Where,
+    dtype: Dtype = None,
+    eos: Eos = None,
+    bos: Bos = None,
+    as_json: AsJson = False,
+) -> None:
+    """The first token and the first document border at which two corpora differ, whatever their formats."""
+    from forge_data.commands import comparing
+
+    found = comparing.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
+    typer.echo(json.dumps(found) if as_json else comparing.as_text(found, (one, other)))
+    if not found["equal"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def decontaminate(
+    path: Where,
+    against: Annotated[
+        list[str], typer.Option(help="JSON lines of an evaluation set; may be given several times.", show_default=False)
+    ],
+    field: Annotated[list[str] | None, typer.Option(help="Keys of their text, by default every text in a record.")] = None,
+    words: Annotated[int, typer.Option(min=1, help="Words in a row that make an overlap.")] = 13,
+    out: Annotated[Path | None, typer.Option(help="New store without the documents that overlap.")] = None,
+    report_to: Annotated[Path | None, typer.Option(help="JSON lines that name every overlap.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find documents that share runs of words with an evaluation set."""
+    from forge_data.commands import decontaminating
+
+    found = decontaminating.decontaminate(path, against, tuple(field or ()), words, out, report_to, _say(as_json))
+    typer.echo(json.dumps(found) if as_json else decontaminating.as_text(found))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def mix(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset; --section.key=value may follow.")],
+    plan: Annotated[bool, typer.Option("--plan", help="Tokens and epochs of every source in every phase.")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of the run, by default train.max_steps.")] = None,
+    workspace: Annotated[Path | None, typer.Option(help="Where text is tokenised; by default the run's directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a recipe's mixture will read, before the run."""
+    from forge_data.commands import mixing
+
+    if not plan:
+        raise DataError("say what to show: --plan prints tokens and epochs of every source in every phase")
+    found = mixing.mix(recipe, context.args, steps, workspace, _say(as_json))
+    typer.echo(json.dumps(found) if as_json else mixing.as_text(found))
+
+
+def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:
+    from forge_data.commands.detecting import open_any
+
+    return open_any(path, kind=kind, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
+
+
+def _say(as_json: bool) -> Callable[[str], None]:
+    def say(message: str) -> None:
+        typer.echo(message, err=as_json)
+
+    return say
+
+
+def _answer(found: dict[str, Any], as_json: bool) -> None:
+    typer.echo(json.dumps(found) if as_json else "\n".join(f"{key}: {value}" for key, value in found.items()))

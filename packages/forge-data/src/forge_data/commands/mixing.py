@@ -1,0 +1,147 @@
+"""What `data mix --plan` says: tokens and epochs of every source in every phase, before the run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from forge_core.config.layers import load_layers
+from forge_core.config.tree import Table
+from forge_core.config.validate import resolve
+from forge_core.errors import ConfigError, DataError
+from forge_core.registry import Registry
+from forge_data.components.section import Data
+
+MANY_EPOCHS = 4
+"""Repeating data more often than this teaches little more (Muennighoff et al., 2023)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    name: str = "run"
+    dir: str | None = None
+    seed: Annotated[int, Ge(0)] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Train:
+    max_steps: Annotated[int, Gt(0)] = 1000
+    global_batch: Annotated[int, Gt(0)] = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """The keys of a recipe that its data depend on; the others are the trainer's affair."""
+
+    job: _Job = field(default_factory=_Job)
+    data: Data = field(default_factory=Data)
+    train: _Train = field(default_factory=_Train)
+
+
+def mix(
+    recipe: str, overrides: Sequence[str], steps: int | None, workspace: Path | None, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """The plan of a recipe's data, JSON as it stands.
+
+    Args:
+        recipe: a TOML file, or the name of a preset.
+        overrides: `--section.key=value`.
+        steps: of the run; by default `train.max_steps`.
+        workspace: where text is tokenised and pack plans are kept; by default that of the run.
+        report: called with progress messages.
+
+    Raises:
+        ForgeError: as `open_stream`.
+    """
+    found = _read(recipe, overrides)
+    from forge_data.loader import MixedStream, open_stream
+    from forge_data.phases import faults_of, refuse_faults
+
+    steps = steps or found.train.max_steps
+    refuse_faults(faults_of(found.data, found.train.global_batch, steps))
+    folder = Path(found.job.dir) if found.job.dir else Path("runs") / found.job.name
+    stream = open_stream(
+        found.data,
+        workspace=workspace or folder / "data",
+        seed=found.job.seed,
+        global_batch=found.train.global_batch,
+        micro_batch=1,
+        report=report,
+    )
+    if not isinstance(stream, MixedStream):
+        raise DataError("the only source is a loader of its own; nobody but it knows what it will read")
+    return plan_of(stream, steps)
+
+
+def plan_of(stream: Any, steps: int) -> dict[str, Any]:
+    """The plan of an opened stream over `steps` steps."""
+    reading = stream.reading
+    timeline, rows = reading.timeline, reading.samples.rows
+    ends_at = steps if stream.steps is None else min(steps, stream.steps)
+    borders = [0, *(phase.start for phase in reading.data.phases if phase.start < ends_at), ends_at]
+    phases = []
+    for start, stop in pairwise(borders):
+        before, after = (timeline.draws(timeline.first_of(step)) for step in (start, stop))
+        planned = [b - a for a, b in zip(*(timeline.planned(timeline.first_of(step)) for step in (start, stop)), strict=True)]
+        drawn = [b - a for a, b in zip(before, after, strict=True)]
+        total = sum(drawn)
+        sources = {
+            label: {
+                "tokens": drawn[index] * reading.unit,
+                "share": drawn[index] / total if total else 0.0,
+                "planned_tokens": planned[index] * reading.unit,
+                "epochs": None if (size := rows[index]) is None else drawn[index] / size,
+                "epochs_so_far": None if size is None else after[index] / size,
+            }
+            for index, label in enumerate(reading.labels)
+        }
+        span = timeline.span_at(start)
+        phases.append(
+            {
+                "start": start,
+                "stop": stop,
+                "sequence_length": span.length,
+                "global_batch": span.rows,
+                "lr_scale": stream.lr_scale(stop - 1),
+                "tokens": total * reading.unit,
+                "sources": sources,
+            }
+        )
+    warnings = [
+        f"source {label!r} is read {entry['epochs_so_far']:.1f} times; more than {MANY_EPOCHS} teach little more"
+        for label, entry in phases[-1]["sources"].items()
+        if (entry["epochs_so_far"] or 0) > MANY_EPOCHS
+    ]
+    if ends_at < steps:
+        warnings.append(f"the data end after step {ends_at}, before the {steps} steps of the run")
+    return {"steps": steps, "tokens": sum(phase["tokens"] for phase in phases), "phases": phases, "warnings": warnings}
+
+
+def as_text(plan: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    lines = [f"{plan['tokens']:,} tokens in {plan['steps']:,} steps"]
+    for phase in plan["phases"]:
+        shape = f"{phase['global_batch']:,} rows of {phase['sequence_length']:,}, lr x {phase['lr_scale']:g}"
+        lines.append(f"steps {phase['start']:,} to {phase['stop']:,}: {phase['tokens']:,} tokens, {shape}")
+        for label, entry in phase["sources"].items():
+            epochs = (
+                "a stream" if entry["epochs"] is None else f"{entry['epochs']:.3f} epochs, {entry['epochs_so_far']:.3f} so far"
+            )
+            lines.append(f"  {label:20} {entry['share']:7.2%} {entry['tokens']:>20,} tokens   {epochs}")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan["warnings"])])
+
+
+def _read(recipe: str, overrides: Sequence[str]) -> _Recipe:
+    registry = Registry()
+    layered = load_layers(recipe, overrides, _Recipe, registry)
+    if layered.faults:
+        raise ConfigError(layered.faults)
+    tables = {name: layered.tree.items[name] for name in ("job", "data", "train") if name in layered.tree.items}
+    for name, section in (("job", _Job), ("train", _Train)):
+        if isinstance(table := tables.get(name), Table):
+            known = section.__dataclass_fields__
+            tables[name] = Table({key: item for key, item in table.items.items() if key in known}, table.origin)
+    return resolve(_Recipe, Table(tables, layered.tree.origin), registry).value

@@ -1,0 +1,32 @@
+"""Whole documents of a source in order, in portions of bounded size; and where a token lies."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from forge_core.protocols.data import Source
+
+PORTION = 1 << 22
+
+
+def portions(source: Source, tokens: int = PORTION) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(stream position of the first token, ids, document ends in `ids`, int64): about `tokens` at a time.
+
+    A document that is longer comes alone. Tokens after the last end, which no well-formed source has, count as one more.
+    """
+    start = 0
+    while start < source.tokens:
+        size = tokens
+        while not len(ends := source.ends(start, min(start + size, source.tokens))) and start + size < source.tokens:
+            size *= 2
+        ends = ends if size == tokens else ends[:1]
+        stop = int(ends[-1]) if len(ends) else source.tokens
+        found = ends.astype(np.int64) - start if len(ends) else np.array([stop - start])
+        yield start, source.read(start, stop), found
+        start = stop
+
+
+def place_of(source: Source, token: int) -> str:
+    """Where a token lies: file and byte offset, if the source can tell."""
+    place = getattr(source, "place", None)
+    return str(place(token)) if callable(place) else f"{source.name} at token {token}"

@@ -1,0 +1,111 @@
+"""Token files of datatrove: `NAME.ds` holds raw ids, `NAME.ds.index` the uint64 document ends, counted in tokens.
+
+The last end is the number of tokens, so size and index together say the width of an id. `NAME.ds.metadata` repeats the
+number below the tokenizer's name. A mask of the loss (`NAME.ds.loss`, a byte a token) is not applied, so a file that has
+one is refused unless that is asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import xxhash
+
+from forge_core.errors import DataError
+from forge_data.components.sources import Datatrove
+from forge_data.sources.borders import Ends, Listed
+from forge_data.sources.corpus import Corpus, Described, same_dtype
+from forge_data.sources.files import File, find, neighbours
+from forge_data.sources.shards import Shard, Shards, map_file
+
+_WIDTHS = {2: "<u2", 4: "<u4"}
+_U8 = np.dtype("<u8")
+Beside = Callable[[str], File | None]
+
+
+def open_datatrove(component: Datatrove) -> Corpus:
+    """Opens one file, or all of a directory or pattern in the order of their names.
+
+    Raises:
+        DataError: a file has no index, or its size, index and metadata contradict each other.
+    """
+    files = find(component.path, (".ds",), "datatrove")
+    beside = neighbours(files)
+    if not component.ignore_loss_mask:
+        for file in files:
+            if beside(f"{file.where}.loss"):
+                raise DataError(
+                    f"{file.where}.loss masks the loss of some tokens, which is not applied; "
+                    "set ignore_loss_mask = true to train on all of them"
+                )
+    indices = [_index(file, beside) for file in files]
+    counts = [int.from_bytes(index.read(index.size - 8, index.size), "little") for index in indices]
+    dtypes = [_dtype(file, tokens, component.dtype, beside) for file, tokens in zip(files, counts, strict=True)]
+    dtype = same_dtype([(file.where, found) for file, found in zip(files, dtypes, strict=True)])
+    shards = Shards([Shard(file, tokens) for file, tokens in zip(files, counts, strict=True)], dtype)
+    documents = sum(index.size // 8 for index in indices)
+    listed = Listed(shards.firsts, partial(_table, indices))
+    described = Described("datatrove", documents, component.vocab_size, more={"made_with": _metadata(files[0], beside)[0]})
+    return Corpus(component.path, shards, listed, described, _identity(indices), partial(_check, indices))
+
+
+def _check(indices: Sequence[File]) -> list[str]:
+    """Everything that is wrong with the indices."""
+    wrong = []
+    for number, index in enumerate(indices):
+        ends = _table(indices, number).array.astype(np.int64)
+        for document in np.flatnonzero(np.diff(ends, prepend=0) <= 0).tolist()[:1]:
+            what = (
+                "has no token"
+                if (document and ends[document] == ends[document - 1]) or not ends[document]
+                else "ends before it begins"
+            )
+            wrong.append(f"{index.where} at byte {8 * document}: document {document} {what}")
+    return wrong
+
+
+def _index(file: File, beside: Beside) -> File:
+    index = beside(f"{file.where}.index")
+    if index is None:
+        raise DataError(f"{file.where} has no {file.name}.index beside it, so its documents are unknown; restore it")
+    if not index.size or index.size % 8:
+        raise DataError(f"{index.where} has {index.size} bytes, no list of uint64 document ends; restore the file")
+    return index
+
+
+def _dtype(file: File, tokens: int, stated: str | None, beside: Beside) -> np.dtype:
+    if not tokens:
+        raise DataError(f"{file.where} holds no token; remove it")
+    width, rest = divmod(file.size, tokens)
+    if rest or width not in _WIDTHS:
+        raise DataError(
+            f"{file.where} ends at byte {file.size}, but its index says {tokens} tokens: "
+            "truncated, or of another index; restore both files"
+        )
+    dtype = np.dtype(_WIDTHS[width])
+    if stated is not None and dtype != np.dtype(stated):
+        raise DataError(f"{file.where}: {file.size} bytes for {tokens} tokens are {dtype.name}, the recipe says {stated!r}")
+    name, count = _metadata(file, beside)
+    if count is not None and count != tokens:
+        raise DataError(f"{file.where}.metadata says {count} tokens, the index {tokens} (tokenizer {name}); restore both files")
+    return dtype
+
+
+def _metadata(file: File, beside: Beside) -> tuple[str | None, int | None]:
+    found = beside(f"{file.where}.metadata")
+    if found is None:
+        return None, None
+    lines = found.read(0, 4096).decode("utf-8", errors="replace").splitlines()
+    return (lines[0] if lines else None), (int(lines[1]) if len(lines) > 1 and lines[1].isdigit() else None)
+
+
+def _table(indices: Sequence[File], number: int) -> Ends:
+    return Ends(map_file(indices[number], _U8, indices[number].size // 8))
+
+
+def _identity(indices: list[File]) -> str:
+    """Of sizes and both ends of every index."""
+    digest = xxhash.xxh3_128()
+    for index in indices:
+        digest.update(f"{index.size} ".encode() + index.read(0, 4096) + index.read(max(0, index.size - 4096), index.size))
+    return digest.hexdigest()

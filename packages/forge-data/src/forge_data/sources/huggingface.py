@@ -1,0 +1,128 @@
+"""Datasets of the Hugging Face library: a directory of `save_to_disk`, a directory of data files, or a hub name."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_core.errors import DataError
+from forge_data.components.sources import HuggingFace
+from forge_data.sources.files import File
+from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_ROWS = 1024
+_STREAM_SHARDS = 64
+_CANNOT = "dataset {} cannot be loaded: {}; is the name right, and has this machine a connection?"
+
+
+def records(component: HuggingFace) -> Records:
+    """The dataset's documents; it is downloaded first when it comes from the hub.
+
+    Raises:
+        DataError: `datasets` is not installed, there is no such dataset or split, or it has no such column.
+    """
+    options: dict[str, Any] = {"path": component.path, "subset": component.subset, "dataset_split": component.dataset_split}
+    dataset = _load(**options)
+    column = component.ids or component.text
+    if column not in dataset.column_names:
+        raise DataError(f"{component.path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
+    wanted = Wanted("huggingface", column, component.ids is not None, component.split, component.held_out, options)
+    files = _files(dataset, component.path)
+    return Records(files, wanted, f"{component.path} ({component.dataset_split})", partial(_cut, len(dataset)), component.skip)
+
+
+def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+    """See `parts.Reader`. A document is named by its row."""
+    dataset = _load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
+    for start in range(part.start, part.stop, _ROWS):
+        from forge_data.sources.columns import values
+
+        column = dataset[start : min(start + _ROWS, part.stop)][wanted.column].combine_chunks()
+        for row, value in enumerate(values(column), start):
+            found = checked(value, f"{wanted.options['path']}, row {row}", wanted, skips)
+            if found is not None:
+                yield f"{wanted.options['dataset_split']}:{row}", found
+
+
+def _cut(rows: int, files: Sequence[File], size: int) -> list[Part]:
+    """Ranges of rows, each of about `size` bytes; the files are named only for their sizes."""
+    total = max(1, sum(file.size for file in files))
+    step = max(1, round(rows * size / total))
+    return [
+        Part((), start, min(start + step, rows), total * (min(start + step, rows) - start) // rows)
+        for start in range(0, rows, step)
+    ]
+
+
+def _files(dataset: "Dataset", path: str) -> list[File]:
+    """The files behind a dataset; its own fingerprint stands in the stamp, for it knows of rows that were filtered out."""
+    found = []
+    for entry in dataset.cache_files:
+        file = Path(entry["filename"])
+        stat = file.stat()
+        found.append(File(file.name, str(file), stat.st_size, f"{stat.st_mtime_ns} {dataset._fingerprint}"))
+    if not found:  # a dataset in memory, which only tests have
+        raise DataError(f"{path} has no files on disk; write it with save_to_disk")
+    return found
+
+
+def streamed(component: HuggingFace) -> tuple["IterableDataset", str]:
+    """The dataset as a stream, and what it is a stream of: its files with etags or times, or the fingerprint of its rows.
+
+    Raises:
+        DataError: `datasets` is not installed, or there is no such dataset, split or column.
+    """
+    directory = Path(component.path).expanduser()
+    if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
+        dataset = _load(component.path, component.subset, component.dataset_split)
+        stream = dataset.to_iterable_dataset(num_shards=min(len(dataset), _STREAM_SHARDS))
+        identity = f"{dataset._fingerprint} {stream.num_shards}"
+    else:
+        stream, identity = _hub_stream(component.path, component.subset, component.dataset_split)
+    column = component.ids or component.text
+    if stream.column_names is not None and column not in stream.column_names:
+        raise DataError(f"{component.path} has no column {column!r}; it has {', '.join(stream.column_names)}")
+    return stream, identity
+
+
+def _hub_stream(path: str, subset: str | None, dataset_split: str) -> tuple["IterableDataset", str]:
+    datasets = _library()
+    try:
+        builder = datasets.load_dataset_builder(path, subset)
+        stream = builder.as_streaming_dataset(split=dataset_split)
+    except (OSError, ValueError, ImportError, IndexError) as error:
+        raise DataError(_CANNOT.format(path, error)) from error
+    files = (builder.config.data_files or {}).get(dataset_split)
+    return stream, f"{list(files or ())} {getattr(files, 'origin_metadata', None)} {builder.config_id}"
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError("source 'huggingface' needs the datasets library; pip install 'forge-data[huggingface]'") from error
+    return datasets
+
+
+def _load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
+    datasets = _library()
+    directory = Path(path).expanduser()
+    try:
+        if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
+            found = datasets.load_from_disk(str(directory))
+            if isinstance(found, datasets.DatasetDict):
+                if dataset_split not in found:
+                    raise DataError(f"{path} has no split {dataset_split!r}; it has {', '.join(map(str, found))}")
+                found = found[dataset_split]
+        else:
+            found = datasets.load_dataset(path, subset, split=dataset_split)
+    except (OSError, ValueError, ImportError, IndexError) as error:  # absent names, files, connections and rows
+        raise DataError(_CANNOT.format(path, error)) from error
+    if not isinstance(found, datasets.Dataset):
+        raise DataError(f"{path} is no dataset with random access")
+    if not len(found):
+        raise DataError(f"{path} ({dataset_split}) has no row")
+    return found

@@ -1,0 +1,72 @@
+"""Token files of llm.c: 256 int32 (magic, version, number of tokens, zeros), then uint16 or uint32 ids.
+
+Writers put the end-of-text token *before* each document and cut the stream anywhere to begin a new file, so a document
+may go on in the next one.
+"""
+
+import struct
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.components.sources import Llmc
+from forge_data.sources.borders import Delimited
+from forge_data.sources.corpus import Corpus, Described, same_dtype
+from forge_data.sources.files import File, find
+from forge_data.sources.shards import Shard, Shards
+
+HEADER = 1024
+_KINDS = {(20240520, 1): ("<u2", 50256), (20240801, 7): ("<u4", 128000)}
+"""(magic, version) to dtype and the token that begins a document: GPT-2 and Llama 3."""
+_EVALUATION = 20240522
+
+
+def open_llmc(component: Llmc) -> Corpus:
+    """Opens one file, or all of a directory or pattern in the order of their names.
+
+    Raises:
+        DataError: a file has no such header, or another size than it says.
+    """
+    from forge_data.sources.tokens import read_heads
+
+    files = find(component.path, (".bin",), "llm.c")
+    kinds, shards = [], []
+    for file, head in zip(files, read_heads(files, 12), strict=True):
+        kind, tokens = _read(file, head)
+        kinds.append(kind)
+        shards.append(Shard(file, tokens, HEADER))
+    dtype = same_dtype([(file.where, np.dtype(kind[0])) for file, kind in zip(files, kinds, strict=True)])
+    bos = kinds[0][1] if component.bos is None else component.bos
+    stream = Shards(shards, dtype)
+    described = Described(format="llm.c", vocab_size=component.vocab_size, more={"bos": bos})
+    return Corpus(component.path, stream, Delimited(stream, bos=bos), described, f"bos {bos}")
+
+
+def is_header(head: bytes, size: int) -> bool:
+    """Whether a file of `size` bytes that begins with `head` is one of llm.c."""
+    if len(head) < 12:
+        return False
+    magic, version, tokens = struct.unpack("<iii", head[:12])
+    kind = _KINDS.get((magic, version))
+    return kind is not None and size == HEADER + tokens * np.dtype(kind[0]).itemsize
+
+
+def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:
+    if len(head) < 12:
+        raise DataError(
+            f"{file.where} is {'truncated' if head else 'empty'}: it ends at byte {file.size}, before its header does"
+        )
+    magic, version, tokens = struct.unpack("<iii", head)
+    if magic == _EVALUATION:
+        raise DataError(f"{file.where} holds multiple-choice examples of llm.c, not a stream of tokens")
+    if (magic, version) not in _KINDS:
+        known = ", ".join(f"{one} version {two}" for one, two in _KINDS)
+        raise DataError(f"{file.where} is no token file of llm.c: magic {magic} version {version}; known: {known}")
+    kind = _KINDS[magic, version]
+    wanted = HEADER + tokens * np.dtype(kind[0]).itemsize
+    if file.size != wanted:
+        what = "truncated" if file.size < wanted else "too long"
+        raise DataError(f"{file.where} is {what}: it ends at byte {file.size}, its header says {wanted}; restore the file")
+    if not tokens:
+        raise DataError(f"{file.where} holds no token; remove it")
+    return kind, tokens

@@ -1,0 +1,196 @@
+"""A corpus of documents in parts: plain data that says what to read, so that any process can read any part alone.
+
+Which parts there are depends on the corpus only, never on who reads them. That is what makes a prepared store the same
+for any number of workers, and a killed preparation resumable.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b, sha256
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.sources.files import File
+
+Document = tuple[str, "str | np.ndarray"]
+"""Name, and text or token ids."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some documents of a corpus.
+
+    Attributes:
+        files: that hold them.
+        start, stop: what of them, in the units of the reader: bytes, row groups, batches or rows; -1 is the end.
+        size: bytes of input, roughly: for progress.
+    """
+
+    files: tuple[File, ...]
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is taken from every record.
+
+    Attributes:
+        reader: module of `forge_data.sources` with a function `read(part, wanted, skips)`.
+        column: column or key; its value is text, or a list of token ids.
+        ids: whether it holds token ids.
+        split, held_out: see `in_split`.
+        options: of the reader, JSON as it stands.
+    """
+
+    reader: str
+    column: str = "text"
+    ids: bool = False
+    split: str = "all"
+    held_out: float = 0.05
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Skips:
+    """Counts broken records; more than `budget` are an error."""
+
+    budget: int = 0
+    count: int = 0
+    first: str = ""
+
+    def broken(self, message: str) -> None:
+        """Notes a broken record.
+
+        Raises:
+            DataError: there were too many.
+        """
+        self.count += 1
+        self.first = self.first or message
+        if self.count > self.budget:
+            so_far = f"; it is broken record {self.count}, and `skip` allows {self.budget}" if self.budget else ""
+            raise DataError(f"{message}{so_far}")
+
+
+class Reader(Protocol):
+    """A module that reads documents of one format."""
+
+    def read(self, part: Part, wanted: Wanted, skips: Skips, /) -> Iterator[Document]: ...
+
+
+class Records:
+    """Documents in parts, as `Texts`.
+
+    Attributes:
+        what: for messages.
+        fingerprint: of names, sizes and stamps of the files and of what is wanted: nothing is read to see a change.
+        bytes: of all files together.
+        skip: broken records that may be left out.
+    """
+
+    def __init__(
+        self, files: Sequence[File], wanted: Wanted, what: str, cut: Callable[[Sequence[File], int], list[Part]], skip: int = 0
+    ) -> None:
+        self.files = tuple(files)
+        self.wanted = wanted
+        self.what = what
+        self.skip = skip
+        self.bytes = sum(file.size for file in self.files)
+        self._cut = cut
+        digest = sha256(repr(wanted).encode())
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size}\0{file.stamp}\n".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def parts(self, size: int) -> list[Part]:
+        """All parts in order, each of about `size` bytes of input."""
+        return self._cut(self.files, size)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of every document.
+
+        Raises:
+            DataError: a record is broken, or there is no text but ids.
+        """
+        if self.wanted.ids:
+            raise DataError(f"{self.what} holds token ids, not text; a tokenizer cannot be trained on it")
+        skips = Skips(self.skip)
+        for part in self.parts(1 << 26):
+            for name, text in read(part, self.wanted, skips):
+                assert isinstance(text, str)
+                yield name, text
+
+
+def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+    """The documents of one part that are in the wanted split; those without content are left out.
+
+    Raises:
+        DataError: a record is broken; says which.
+    """
+    reader: Reader = import_module(f"forge_data.sources.{wanted.reader}")  # type: ignore[assignment]
+    for name, content in reader.read(part, wanted, skips):
+        if len(content) and in_split(name, wanted.split, wanted.held_out):
+            yield name, content
+
+
+def in_split(name: str, split: str, held_out: float) -> bool:
+    """Whether a document belongs to a split, by a hash of its name: adding others moves none."""
+    if split == "all":
+        return True
+    place = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
+    return (place < held_out) == (split == "held_out")
+
+
+def checked(value: Any, name: str, wanted: Wanted, skips: Skips) -> "str | np.ndarray | None":
+    """The value of a record's field as text or ids, or None when the record is broken and may be skipped.
+
+    Raises:
+        DataError: it is broken and no more may be.
+    """
+    if not wanted.ids:
+        if isinstance(value, str):
+            return value
+        skips.broken(f"{name}: {wanted.column!r} is {_kind(value)}, not text")
+        return None
+    if value is not None and not isinstance(value, str | dict):
+        ids = np.asarray(value)
+        if ids.ndim == 1 and (ids.dtype.kind in "ui" or not len(ids)):
+            if len(ids) and int(ids.min()) < 0:
+                skips.broken(f"{name}: {wanted.column!r} holds the negative id {int(ids.min())}")
+                return None
+            return ids.astype(np.int64)
+    skips.broken(f"{name}: {wanted.column!r} is {_kind(value)}, not a list of token ids")
+    return None
+
+
+def grouped(files: Iterable[File], size: int) -> list[Part]:
+    """Parts of whole files, each as long as it takes to reach `size` bytes."""
+    found: list[Part] = []
+    own: list[File] = []
+    for file in files:
+        own.append(file)
+        if sum(one.size for one in own) >= size:
+            found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
+            own = []
+    if own:
+        found.append(Part(tuple(own), 0, len(own), sum(one.size for one in own)))
+    return found
+
+
+def as_json(part: Part) -> dict[str, Any]:
+    """A part as JSON; `from_json` reads it."""
+    return asdict(part)
+
+
+def from_json(content: dict[str, Any]) -> Part:
+    """The part that `as_json` wrote."""
+    files = tuple(File(**file) for file in content["files"])
+    return Part(files, content["start"], content["stop"], content["size"])
+
+
+def _kind(value: Any) -> str:
+    return "missing or null" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,141 @@
+"""Token ids of many files as one stream. A file is mapped when it is first touched; only so many stay mapped."""
+
+import mmap
+import os
+import resource
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.sources.files import File
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids: `tokens` of them, after `offset` bytes of something else."""
+
+    file: File
+    tokens: int
+    offset: int = 0
+
+
+class Kept(Generic[Thing]):
+    """Opens things by number and keeps the last ones: a mapped file holds a descriptor, and those are few."""
+
+    def __init__(self, make: Callable[[int], Thing], limit: int | None = None) -> None:
+        self._make = make
+        self._limit = limit or open_files()
+        self._things: dict[int, Thing] = {}
+
+    def __getitem__(self, number: int) -> Thing:
+        # Without a lock: the worst that two threads can do to each other is to open the same file twice.
+        thing = self._things.pop(number, None)
+        if thing is None:
+            thing = self._make(number)
+            while len(self._things) >= self._limit:
+                self._things.pop(next(iter(self._things)), None)
+        self._things[number] = thing
+        return thing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process opens its own: a copied map would be a copy of the file."""
+        return self.__dict__ | {"_things": {}}
+
+
+class Shards:
+    """Random access to the stream.
+
+    Attributes:
+        shards: in the order of the stream.
+        dtype: of every shard.
+        tokens: of all together.
+        firsts: stream position of each shard's first token, and `tokens` as the last entry.
+        remote: whether a file has to be fetched before it can be mapped.
+    """
+
+    def __init__(self, shards: Sequence[Shard], dtype: np.dtype, kept: int | None = None) -> None:
+        self.shards = tuple(shards)
+        self.dtype = dtype
+        self.firsts = [0, *accumulate(shard.tokens for shard in self.shards)]
+        self.tokens = self.firsts[-1]
+        self._data = Kept(self._map, kept)
+        self._only = len(self.shards) == 1
+        self.remote = any(shard.file.remote for shard in self.shards)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
+        if self._only:
+            return self._data[0][start:stop]
+        number = self.shard_of(start)
+        first = self.firsts[number]
+        if stop <= self.firsts[number + 1]:
+            return self._data[number][start - first : stop - first]
+        parts = []
+        while first < stop:
+            parts.append(self._data[number][max(0, start - first) : stop - first])
+            number += 1
+            first = self.firsts[number] if number < len(self.shards) else stop
+        return np.concatenate(parts)
+
+    def shard_of(self, token: int) -> int:
+        """Number of the shard that holds a token; the last one for the end of the stream."""
+        return min(bisect_right(self.firsts, token) - 1, len(self.shards) - 1)
+
+    def place(self, token: int) -> str:
+        """File and byte offset of a token, for messages."""
+        number = self.shard_of(token)
+        shard = self.shards[number]
+        return f"{shard.file.where} at byte {shard.offset + (token - self.firsts[number]) * self.dtype.itemsize}"
+
+    def peek(self, start: int, stop: int) -> np.ndarray:
+        """As `read`, without fetching remote files as a whole."""
+        if not self.remote:
+            return self.read(start, stop)
+        parts = [np.empty(0, self.dtype)]
+        while start < stop:
+            number = self.shard_of(start)
+            shard, first = self.shards[number], self.firsts[number]
+            until = min(stop, self.firsts[number + 1])
+            low, high = (shard.offset + (token - first) * self.dtype.itemsize for token in (start, until))
+            parts.append(np.frombuffer(shard.file.read(low, high), self.dtype))
+            start = until
+        return np.concatenate(parts)
+
+    def _map(self, number: int) -> np.ndarray:
+        shard = self.shards[number]
+        return map_file(shard.file, self.dtype, shard.tokens, shard.offset)
+
+
+def map_file(file: File, dtype: np.dtype, count: int, offset: int = 0) -> np.ndarray:
+    """(count,) read-only view of a file's bytes after `offset`.
+
+    Raises:
+        DataError: the file is shorter than that, or cannot be opened.
+    """
+    size = offset + count * dtype.itemsize
+    if not count:
+        return np.empty(0, dtype)
+    try:
+        with file.local().open("rb") as content:
+            found = os.fstat(content.fileno()).st_size
+            if found < size:
+                raise DataError(f"{file.where} is truncated: it ends at byte {found}, {size} are needed; restore the file")
+            # np.memmap costs three times as much to make, and a microsecond more for every slice.
+            return np.frombuffer(mmap.mmap(content.fileno(), size, access=mmap.ACCESS_READ), dtype, count, offset)
+    except OSError as error:
+        raise DataError(f"{file.where} cannot be read: {error.strerror}") from error
+
+
+def open_files() -> int:
+    """How many files one stream keeps mapped: an eighth of what this process may have open, at most 1,024."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1024 if limit == resource.RLIM_INFINITY else max(8, min(1024, limit // 8))

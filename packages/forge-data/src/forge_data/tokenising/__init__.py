@@ -1,0 +1,1 @@
+"""Text, and records of ids, to token stores."""

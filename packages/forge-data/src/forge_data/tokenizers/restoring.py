@@ -1,0 +1,48 @@
+"""A tokenizer from its `dump`, whatever kind it is."""
+
+import json
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Tokenizer
+from forge_data.tokenizers import bytes as by_bytes
+from forge_data.tokenizers import sentencepiece, tiktoken
+
+
+def restore(content: bytes, eos: int | None, where: str) -> Tokenizer:
+    """The tokenizer whose `dump` is `content`.
+
+    Args:
+        content: a JSON file: one of Forge's kinds, or a `tokenizer.json` of the `tokenizers` library.
+        eos: id of the end of document, which a `tokenizer.json` does not say.
+        where: names it in messages.
+
+    Raises:
+        DataError: it is none of these.
+    """
+    try:
+        parsed = json.loads(content)
+        kind = parsed.get("type")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{where} is no tokenizer: {error}") from error
+    try:
+        if kind == by_bytes.KIND:
+            return by_bytes.ByteTokenizer()
+        if kind == tiktoken.KIND:
+            return tiktoken.restore(parsed)
+        if kind == sentencepiece.KIND:
+            return sentencepiece.restore(parsed, where)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where} is a damaged tokenizer: {type(error).__name__} {error}") from error
+    return _backend(content, eos, where)
+
+
+def _backend(content: bytes, eos: int | None, where: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+
+    from forge_data.tokenizers.bpe import BpeTokenizer
+
+    try:
+        name = Backend.from_str(content.decode("utf-8")).id_to_token(eos) if eos is not None else None
+    except Exception as error:  # the library raises bare Exception for anything that it cannot read
+        raise DataError(f"{where} is no tokenizer.json of the tokenizers library: {error}") from error
+    return BpeTokenizer(content, name or "", where)

@@ -1,0 +1,116 @@
+"""Byte-pair encodings of the `tiktoken` library: one that it knows by name, or a file of ranks with its pattern."""
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.components.tokenizers import Tiktoken
+
+KIND = "forge-tiktoken"
+
+
+class TiktokenTokenizer:
+    """An encoding; text that spells its special tokens is encoded as ordinary text."""
+
+    def __init__(self, name: str, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int], eos: str) -> None:
+        """
+        Args:
+            name: of the encoding.
+            pattern: regular expression that cuts text before merging.
+            ranks: token of every byte string.
+            special: token of every special string.
+            eos: the special string that ends a document.
+
+        Raises:
+            DataError: tiktoken is not installed, or there is no token `eos`.
+        """
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise DataError("tokenizer 'tiktoken' needs the tiktoken library; pip install 'forge-data[tiktoken]'") from error
+        if eos not in special:
+            raise DataError(f"encoding {name} has no special token {eos!r}; it has {', '.join(special) or 'none'}")
+        self.name = name
+        self._parts = (pattern, dict(ranks), dict(special), eos)
+        self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special))
+        self.eos: int | None = special[eos]
+        self.vocab_size: int = self._encoding.max_token_value + 1
+        self.fingerprint = sha256(self.dump()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """(tokens,) int64, without special tokens."""
+        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens are left out."""
+        left_out = set(self._parts[2].values())
+        return self._encoding.decode([index for index in ids if index not in left_out])
+
+    def dump(self) -> bytes:
+        """Everything as JSON: pattern, ranks in their order, special tokens."""
+        pattern, ranks, special, eos = self._parts
+        listed = [[b64encode(token).decode(), rank] for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
+        content = {"type": KIND, "version": 1, "name": self.name, "eos": eos, "pattern": pattern, "special": special}
+        return (json.dumps(content | {"ranks": listed}, sort_keys=True) + "\n").encode()
+
+
+def load(component: Tiktoken) -> TiktokenTokenizer:
+    """The encoding that a component names.
+
+    Raises:
+        DataError: it is not known, cannot be fetched, or its file is damaged.
+    """
+    if component.path is None:
+        return _known(component.encoding, component.eos)
+    if component.pattern is None:
+        raise DataError(f"{component.path} holds ranks only; state the encoding's `pattern`, a regular expression")
+    ranks = _ranks(Path(component.path))
+    special = dict(component.special_tokens) or {component.eos: max(ranks.values()) + 1}
+    return TiktokenTokenizer(Path(component.path).stem, component.pattern, ranks, special, component.eos)
+
+
+def restore(content: Mapping[str, Any]) -> TiktokenTokenizer:
+    """The tokenizer of a parsed `dump`."""
+    ranks = {b64decode(token): rank for token, rank in content["ranks"]}
+    return TiktokenTokenizer(content["name"], content["pattern"], ranks, content["special"], content["eos"])
+
+
+def _known(name: str, eos: str) -> TiktokenTokenizer:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise DataError("tokenizer 'tiktoken' needs the tiktoken library; pip install 'forge-data[tiktoken]'") from error
+    if name not in tiktoken.list_encoding_names():
+        raise DataError(f"tiktoken knows no encoding {name!r}; it knows {', '.join(tiktoken.list_encoding_names())}")
+    try:
+        found = tiktoken.get_encoding(name)
+    except Exception as error:  # whatever its downloader raises
+        raise DataError(
+            f"encoding {name!r} cannot be fetched: {error}; set TIKTOKEN_CACHE_DIR to a directory that has it, or give `path`"
+        ) from error
+    return TiktokenTokenizer(name, found._pat_str, found._mergeable_ranks, found._special_tokens, eos)
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    """A file with a base64 token and its rank on each line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    ranks = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                token, rank = line.split()
+                ranks[b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number} is no base64 token with a rank: {error}") from error
+    if not ranks:
+        raise DataError(f"{path} is empty")
+    return ranks

@@ -1,0 +1,264 @@
+"""Every format of tokens is read as a plain loop reads it, and a file that is not what it claims to be is refused."""
+
+import json
+import os
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data import foreign
+from data.steps import steps_of
+from forge_core.errors import DataError
+from forge_core.protocols.data import Source, SourceComponent, SourceContext
+from forge_data.components.section import Data
+from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.sources import shards
+from forge_data.sources.megatron import Index, pairs, search
+from forge_data.sources.writer import StoreWriter
+
+EOS, BOS = 0, 50256
+Corpus = list[list[list[int]]]
+
+
+def opened(component: Any) -> Source:
+    return component.build(SourceContext(Path("unused"), None, 16, lambda _: None))
+
+
+def as_store(folder: Path, files: Corpus) -> SourceComponent:
+    with StoreWriter(folder / "store", dtype="uint16", shard_tokens=50) as writer:
+        for document in (document for file in files for document in file):
+            writer.add(np.array(document), np.array([len(document)]))
+        writer.commit()
+    return Store(path=str(folder / "store"))
+
+
+def as_npy(folder: Path, files: Corpus) -> SourceComponent:
+    for number, file in enumerate(files):
+        np.save(folder / f"{number:03d}.npy", np.concatenate(file).astype("<u2"))
+    return Tokens(path=str(folder), eos=EOS)
+
+
+def as_raw(folder: Path, files: Corpus) -> SourceComponent:
+    for number, file in enumerate(files):
+        np.concatenate(file).astype("<u4").tofile(folder / f"{number:03d}.bin")
+    return Tokens(path=f"{folder}/0*.bin", eos=EOS, dtype="uint32")
+
+
+def as_raw_bos(folder: Path, files: Corpus) -> SourceComponent:
+    for number, file in enumerate(files):
+        np.concatenate([[BOS, *document[:-1]] for document in file]).astype("<u2").tofile(folder / f"{number:03d}.bin")
+    return Tokens(path=str(folder), bos=BOS, dtype="uint16")
+
+
+def as_megatron(folder: Path, files: Corpus) -> SourceComponent:
+    for number, file in enumerate(files):
+        # Some documents in two sequences, which says nothing about where documents end.
+        split = [[document[:3], document[3:]] if len(document) > 5 else [document] for document in file]
+        foreign.megatron(folder / f"{number:03d}", split, "int32" if len(files) % 2 else "uint16")
+    return Megatron(path=str(folder))
+
+
+def as_llmc(folder: Path, files: Corpus) -> SourceComponent:
+    stream = np.concatenate([[BOS, *document[:-1]] for file in files for document in file]).tolist()
+    for number in range(0, len(stream), 70):  # cut anywhere: documents go on in the next file
+        foreign.llmc(folder / f"{number:05d}.bin", stream[number : number + 70])
+    return Llmc(path=str(folder))
+
+
+def as_datatrove(folder: Path, files: Corpus) -> SourceComponent:
+    for number, file in enumerate(files):
+        foreign.datatrove(folder / f"{number:03d}_shuffled.ds", file, "HI"[len(files) % 2])
+    return Datatrove(path=str(folder))
+
+
+FORMATS: list[Callable[[Path, Corpus], SourceComponent]] = [
+    as_store,
+    as_npy,
+    as_raw,
+    as_raw_bos,
+    as_megatron,
+    as_llmc,
+    as_datatrove,
+]
+lengths = st.lists(st.lists(st.integers(1, 25), min_size=1, max_size=8), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("write", FORMATS)
+@given(sizes=lengths, length=st.integers(1, 40), kept=st.sampled_from([1, 100]))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_format_gives_the_tokens_and_borders_of_a_loop(
+    tmp_path_factory: pytest.TempPathFactory, write: Any, sizes: list[list[int]], length: int, kept: int
+) -> None:
+    marked = write in (as_raw_bos, as_llmc)
+    counter = iter(range(1, 10**6))
+    files = [[[*(next(counter) for _ in range(size - 1)), EOS] for size in file] for file in sizes]
+    source = opened(write(tmp_path_factory.mktemp("corpus"), files))
+    for own in (getattr(source, name, None) for name in ("shards", "_tokens")):
+        if own is not None:
+            own._data._limit = kept
+    stream: list[int] = []
+    ends: list[int] = []
+    for document in (document for file in files for document in file):
+        stream += [BOS, *document[:-1]] if marked else document
+        ends.append(len(stream))
+    assert source.tokens == len(stream) and source.max_id == max(stream)
+    assert source.read(0, source.tokens).tolist() == stream
+    assert source.ends().tolist() == ends
+    rng = np.random.default_rng(length)
+    for start, stop in np.sort(rng.integers(0, source.tokens + 1, size=(12, 2))).tolist():
+        assert source.read(start, stop).tolist() == stream[start:stop]
+        assert source.ends(start, stop).tolist() == [end for end in ends if start < end <= stop]
+    starts = rng.integers(0, source.tokens, size=9).astype(np.uint64)
+    rows, columns = source.borders(starts, length)
+    found = list(zip(rows.tolist(), columns.tolist(), strict=True))
+    assert found == [
+        (row, end - start) for row, start in enumerate(starts.tolist()) for end in ends if start < end <= start + length
+    ]
+    copied = pickle.loads(pickle.dumps(source))  # noqa: S301 (our own)
+    assert copied.read(0, source.tokens).tolist() == stream and copied.ends().tolist() == ends
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_window_of_a_small_corpus_has_the_borders_of_a_loop(tmp_path: Path, write: Any) -> None:
+    """All starts and lengths, so that every way to cross from one file into others is there."""
+    files = [[[1, 0], [2, 0]], [[0], [3, 0], [4, 5, 6, 0]], [[0]], [[7, 0], [0], [8, 9, 0]]] * 3
+    source = opened(write(tmp_path, files))
+    ends = np.cumsum([len(document) for file in files for document in file]).tolist()
+    assert source.ends().tolist() == ends
+    starts = np.arange(source.tokens, dtype=np.uint64)
+    for length in range(1, 12):
+        rows, columns = source.borders(starts, length)
+        found = list(zip(rows.tolist(), columns.tolist(), strict=True))
+        assert found == [(start, end - start) for start in starts.tolist() for end in ends if start < end <= start + length]
+
+
+def test_a_copy_for_another_process_has_no_tokens_in_it(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100_000, dtype=np.uint32))
+    foreign.megatron(tmp_path / "m", [[[number % 7, 0]] for number in range(5_000)])
+    for component in (Tokens(path=str(tmp_path / "a.npy")), Megatron(path=str(tmp_path / "m"))):
+        source = opened(component)
+        source.ends(0, 500)
+        assert len(pickle.dumps(source)) < 5_000
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_fingerprints_follow_the_content(tmp_path: Path, write: Any) -> None:
+    """Equal wherever the files lie; another token, another border or another order of files is another corpus."""
+    files = [[[3, 4, 5, 0], [6, 0]], [[7, 8, 0], [9, 1, 0], [2, 2, 0]]]
+    changed = {
+        "same": files,
+        "token": [[[3, 4, 5, 0], [6, 0]], [[7, 8, 0], [9, 2, 0], [2, 2, 0]]],
+        "border": [[[3, 0], [4, 5, 6, 0]], [[7, 8, 0], [9, 1, 0], [2, 2, 0]]],
+        "order": [files[1], files[0]],
+        "more": [*files, [[1, 0]]],
+    }
+    fingerprints = {"first": opened(write(_made(tmp_path / "first"), files)).fingerprint}
+    for name, corpus in changed.items():
+        fingerprints[name] = opened(write(_made(tmp_path / name), corpus)).fingerprint
+    assert fingerprints.pop("same") == fingerprints["first"]
+    assert len(set(fingerprints.values())) == len(fingerprints), fingerprints
+
+
+def test_files_that_are_cut_elsewhere_are_another_corpus(tmp_path: Path) -> None:
+    """Each file is a document here, so the same tokens have other borders."""
+    found = {}
+    for name, cut in (("one", 3), ("same", 3), ("other", 5)):
+        _made(tmp_path / name)
+        for number, part in enumerate(np.split(np.arange(8, dtype=np.uint16), [cut])):
+            np.save(tmp_path / name / f"{number}.npy", part)
+        found[name] = opened(Tokens(path=str(tmp_path / name))).fingerprint
+    assert found["one"] == found["same"] != found["other"]
+
+
+@pytest.mark.parametrize("write", FORMATS)
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_a_run_over_every_format_resumes_anywhere_on_other_ranks(tmp_path: Path, write: Any, packing: Any) -> None:
+    rng = np.random.default_rng(5)
+    counter = iter(range(1, 10**6))
+    files = [[[*(next(counter) for _ in range(int(size))), EOS] for size in rng.integers(1, 30, size=20)] for _ in range(3)]
+    data = Data(sequence_length=8, sources=[write(tmp_path, files)], packing=packing)
+    whole, _ = steps_of(data, 8, batch=8, workspace=tmp_path / "w")
+    before, cursor = steps_of(data, 3, batch=8, ranks=2, micro=2, workspace=tmp_path / "w")
+    after, _ = steps_of(data, 5, batch=8, ranks=4, cursor=json.loads(json.dumps(cursor)), workspace=tmp_path / "other")
+    assert before + after == whole
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_ten_thousand_shards_open_without_being_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their headers are read, 64 blocks of the corpus are, and no more files stay open than allowed."""
+    np.arange(800, dtype="<u2").tofile(tmp_path / "00000.bin")
+    for number in range(1, 10_000):
+        os.link(tmp_path / "00000.bin", tmp_path / f"{number:05d}.bin")
+    mapped = []
+    real = shards.map_file
+    monkeypatch.setattr(shards, "map_file", lambda *given: mapped.append(given) or real(*given))
+    monkeypatch.setattr("forge_data.sources.corpus.SCANNED", 10)
+    monkeypatch.setattr(shards, "open_files", lambda: 20)
+    source: Any = opened(Tokens(path=str(tmp_path), dtype="uint16"))
+    assert source.tokens == 8_000_000 and source.max_id is None and source.seen_id == 799
+    assert len(mapped) <= 64 * 7  # a block of 4,096 tokens lies in 6 or 7 files here
+    assert len(source.shards._data._things) == 20
+    mapped.clear()
+    assert source.read(4_000_000, 4_000_800).tolist() == list(range(800)) and len(mapped) == 1
+
+
+def test_shards_too_large_to_scan_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_data.sources.corpus.SCANNED", 10)
+    ids = np.ones(1_000_000, dtype="<u2")
+    ids[-1] = 900
+    ids.tofile(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"a\.bin at byte 1999998 \(token 999999\): id 900 is not in a vocabulary of 900"):
+        opened(Tokens(path=str(tmp_path / "a.bin"), dtype="uint16", vocab_size=900))
+
+
+@pytest.mark.parametrize("write", [as_megatron, as_datatrove, as_raw])
+def test_many_files_are_found_by_listing_and_still_checked(tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [[[number + 1, EOS]] for number in range(40)]
+    component = write(tmp_path, files)
+    monkeypatch.setattr(
+        "forge_data.sources.files.find_one", lambda path: None if path.endswith("m.idx") else pytest.fail(f"asked for {path}")
+    )
+    monkeypatch.setattr("forge_data.sources.megatron.find_one", lambda _: None)
+    assert opened(component).ends().tolist() == list(range(2, 82, 2))
+    (tmp_path / "020.idx").write_bytes(b"an index")
+    (tmp_path / "020_shuffled.ds.index").unlink(missing_ok=True)
+    with pytest.raises(DataError, match=r"020\.idx is no Megatron|020\.bin has an index|no .*020_shuffled\.ds\.index"):
+        opened(component)
+
+
+def test_zero_length_documents_make_no_border(tmp_path: Path) -> None:
+    documents = [[[]], [[1, 2]], [[]], [[], [3]], [], [[4, 5]], [[]], []]
+    source: Any = opened(Megatron(path=str(foreign.megatron(tmp_path / "holes", documents))))
+    assert source.ends().tolist() == [2, 3, 5] and source.described.documents == 8
+    rows, columns = source.borders(np.array([0, 2], dtype=np.uint64), 3)
+    assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == [(0, 2), (0, 3), (1, 1), (1, 3)]
+
+
+@given(array=st.lists(st.integers(0, 30), max_size=40).map(sorted), keys=st.lists(st.integers(-1, 31), min_size=1, max_size=9))
+@settings(max_examples=60, deadline=None)
+def test_search_is_numpys_search(array: list[int], keys: list[int]) -> None:
+    unaligned = np.frombuffer(b"x" + np.array(array, dtype="<i8").tobytes(), dtype="<i8", offset=1)
+    assert search(unaligned, np.array(keys)).tolist() == np.searchsorted(array, keys, side="right").tolist()
+
+
+def test_a_large_megatron_index_is_never_copied(tmp_path: Path) -> None:
+    """numpy copies an unaligned array to search it: 400 kB at every step here."""
+    foreign.megatron(tmp_path / "large", [[[number % 7, 0]] for number in range(50_000)])
+    index = Index(pairs(str(tmp_path / "large"))[0])
+    tracemalloc.start()
+    rows, columns = index.borders(np.array([3, 99_990]), 6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert columns.tolist() == [1, 3, 5, 2, 4, 6] and rows.tolist() == [0, 0, 0, 1, 1, 1]
+    assert peak < 50_000

@@ -1,0 +1,216 @@
+"""Whole documents in rows: nothing lost, nothing cut without need, no label across a border."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.steps import opened
+from forge_core.batch import IGNORE, PADDING
+from forge_core.errors import DataError
+from forge_core.protocols.data import SourceContext
+from forge_data import pack_plan
+from forge_data.best_fit import best_fit
+from forge_data.components.section import Data
+from forge_data.components.sources import Store
+from forge_data.components.tokenizers import Bytes
+from forge_data.loader import evaluation
+from forge_data.pack_plan import Planned, pieces_of, planned
+from forge_data.sources.store import StoreSource
+from forge_data.sources.writer import StoreWriter
+
+
+def one_by_one(lengths: list[int], capacity: int) -> tuple[list[int], list[int]]:
+    """Best-fit-decreasing as the textbook has it: (room of each row, row of each piece)."""
+    room: list[int] = []
+    rows = [0] * len(lengths)
+    for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
+        fitting = [(left, row) for row, left in enumerate(room) if left >= lengths[piece]]
+        if not fitting:
+            room.append(capacity)
+        rows[piece] = min(fitting)[1] if fitting else len(room) - 1
+        room[rows[piece]] -= lengths[piece]
+    return room, rows
+
+
+@given(data=st.data(), capacity=st.integers(1, 40))
+@settings(max_examples=150, deadline=None)
+def test_rows_are_as_full_as_the_textbook_makes_them(data: Any, capacity: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    rows, used = best_fit(np.array(lengths), capacity)
+    room, _ = one_by_one(lengths, capacity)
+    filled = np.bincount(rows, weights=lengths, minlength=used)
+    assert used == len(room) and filled.max() <= capacity and filled.min() > 0
+    assert sorted((capacity - filled).tolist()) == sorted(room)
+
+
+def test_rows_beyond_sixteen_bits_and_many_pieces() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.geometric(1 / 9000, 30_000), 70_000)
+    rows, used = best_fit(lengths, 70_000)
+    filled = np.bincount(rows, weights=lengths, minlength=used)
+    assert filled.max() <= 70_000 and used <= -(-int(lengths.sum()) // 70_000) * 1.01
+
+
+DOCUMENTS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
+
+
+@given(sizes=DOCUMENTS, length=st.integers(1, 12), mode=st.sampled_from(["best_fit", "pad"]), portion=st.integers(1, 50))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_rows_reconstruct_the_corpus_byte_for_byte(
+    tmp_path_factory: pytest.TempPathFactory, make_store: Any, sizes: list[int], length: int, mode: str, portion: int
+) -> None:
+    folder = tmp_path_factory.mktemp("packed")
+    documents = [[100 * number + place + 1 for place in range(size - 1)] for number, size in enumerate(sizes)]
+    store = StoreSource(make_store(folder.name, documents, shard_tokens=50))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack_plan, "PORTION", portion)
+        patch.setattr(pack_plan.pieces_of, "__defaults__", (portion,))
+        patch.setattr(pack_plan, "_WINDOW", 7)
+        packing = planned(store, length, mode, folder / "work", "corpus")
+    stream = store.read(0, store.tokens)
+    ends = set(store.ends().tolist())
+    cut = packing.cut(np.arange(packing.rows))
+    assert cut.filled is not None
+    columns = [[int(c) for r, c in zip(cut.rows, cut.columns, strict=True) if r == row] for row in range(packing.rows)]
+    pieces: dict[int, list[int]] = {}
+    truncated = 0
+    for row in range(packing.rows):
+        filled = int(cut.filled[row])
+        assert (cut.windows[row, filled:length] == 0).all()
+        borders = [0, *columns[row]] if columns[row] and columns[row][-1] == filled else [0, *columns[row], filled]
+        for first, after in itertools.pairwise(borders):
+            where = packing.token_at(row, first)
+            pieces[where] = cut.windows[row, first:after].tolist()
+            whole = where + after - first in ends
+            assert whole == (after in columns[row])
+            if not whole:  # only a document longer than a row goes on, in a row that it fills, with its next token as label
+                assert after - first == length == filled and cut.windows[row, length] == stream[where + length]
+                truncated += where == 0 or where in ends
+    joined = [token for where in sorted(pieces) for token in pieces[where]]
+    assert np.array(joined, dtype=stream.dtype).tobytes() == stream.tobytes()
+    assert truncated == packing.summary["truncated_documents"] == sum(size > length for size in sizes)
+    assert packing.summary["tokens"] == store.tokens and packing.summary["documents"] == len(sizes)
+    assert packing.summary["padding"] == pytest.approx(1 - store.tokens / (packing.rows * length))
+    if mode == "pad":
+        assert packing.rows == sum(-(-size // length) for size in sizes)
+    elif portion >= len(sizes):
+        lengths = [min(length, size - start) for size in sizes for start in range(0, size, length)]
+        assert packing.rows == len(one_by_one(lengths, length)[0])
+
+
+def stored(make_store: Any, sizes: list[int]) -> Path:
+    return make_store("corpus", [[10 * number + place + 1 for place in range(size - 1)] for number, size in enumerate(sizes)])
+
+
+@pytest.mark.parametrize("mode", ["best_fit", "pad"])
+def test_what_a_model_sees_of_packed_rows(make_store: Any, tmp_path: Path, mode: str) -> None:
+    data = Data(sequence_length=8, sources=[Store(path=str(stored(make_store, [5, 3, 20, 1, 2, 7])))], packing=mode, epochs=1)  # type: ignore[arg-type]
+    stream = opened(data, batch=1, workspace=tmp_path / "work")
+    seen = []
+    for (batch,), _ in stream.from_cursor(stream.start()):
+        tokens, labels = batch.tokens[0].tolist(), batch.labels[0].tolist()
+        positions, documents = batch.positions[0].tolist(), batch.documents[0].tolist()
+        for place in range(8):
+            if labels[place] != IGNORE:
+                following = tokens[place + 1] if place < 7 else None
+                assert following in (labels[place], None)  # scored against the next token
+                assert place == 7 or documents[place + 1] == documents[place]  # of the same document
+            if place:
+                begins = documents[place] != documents[place - 1]
+                assert positions[place] == (0 if begins else positions[place - 1] + 1)
+        seen += [label for label in labels if label != IGNORE]
+    # Every token but the first of each document is somebody's label once, wherever documents were cut, except the
+    # first of what is left of an over-long one: its predecessor has it as label too, so that is all of them.
+    corpus = [[10 * number + place + 1 for place in range(size - 1)] + [0] for number, size in enumerate([5, 3, 20, 1, 2, 7])]
+    assert sorted(seen) == sorted(token for document in corpus for token in document[1:])
+
+
+def test_a_plan_is_made_once_and_mapped(make_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored(make_store, [5, 3, 20, 1, 2, 7] * 20)
+    data = Data(sequence_length=8, sources=[Store(path=str(path), label="a/b")], packing="best_fit")
+    said: list[str] = []
+    from forge_data.loader import open_stream
+
+    first = open_stream(data, workspace=tmp_path, seed=1, global_batch=2, micro_batch=1, report=said.append)
+    monkeypatch.setattr(pack_plan, "_write", lambda *_: pytest.fail("the plan was made again"))
+    again = open_stream(data, workspace=tmp_path, seed=1, global_batch=2, micro_batch=1)
+    assert again.describe()["sources"][0]["packing"] == first.describe()["sources"][0]["packing"]
+    assert "120 documents in" in said[0] and "% full, 20 documents longer than a row were cut" in said[0]
+    plan = next(tmp_path.glob("packed-a-b-*"))
+    assert isinstance(Planned(StoreSource(path), 8, plan)._starts.base, np.memmap)
+    (plan / "starts").unlink()
+    with pytest.raises(DataError, match=r"is damaged .* remove it"):
+        opened(data, batch=2, workspace=tmp_path)
+
+
+def test_portions_join_documents_across_windows(make_store: Any) -> None:
+    store = StoreSource(stored(make_store, [5, 3, 20, 1, 2, 7]))
+    found = list(pieces_of(store, 8, portion=2))
+    starts = np.concatenate([starts for starts, *_ in found]).tolist()
+    lengths = np.concatenate([lengths for _, lengths, *_ in found]).tolist()
+    assert starts == [0, 5, 8, 16, 24, 28, 29, 31] and lengths == [5, 3, 8, 8, 4, 1, 2, 7]
+
+
+def test_an_id_beyond_the_vocabulary_is_found_where_it_lies(make_store: Any, tmp_path: Path) -> None:
+    store = StoreSource(stored(make_store, [5, 3, 20, 1, 2, 7]))
+    packing = planned(store, 8, "best_fit", tmp_path, "corpus")
+    for row in range(packing.rows):
+        cut = packing.cut(np.array([row]))
+        assert cut.filled is not None
+        for column in range(int(cut.filled[0])):
+            assert store.read(packing.token_at(row, column), packing.token_at(row, column) + 1)[0] == cut.windows[0, column]
+
+
+@pytest.mark.parametrize("mode", ["concatenate", "best_fit", "pad"])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (2, 3)])
+def test_evaluation_goes_through_the_same_packing(make_store: Any, tmp_path: Path, mode: str, ranks: int, micro: int) -> None:
+    sizes = [5, 3, 20, 1, 2, 7]
+    source = Store(path=str(stored(make_store, sizes)))
+    data = Data(sequence_length=8, packing=mode, evaluation={"one": source, "two": source})  # type: ignore[arg-type]
+    sets = evaluation(data, workspace=tmp_path / "work")
+    assert list(sets) == ["one", "two"]
+    seen: list[int] = []
+    for rank in range(ranks):
+        for batch in sets["one"].batches(rank, ranks, micro):
+            seen += batch.labels[batch.labels != IGNORE].tolist()
+    corpus = [[10 * number + place + 1 for place in range(size - 1)] + [0] for number, size in enumerate(sizes)]
+    assert sorted(seen) == sorted(token for document in corpus for token in document[1:])
+
+
+def test_evaluation_sets_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    made = Bytes().build(SourceContext(tmp_path, None, 8, print))
+    with StoreWriter(tmp_path / "store", dtype="uint16", tokenizer=made) as writer:
+        writer.add(np.arange(1, 40), np.array([39]))
+        writer.commit()
+    data = Data(sequence_length=8, evaluation={"held": Store(path=str(tmp_path / "store"))})
+    assert evaluation(data, workspace=tmp_path, tokenizer=made)["held"].tokens == 39
+    other = SimpleNamespace(fingerprint="ab" * 32)
+    with pytest.raises(DataError, match=r"different tokenizers \(held: \w{12}; the run's is abababababab"):
+        evaluation(data, workspace=tmp_path, tokenizer=other)  # type: ignore[arg-type]
+
+
+def test_padding_is_marked_and_trains_nothing(numbered: Callable[[str, int], Path], tmp_path: Path) -> None:
+    data = Data(sequence_length=64, sources=[Store(path=str(numbered("a", 370)))], packing="pad", shuffle="none")
+    stream = opened(data, batch=2, micro=2, workspace=tmp_path)
+    (batch,), _ = next(stream.from_cursor(stream.start()))
+    assert batch.documents[1].tolist() == [0] * 37 + [PADDING] * 27
+    assert batch.positions[1].tolist() == [*range(37), *range(27)]
+    assert batch.labels[1, 36:].tolist() == [IGNORE] * 28 and batch.labels[1, 35] == 0  # the end of the document
+    assert not batch.tokens[:, 37:].any()
+    json.dumps(stream.describe())
+
+
+def test_filler_of_an_evaluation_is_marked(numbered: Callable[[str, int], Path]) -> None:
+    data = Data(sequence_length=16, evaluation={"held": Store(path=str(numbered("held", 40, 23)))})
+    batches = list(evaluation(data, workspace=Path("unused"))["held"].batches(0, 1, 4))
+    assert batches[0].documents is not None and batches[0].samples == (0, 1, 2, -1)
+    assert batches[0].documents[2].tolist() == [0] * 9 + [PADDING] * 7 and batches[0].documents[3].tolist() == [PADDING] * 16
+    assert batches[0].labels[2, 8:].tolist() == [IGNORE] * 8 and batches[0].labels[2, 7] == 0

@@ -1,0 +1,249 @@
+"""Runs with mixtures, phases and streams: every layout reads the same samples, killed anywhere and taken up anywhere."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.steps import Drip, Row, opened, steps_of
+from forge_core.errors import ConfigError, DataError
+from forge_data.components.section import Data, Phase
+from forge_data.components.sources import Jsonl, Megatron, Random, Store, Tokens
+from forge_data.sources.megatron_writer import MegatronWriter
+from forge_data.sources.store import StoreSource
+
+LENGTH, G = 8, 8
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One component of each kind of source."""
+    from forge_data.sources.writer import StoreWriter
+
+    folder = tmp_path_factory.mktemp("corpora")
+    rng = np.random.default_rng(0)
+    for name, tokens, shard in (("one", 1500, 1 << 20), ("sharded", 900, 200)):
+        with StoreWriter(folder / name, dtype="uint16", shard_tokens=shard) as writer:
+            for start in range(0, tokens, 13):
+                ids = np.arange(start, start + int(rng.integers(1, 26))) + 1
+                writer.add(np.append(ids, 0), np.array([len(ids) + 1]))
+            writer.commit()
+    np.save(folder / "ids.npy", (np.arange(700) % 23).astype(np.uint16))
+    with MegatronWriter(folder / "megatron", "int32") as writer:
+        writer.add(np.arange(1, 601), np.append(np.arange(17, 600, 17), 600))
+        writer.commit()
+    (folder / "records").mkdir()
+    for shard in range(3):
+        lines = [json.dumps({"ids": [100 * shard + number] * (number % 13 + 1)}) for number in range(30)]
+        (folder / "records" / f"{shard}.jsonl").write_text("\n".join(lines))
+    records = Jsonl(path=str(folder / "records"), ids="ids", eos=0)
+    return {
+        "megatron": Megatron(path=str(folder / "megatron")),
+        "records": records,
+        "streamed": dataclasses.replace(records, stream=True),
+        "workspace": folder / "work",
+        "one": Store(path=str(folder / "one")),
+        "sharded": Store(path=str(folder / "sharded")),
+        "tokens": Tokens(path=str(folder / "ids.npy"), eos=0),
+        "random": Random(vocab_size=90, tokens=500, document=21),
+        "drip": Drip(),
+    }
+
+
+COUNTED = ["one", "sharded", "tokens", "random", "megatron", "records"]
+STREAMED = ["drip", "streamed"]
+WEIGHT = st.integers(0, 8).map(lambda value: value / 4)
+
+
+@st.composite
+def recipes(draw: Any) -> Callable[[dict[str, Any]], Data]:
+    """A random recipe: sources of several kinds, weights, phases, order, packing."""
+    offered = COUNTED + STREAMED * draw(st.integers(0, 1))
+    names = draw(st.lists(st.sampled_from(offered), min_size=1, max_size=4, unique=True))
+    streamed = any(name in STREAMED for name in names)
+    packing = "concatenate" if streamed else draw(st.sampled_from(["concatenate", "best_fit", "pad"]))
+    weights = draw(st.lists(WEIGHT, min_size=len(names), max_size=len(names)).filter(any))
+    phases = []
+    for start in sorted(draw(st.sets(st.integers(1, 9), max_size=2))):
+        changed = draw(st.dictionaries(st.sampled_from(names), WEIGHT.filter(bool), max_size=2)) if len(names) > 1 else {}
+        lengths = [8, 16] if streamed else [4, 8, 16]  # four readers share the samples of every step
+        length = draw(st.none() | st.sampled_from(lengths)) if packing == "concatenate" else None
+        batch = draw(st.none() | st.sampled_from([8, 16]))
+        if changed or length or batch:
+            phases.append(Phase(start=start, weights=changed, sequence_length=length, global_batch=batch, ramp=0))
+    most = draw(st.none() | st.sampled_from([0.4, 1.0, 2.5]))
+    order = draw(st.sampled_from(["permute", "block", "none"]))
+    temperature = draw(st.sampled_from([1.0, 2.0]))
+
+    def make(corpora: dict[str, Any]) -> Data:
+        sources = [
+            dataclasses.replace(
+                corpora[name],
+                label=name,
+                weight=weight,
+                max_epochs=most if index == 0 and name not in STREAMED and len(names) > 1 else None,
+            )
+            for index, (name, weight) in enumerate(zip(names, weights, strict=True))
+        ]
+        return Data(
+            sequence_length=LENGTH,
+            sources=sources,
+            phases=phases,
+            packing=packing,
+            shuffle=order,
+            shuffle_block=3,
+            shuffle_window=2,
+            shuffle_buffer=4,
+            readers=4,
+            temperature=temperature,
+        )
+
+    return make
+
+
+SHAPES = st.sampled_from([(1, 1), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
+
+
+@given(recipe=recipes(), before=SHAPES, after=SHAPES, kill=st.integers(0, 11))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
+    corpora: dict[str, Any], recipe: Any, before: tuple[int, int], after: tuple[int, int], kill: int
+) -> None:
+    data, workspace = recipe(corpora), corpora["workspace"]
+    if any(source.label in STREAMED for source in data.sources):  # type: ignore[attr-defined]  # eight ranks cannot share four readers
+        before, after = ((min(ranks, 4), micro) for ranks, micro in (before, after))
+    expected, end = steps_of(data, 13, batch=G, workspace=workspace)
+    first, cursor = steps_of(data, kill, batch=G, ranks=before[0], micro=before[1], workspace=workspace)
+    assert first == expected[:kill]
+    stored = json.loads(json.dumps(cursor))
+    rest, last = steps_of(data, 13 - kill, batch=G, ranks=after[0], micro=after[1], cursor=stored, workspace=workspace)
+    assert rest == expected[kill:] and last == end
+
+
+@given(recipe=recipes(), workers=st.sampled_from([1, 2, 3]), shape=SHAPES, kill=st.integers(0, 5))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_same_with_loader_workers(
+    corpora: dict[str, Any], recipe: Any, workers: int, shape: tuple[int, int], kill: int
+) -> None:
+    data, workspace = recipe(corpora), corpora["workspace"]
+    ranks, micro = min(shape[0], 2), shape[1]
+    expected, end = steps_of(data, 7, batch=G, workspace=workspace)
+    first, cursor = steps_of(data, kill, batch=G, workspace=workspace)
+    rest, last = steps_of(
+        data,
+        7 - kill,
+        batch=G,
+        ranks=ranks,
+        micro=micro,
+        workers=workers,
+        cursor=json.loads(json.dumps(cursor)),
+        workspace=workspace,
+    )
+    assert first + rest == expected and last == end
+
+
+def text_of(rows: list[Row]) -> Counter[tuple[int, ...]]:
+    return Counter(row[1] for row in rows)
+
+
+def test_lengths_and_batches_change_and_nothing_is_read_twice(corpora: dict[str, Any]) -> None:
+    """One epoch, in order, while rows grow from 4 over 8 to 16 tokens: together the rows are the corpus."""
+    phases = [
+        Phase(start=4, sequence_length=8),
+        Phase(start=8, sequence_length=16, global_batch=4),
+        Phase(start=12, global_batch=8),
+    ]
+    data = Data(sequence_length=4, sources=[corpora["one"]], shuffle="none", phases=phases, epochs=1)
+    stream = opened(data, batch=G)
+    steps, _ = steps_of(data, stream.steps, batch=G)
+    shapes = [(len(step), len(step[0][1])) for step in steps]
+    assert shapes[:13] == [(8, 4)] * 4 + [(8, 8)] * 4 + [(4, 16)] * 4 + [(8, 16)]
+    assert [stream.tokens_at(step) for step in (0, 4, 8, 12)] == [32, 64, 64, 128]
+    source = StoreSource(Path(corpora["one"].path))  # type: ignore[attr-defined]
+    flat = [token for step in steps for row in step for token in row[1]]
+    assert flat == source.read(0, len(flat)).tolist()
+    assert [row[0] for step in steps for row in step] == list(range(sum(len(step) for step in steps)))
+    shuffled = dataclasses.replace(data, shuffle="permute")
+    again = [row for step in steps_of(shuffled, stream.steps, batch=G)[0] for row in step]
+    # A sample is 16 tokens in every phase; each is read once, whatever the rows it is cut into.
+    starts = [source.read(16 * unit, 16 * unit + 16).tolist() for unit in range((source.tokens - 1) // 16)]
+    tokens = [token for row in again for token in row[1]]
+    found = [tokens[start : start + 16] for start in range(0, len(tokens), 16)]
+    assert len({tuple(unit) for unit in found}) == len(found) and all(unit in starts for unit in found)
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(2, 1), (2, 4), (8, 1)])
+def test_a_rank_may_begin_inside_a_sample(corpora: dict[str, Any], ranks: int, micro: int) -> None:
+    """Rows of 4 tokens, samples of 16: with 8 ranks each has a quarter of a sample."""
+    phases = [Phase(start=3, sequence_length=16)]
+    data = Data(sequence_length=4, sources=[corpora["one"], corpora["random"]], phases=phases)
+    assert steps_of(data, 5, batch=G, ranks=ranks, micro=micro) == steps_of(data, 5, batch=G)
+
+
+def test_phases_ahead_may_change_and_phases_behind_may_not(corpora: dict[str, Any]) -> None:
+    sources = [dataclasses.replace(corpora[name], label=name) for name in ("one", "random")]
+    data = Data(sequence_length=LENGTH, sources=sources, phases=[Phase(start=3, weights={"one": 4})])
+    cursor = steps_of(data, 5, batch=G)[1]
+    anneal = Phase(start=6, weights={"one": 0})
+    longer = dataclasses.replace(data, phases=[*data.phases, anneal])
+    steps = steps_of(longer, 4, batch=G, cursor=cursor)[0]
+    assert steps[0] == steps_of(data, 1, batch=G, cursor=cursor)[0][0]
+    assert steps == steps_of(longer, 9, batch=G)[0][5:]
+    changed = dataclasses.replace(data, phases=[Phase(start=3, weights={"one": 3})])
+    with pytest.raises(DataError, match=r"phases\.3\.weights\.one was 4, is 3"):
+        steps_of(changed, 1, batch=G, cursor=cursor)
+    with pytest.raises(DataError, match="is inside step"):
+        steps_of(data, 1, batch=G, cursor=dict(cursor) | {"sample": 41})
+
+
+def test_batches_of_phases_fit_the_ranks(corpora: dict[str, Any]) -> None:
+    data = Data(sequence_length=LENGTH, sources=[corpora["one"]], phases=[Phase(start=3, global_batch=12)])
+    opened(data, batch=G, ranks=4)
+    with pytest.raises(ConfigError, match=r"phases\.0\.global_batch: 12 is no multiple of 8 = 8 data ranks x micro_batch 1"):
+        opened(data, batch=G, ranks=8)
+
+
+def test_epochs_of_a_source_are_limited_and_the_others_take_over(corpora: dict[str, Any]) -> None:
+    small = dataclasses.replace(corpora["random"], label="small", max_epochs=1.5)
+    big = dataclasses.replace(corpora["one"], label="big")
+    stream = opened(Data(sequence_length=LENGTH, sources=[small, big]), batch=G)
+    rows = stream.samples.rows[0]
+    assert stream.steps is None and rows == 499 // LENGTH
+    assert stream.describe(1000)["sources"][0]["samples"] == int(1.5 * rows)
+    ended = opened(Data(sequence_length=LENGTH, sources=[small]), batch=G)
+    assert ended.steps == int(1.5 * rows) // G
+    counts = Counter(row[1] for step in steps_of(ended.data, ended.steps, batch=G)[0] for row in step)
+    assert set(counts.values()) <= {1, 2}
+    with pytest.raises(DataError, match="allows no whole sample"):
+        opened(Data(sequence_length=LENGTH, sources=[dataclasses.replace(small, max_epochs=0.001), big]), batch=G)
+
+
+def test_a_source_that_only_a_phase_wants_is_opened(corpora: dict[str, Any]) -> None:
+    later = dataclasses.replace(corpora["random"], label="later", weight=0.0)
+    never = Store(path="does not exist", weight=0.0, label="never")
+    data = Data(
+        sequence_length=LENGTH,
+        sources=[corpora["one"], later, never],
+        phases=[Phase(start=2, weights={"later": 1.0, "store": 0.0})],
+    )
+    stream = opened(data, batch=G)
+    assert stream.labels == ("store", "later")
+    sources = stream.samples.locate(0, 5 * G)[0].tolist()
+    assert sources == [0] * 2 * G + [1] * 3 * G
+    assert stream.mix(5) == {"store": (128, 128.0), "later": (192, 192.0)}
+
+
+def test_each_epoch_covers_each_row_once_in_every_order(corpora: dict[str, Any]) -> None:
+    for order in ("permute", "block", "none"):
+        data = Data(sequence_length=LENGTH, sources=[corpora["random"]], shuffle=order, shuffle_block=5, shuffle_window=3)  # type: ignore[arg-type]
+        stream = opened(data, batch=1)
+        rows = stream.samples.rows[0]
+        for epoch in range(3):
+            assert sorted(stream.samples.locate(epoch * rows, rows)[1].tolist()) == list(range(rows))

@@ -1,0 +1,301 @@
+"""Records of text and of ids: every format gives the same documents, in any parts, and broken ones are named or counted."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import SourceContext, TextComponent
+from forge_data.components.section import Data
+from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent
+from forge_data.components.tokenizers import Bpe
+from forge_data.loader import open_stream
+from forge_data.opening import context_of
+from forge_data.sources import jsonl
+from forge_data.sources.files import find
+from forge_data.sources.parts import Skips, Wanted, as_json, from_json, read
+from forge_data.tokenizers.bytes import ByteTokenizer
+
+TEXTS = ["first", "zweiter Text\nmit Zeile", "", "漢字 and more", "last " * 50, '"quoted" \\ escaped', "x"]
+IDS = [[1, 2, 3], [4], [], [500, 7, 0], list(range(60))]
+
+
+def context(workspace: Path, **more: Any) -> SourceContext:
+    return SourceContext(workspace, more.pop("tokenizer", ByteTokenizer()), 16, lambda _: None, **more)
+
+
+def as_jsonl(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    lines = [json.dumps({"id": number, column: value}, ensure_ascii=number % 2 == 0) for number, value in enumerate(values)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:3]) + "\n\n", encoding="utf-8")
+    (folder / "b.jsonl").write_text("\n".join(lines[3:]), encoding="utf-8")  # without a line's end at the end
+    return Jsonl(path=str(folder))
+
+
+def as_gzip(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(json.dumps({column: value}) for value in values).encode()))
+    return Jsonl(path=str(folder / "*.gz"))
+
+
+def as_zstandard(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    """In two frames, as tools that append to a file write them."""
+    lines = "".join(json.dumps({column: value}) + "\n" for value in values).encode()
+    compress = zstandard.ZstdCompressor().compress
+    (folder / "a.json.zst").write_bytes(compress(lines[:70]) + compress(lines[70:]))
+    return Jsonl(path=str(folder))
+
+
+def as_parquet(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    parquet.write_table(pa.table({"n": range(3), column: values[:3]}), folder / "a.parquet", row_group_size=2)
+    parquet.write_table(pa.table({column: values[3:]}), folder / "b.parquet", row_group_size=1)
+    return Parquet(path=str(folder))
+
+
+def as_arrow(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    """One file of each of Arrow's two formats."""
+    for name, own, new in [("a", values[:3], pa.ipc.new_file), ("b", values[3:], pa.ipc.new_stream)]:
+        table = pa.table({column: own})
+        with pa.OSFile(str(folder / f"{name}.arrow"), "wb") as file, new(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2 if name == "a" else 2000)
+    return Arrow(path=str(folder))
+
+
+def as_dataset(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    datasets.Dataset.from_dict({column: values}).save_to_disk(folder / "set", num_shards=2)
+    return HuggingFace(path=str(folder / "set"))
+
+
+def as_dataset_dict(folder: Path, column: str, values: list[Any]) -> RecordComponent:
+    made = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict({column: values}), "test": datasets.Dataset.from_dict({column: values[:1]})}
+    )
+    made.save_to_disk(folder / "set")
+    return HuggingFace(path=str(folder / "set"))
+
+
+Write = Callable[[Path, str, list[Any]], RecordComponent]
+FORMATS: list[Write] = [as_jsonl, as_gzip, as_zstandard, as_parquet, as_arrow, as_dataset, as_dataset_dict]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_format_gives_the_same_documents(tmp_path: Path, write: Write) -> None:
+    component = write(tmp_path, "text", TEXTS)
+    assert isinstance(component, TextComponent)
+    texts = component.texts()
+    assert texts is not None
+    assert [text for _, text in texts] == [text for text in TEXTS if text]
+    assert len({name for name, _ in texts}) == len(TEXTS) - 1
+    store = component.build(context(tmp_path / "w"))
+    expected = b"".join(text.encode() + b"\0" for text in TEXTS if text)
+    assert (store.read(0, store.tokens) % 256).astype(np.uint8).tobytes() == expected
+    assert store.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert store.ends().tolist() == np.cumsum([len(text.encode()) + 1 for text in TEXTS if text]).tolist()
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_every_format_gives_the_same_ids(tmp_path: Path, write: Write) -> None:
+    component = write(tmp_path, "input_ids", IDS)
+    component = type(component)(**{**vars(component), "ids": "input_ids"})
+    assert component.texts() is None
+    store = component.build(context(tmp_path / "w", tokenizer=None))
+    kept = [ids for ids in IDS if ids]
+    assert store.read(0, store.tokens).tolist() == [token for ids in kept for token in ids]
+    assert store.ends().tolist() == np.cumsum([len(ids) for ids in kept]).tolist()
+    assert store.text_bytes is None and store.tokenizer is None
+    closed = type(component)(**{**vars(component), "eos": 0}).build(context(tmp_path / "w", tokenizer=None))
+    assert closed.read(0, closed.tokens).tolist() == [token for ids in kept for token in (ids if ids[-1] == 0 else [*ids, 0])]
+    with pytest.raises(DataError, match="holds token id 500, but the vocabulary has 257"):
+        component.build(context(tmp_path / "w"))
+
+
+@pytest.mark.parametrize("write", FORMATS)
+@pytest.mark.parametrize("size", [1, 40, 150, 10**6])
+def test_parts_of_any_size_give_every_document_once(tmp_path: Path, write: Write, size: int) -> None:
+    records = write(tmp_path, "text", TEXTS).records()
+    parts = records.parts(size)
+    found = [
+        document for part in parts for document in read(from_json(json.loads(json.dumps(as_json(part)))), records.wanted, Skips())
+    ]
+    assert found == list(records)
+    assert size > 1 or len(parts) > 1 or write in (as_gzip, as_zstandard)
+
+
+@given(
+    lines=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=9),
+    size=st.integers(1, 60),
+    end=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_line_belongs_to_the_range_in_which_it_begins(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], size: int, end: bool
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes("\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines).encode() + b"\n" * end)
+    parts = jsonl.cut(find(str(path), (".jsonl",), "jsonl"), size)
+    assert [text for part in parts for _, text in jsonl.read(part, Wanted("jsonl"), Skips())] == lines
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_long_columns_are_read_in_slices(tmp_path: Path, write: Write) -> None:
+    """More rows than are taken at a time, so that every row is looked for at its own place."""
+    ids = [[number, number + 1, 0] for number in range(1, 2501)]
+    component = write(tmp_path, "ids", ids)
+    component = type(component)(**{**vars(component), "ids": "ids"})
+    store = component.build(context(tmp_path / "w", tokenizer=None))
+    assert store.read(0, store.tokens).tolist() == [token for row in ids for token in row]
+
+
+def test_splits_share_no_record_and_leave_none_out(tmp_path: Path) -> None:
+    as_jsonl(tmp_path, "text", [f"document {number}" for number in range(200)])
+    taken = {
+        split: {text for _, text in Jsonl(path=str(tmp_path), split=split, held_out=0.3).records()}  # type: ignore[arg-type]
+        for split in ("all", "train", "held_out")
+    }
+    assert taken["train"] | taken["held_out"] == taken["all"] and not taken["train"] & taken["held_out"]
+    assert 30 < len(taken["held_out"]) < 90
+
+
+BROKEN = [
+    (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"a\.jsonl at byte 14 is no line of JSON"),
+    (b'{"text": "a"}\n{"other": "b"}\n{"text": "c"}', r"a\.jsonl at byte 14: 'text' is missing or null, not text"),
+    (b'{"text": "a"}\n{"text": 7}\n{"text": "c"}', r"byte 14: 'text' is a int, not text"),
+    (b'{"text": "a"}\n["b"]\n{"text": "c"}', r"byte 14 is no JSON object with a key 'text'"),
+    (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}', r"byte 14 is no line of JSON: .*utf-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN)
+def test_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        Jsonl(path=str(tmp_path)).build(context(tmp_path / "w"))
+    said: list[str] = []
+    told = SourceContext(tmp_path / "w", ByteTokenizer(), 16, said.append)
+    store = Jsonl(path=str(tmp_path), skip=1).build(told)
+    assert (store.read(0, store.tokens) % 256).astype(np.uint8).tobytes() == b"a\0c\0"
+    assert any(message_.startswith("left out 1 broken records; the first: ") for message_ in said)
+    assert store.manifest.source == "jsonl, 1 broken records left out"  # type: ignore[attr-defined]
+    (tmp_path / "b.jsonl").write_bytes(b"{\n")
+    with pytest.raises(DataError, match=r"2 records are broken, and `skip` allows 1; the first: .*a\.jsonl at byte 14"):
+        Jsonl(path=str(tmp_path), skip=1).build(told)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1, -2], "negative id -2"),
+        ([1.5], "is a list, not a list of token ids"),
+        ("ab", "is a str"),
+        (None, "missing or null"),
+        ([[1]], "not a list of token ids"),
+    ],
+)
+def test_broken_ids_are_named(tmp_path: Path, value: Any, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"ids": value}))
+    with pytest.raises(DataError, match=message):
+        Jsonl(path=str(tmp_path), ids="ids").build(context(tmp_path / "w", tokenizer=None))
+
+
+def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
+    for write in (as_parquet, as_arrow, as_dataset):
+        folder = tmp_path / write.__name__
+        folder.mkdir()
+        component = write(folder, "body", TEXTS)
+        with pytest.raises(DataError, match=r"has no column 'text'; it has .*body"):
+            component.build(context(tmp_path / "w"))
+    with pytest.raises(DataError, match="has no split 'valid'; it has train, test"):
+        as_dataset_dict(tmp_path, "text", TEXTS)
+        HuggingFace(path=str(tmp_path / "set"), dataset_split="valid").build(context(tmp_path / "w"))
+
+
+def test_null_values_are_broken_records(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["a", None], "ids": [[1], None]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="group 0, row 1: 'text' is missing or null"):
+        Parquet(path=str(tmp_path)).build(context(tmp_path / "w"))
+    with pytest.raises(DataError, match="group 0, row 1: 'ids' is missing or null"):
+        Parquet(path=str(tmp_path), ids="ids").build(context(tmp_path / "w"))
+    store = Parquet(path=str(tmp_path), ids="ids", skip=1).build(context(tmp_path / "w"))
+    assert store.read(0, store.tokens).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "message"),
+    [
+        (as_gzip, "a.jsonl.gz", r"a\.jsonl\.gz is damaged after byte \d+ of its content"),
+        (as_zstandard, "a.json.zst", r"a\.json\.zst is damaged after byte \d+ of its content: it ends inside a zstandard frame"),
+        (as_parquet, "b.parquet", r"b\.parquet is damaged"),
+        (as_arrow, "a.arrow", r"a\.arrow is damaged"),
+    ],
+)
+def test_truncated_files_are_refused(tmp_path: Path, write: Write, name: str, message: str) -> None:
+    component = write(tmp_path, "text", TEXTS)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[:-9])
+    with pytest.raises(DataError, match=message):
+        component.build(context(tmp_path / "w"))
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"damaged|holds no record"):
+        component.build(context(tmp_path / "w"))
+
+
+def test_nothing_there_is_refused(tmp_path: Path) -> None:
+    for component in (Jsonl, Parquet, Arrow):
+        with pytest.raises(DataError, match="does not exist"):
+            component(path=str(tmp_path / "none")).texts()
+        with pytest.raises(DataError, match=r"names no .* file; a directory is searched for"):
+            component(path=str(tmp_path)).texts()
+    with pytest.raises(DataError, match="cannot be loaded"):
+        HuggingFace(path=str(tmp_path / "none")).texts()
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"has no row|cannot be loaded"):
+        HuggingFace(path=str(tmp_path / "empty")).texts()
+
+
+def test_a_changed_corpus_is_prepared_again(tmp_path: Path) -> None:
+    component = as_jsonl(tmp_path, "text", TEXTS)
+    first = component.build(context(tmp_path / "w"))
+    assert component.build(context(tmp_path / "w")).fingerprint == first.fingerprint
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('\n{"text": "one more"}')
+    assert component.build(context(tmp_path / "w")).tokens == first.tokens + 9
+    made = as_dataset(tmp_path, "text", TEXTS)
+    before = made.records().fingerprint
+    assert made.records().fingerprint == before
+    loaded = datasets.load_from_disk(tmp_path / "set")
+    loaded.select([0, 1]).save_to_disk(tmp_path / "fewer")
+    assert HuggingFace(path=str(tmp_path / "fewer")).records().fingerprint != before
+
+
+def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
+    """The tokenizer is trained on what is text; ids are left alone."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "ids").mkdir()
+    as_jsonl(tmp_path / "text", "text", ["some words to train on, again and again"] * 40)
+    as_parquet(tmp_path / "ids", "ids", IDS * 30)
+    data = Data(
+        sequence_length=16,
+        sources=[Jsonl(path=str(tmp_path / "text")), Parquet(path=str(tmp_path / "ids"), ids="ids")],
+        tokenizer=Bpe(vocab_size=501),
+    )
+    assert len(context_of(data, tmp_path / "w", lambda _: None).texts) == 1
+    with pytest.raises(DataError, match="holds token id 500, but the vocabulary has 2"):
+        open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2)
+    as_parquet(tmp_path / "ids", "ids", [[3, 2, 1, 0]] * 300)
+    opened = open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2)
+    assert opened.tokens == 1200 + sum(opened.sources[0].tokens for _ in range(1))
+    next(iter(opened.from_cursor(opened.start())))

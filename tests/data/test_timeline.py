@@ -1,0 +1,185 @@
+"""Phases, ramps and epochs as arithmetic, against counting one sample after the other."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge_core.errors import ConfigError
+from forge_data.components.section import Data, Phase
+from forge_data.components.sources import Random
+from forge_data.mixture import tempered
+from forge_data.phases import STAIRS, Stage, faults_of, lr_scale_at, refuse_faults, stages_of
+from forge_data.timeline import Timeline
+
+SHARES = st.integers(0, 9).map(lambda value: value / 10)
+
+
+@st.composite
+def runs(draw: Any) -> tuple[list[Stage], list[int | None]]:
+    """Stages of some sources, and how often each may be drawn."""
+    count = draw(st.integers(1, 4))
+    weights = st.lists(SHARES, min_size=count, max_size=count).filter(any).map(tuple)
+    starts = sorted(draw(st.sets(st.integers(1, 12), max_size=3)))
+    shapes = [(draw(st.sampled_from([8, 16])), draw(st.sampled_from([4, 6, 8]))) for _ in (0, *starts)]
+    stages = [Stage(start, draw(weights), length, batch) for start, (length, batch) in zip((0, *starts), shapes, strict=True)]
+    caps = draw(st.lists(st.none() | st.integers(1, 60), min_size=count, max_size=count))
+    return stages, caps
+
+
+def weights_at(stages: Sequence[Stage], timeline: Timeline, sample: int) -> tuple[float, ...]:
+    """Of the stage whose steps hold a sample, found by walking through the steps."""
+    first = 0
+    for step in range(10_000):
+        stage = next(stage for stage in reversed(stages) if stage.step <= step)
+        first += stage.batch * stage.length // timeline.unit
+        if sample < first:
+            return stage.weights
+    raise AssertionError
+
+
+@given(run=runs())
+@settings(max_examples=80, deadline=None)
+def test_every_draw_comes_once_in_order_and_follows_the_weights(run: tuple[list[Stage], list[int | None]]) -> None:
+    stages, caps = run
+    timeline = Timeline(stages, caps)
+    samples = min(200, timeline.end if timeline.end is not None else 200)
+    sources, draws = timeline.locate(np.arange(samples))
+    drawn = [0] * len(caps)
+    since: list[Fraction] = []
+    before: tuple[Any, ...] = ()
+    for sample, (source, draw) in enumerate(zip(sources.tolist(), draws.tolist(), strict=True)):
+        assert draw == drawn[source]  # neither replayed nor skipped, across every switch
+        wanted = weights_at(stages, timeline, sample)
+        used_up = tuple(cap is not None and count == cap for cap, count in zip(caps, drawn, strict=True))
+        own = [0.0 if gone else weight for weight, gone in zip(wanted, used_up, strict=True)]
+        assert own[source] > 0
+        if before != (wanted, tuple(own)):
+            since, before = [Fraction(0)] * len(caps), (wanted, tuple(own))
+        drawn[source] += 1
+        total = sum(Fraction(str(weight)) for weight in own)
+        for index, weight in enumerate(own):
+            since[index] += Fraction(str(weight)) / total - (index == source)
+            assert abs(since[index]) < 1  # below one sample at every prefix
+    assert timeline.draws(samples) == drawn
+    assert all(cap is None or count <= cap for cap, count in zip(caps, drawn, strict=True))
+    for source, draw in zip(sources.tolist()[::7], draws.tolist()[::7], strict=True):
+        found = timeline.sample_of(source, draw)
+        assert found is not None and (sources[found], draws[found]) == (source, draw)
+
+
+@given(run=runs())
+@settings(max_examples=60, deadline=None)
+def test_steps_and_samples_are_those_of_a_walk(run: tuple[list[Stage], list[int | None]]) -> None:
+    stages, _ = run
+    timeline = Timeline(stages, [None] * len(stages[0].weights))
+    first = rows = 0
+    for step in range(20):
+        stage = next(stage for stage in reversed(stages) if stage.step <= step)
+        span = timeline.span_at(step)
+        assert (span.rows, span.length) == (stage.batch, stage.length)
+        assert (timeline.first_of(step), timeline.first_row_of(step)) == (first, rows)
+        assert timeline.steps_in(first) == step and timeline.steps_in(first + span.units - 1) == step
+        first, rows = first + span.units, rows + stage.batch
+
+
+def test_a_run_ends_when_every_wanted_source_is_used_up() -> None:
+    timeline = Timeline([Stage(0, (1, 1, 0), 8, 4), Stage(50, (0, 0, 1), 8, 4)], [10, 7, None])
+    assert timeline.end == 17  # the third source would be wanted later, but nothing fills the steps until then
+    sources, _ = timeline.locate(np.arange(17))
+    assert np.bincount(sources, minlength=3).tolist() == [10, 7, 0]
+    assert set(sources[14:].tolist()) == {0}  # what the second one leaves goes to the first
+    assert timeline.sample_of(0, 10) is None and timeline.planned(17) == pytest.approx([10, 7, 0], abs=1)
+
+
+def test_the_share_of_a_used_up_source_goes_to_the_others_in_proportion() -> None:
+    timeline = Timeline([Stage(0, (0.5, 0.3, 0.2), 8, 4)], [100, None, None])
+    sources, _ = timeline.locate(np.arange(1200))
+    last = int(np.flatnonzero(sources == 0)[-1])
+    assert np.bincount(sources[: last + 1])[0] == 100 and timeline.end is None
+    rest = np.bincount(sources[last + 1 :], minlength=3)
+    assert rest[0] == 0 and abs(rest[1] - 0.6 * rest.sum()) < 1
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0, 10.0, 1e6])
+def test_weight_zero_is_never_drawn_at_any_temperature(temperature: float) -> None:
+    timeline = Timeline([Stage(0, (0.9, 0.0, 0.1), 8, 4)], [None] * 3, temperature)
+    counts = np.bincount(timeline.locate(np.arange(10_000))[0], minlength=3)
+    assert counts[1] == 0
+    first, _, third = tempered((0.9, 0.0, 0.1), temperature)
+    # w ** (1 / T), normalised; a weight above 0 keeps at least one draw of a period of 65,536.
+    assert counts[0] / 10_000 == pytest.approx(min(first / (first + third), 1 - 1 / 65_536), abs=2e-4)
+    assert first / third == pytest.approx(9 ** (1 / temperature))
+
+
+def data(*phases: Phase, sources: int = 2, **more: Any) -> Data:
+    labels = ("web", "code", "math")[:sources]
+    return Data(
+        sequence_length=16,
+        sources=[Random(vocab_size=9, label=label, weight=0.5) for label in labels],
+        phases=list(phases),
+        **more,
+    )
+
+
+def test_a_ramp_moves_in_stairs_between_the_shares() -> None:
+    stages = stages_of(data(Phase(start=100, ramp=64, weights={"web": 0.0}), Phase(start=400, weights={"web": 0.5})), 8)
+    assert [stage.step for stage in stages[:4]] == [0, 100, 102, 104] and len(stages) == 1 + STAIRS + 1 + 1
+    shares = [stage.weights[0] / sum(stage.weights) for stage in stages]
+    assert shares[0] == 0.5 and shares[-2] == 0.0 and shares[-1] == 0.5
+    # Each stair is as high as the line in its middle; the steps of the ramp together are those of the line.
+    line = [0.5 * (1 - (step - 100 + 0.5) / 64) for step in range(100, 164)]
+    assert [shares[1 + (step - 100) // 2] for step in range(100, 164)] == pytest.approx(line, abs=0.5 / 64)
+    timeline = Timeline(stages, [None, None])
+    sources, draws = timeline.locate(np.arange(4000))
+    ramped = sources[800 : 164 * 8]
+    assert abs((ramped == 0).sum() - sum(line) * 8) < STAIRS  # less than one sample in each stair
+    assert draws[sources == 0].tolist() == list(range(int((sources == 0).sum())))
+    assert not (sources[164 * 8 : 3200] == 0).any()
+
+
+def test_the_learning_rate_follows_from_the_first_step_of_a_phase() -> None:
+    phases = [Phase(start=5, lr_scale=0.5), Phase(start=8, weights={"web": 1}), Phase(start=10, lr_scale=0.1, ramp=3)]
+    scales = [lr_scale_at(phases, step) for step in range(15)]
+    assert scales[:10] == [1.0] * 5 + [0.5] * 5
+    assert scales[10:] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.1])
+
+
+def test_a_phase_that_keeps_the_weights_keeps_the_order() -> None:
+    alone = Timeline(stages_of(data(), 8), [None, None])
+    scaled = Timeline(stages_of(data(Phase(start=3, lr_scale=0.1)), 8), [None, None])
+    assert np.array_equal(alone.locate(np.arange(99))[0], scaled.locate(np.arange(99))[0])
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([Phase(start=5, weights={"cod": 1})], r"phases\.0\.weights\.cod: no source has the label 'cod'; did you mean 'code'"),
+        ([Phase(start=100, lr_scale=0.1)], r"phases\.0\.start: step 100 is never reached: the run has 100 steps"),
+        ([Phase(start=90, ramp=20, lr_scale=0.1)], r"phases\.0\.ramp: ends at step 110, the run at 100"),
+        ([Phase(start=9, lr_scale=1), Phase(start=9, lr_scale=2)], r"phases\.1\.start: 9 is too early"),
+        ([Phase(start=9, ramp=5, lr_scale=1), Phase(start=12, lr_scale=2)], "ramps until step 14"),
+        ([Phase(start=5)], r"phases\.0: changes nothing"),
+        ([Phase(start=5, ramp=3, sequence_length=32)], "only weights and lr_scale move over a ramp"),
+        ([Phase(start=5, weights={"web": 0, "code": 0})], r"phases\.0\.weights: no source has a weight above 0"),
+        ([Phase(start=5, sequence_length=24)], r"data\.sequence_length: 16 does not divide the longest length of the run, 24"),
+        ([Phase(start=5, sequence_length=128)], r"train\.global_batch: 4 rows of 16 tokens .* take a multiple of 8"),
+    ],
+)
+def test_phases_that_mean_nothing_are_faults(phases: list[Phase], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        refuse_faults(faults_of(data(*phases), 4, 100))
+
+
+def test_phases_without_a_mixture_and_packings_of_one_length_are_faults() -> None:
+    with pytest.raises(ConfigError, match="nothing to mix"):
+        refuse_faults(faults_of(data(Phase(start=5, weights={"web": 1}), sources=1), 4))
+    with pytest.raises(ConfigError, match="no source has the label 'web'"):
+        refuse_faults(faults_of(data(Phase(start=5, weights={"web": 1}), sources=0), 4))
+    with pytest.raises(ConfigError, match="packing 'best_fit' puts documents into rows of one length"):
+        refuse_faults(faults_of(data(Phase(start=5, sequence_length=8), packing="best_fit"), 4))
+    assert not faults_of(data(Phase(start=5, sequence_length=8)), 4)

@@ -1,0 +1,229 @@
+"""Loader workers: the same samples, states that are those of consumed batches, and processes that end when they should."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.steps import Drip, opened, rows_of, steps_of
+from forge_core.errors import DataError
+from forge_data.components.section import Data
+from forge_data.components.sources import Store, Tokens
+
+LENGTH, G = 16, 16
+
+
+@pytest.fixture
+def data(numbered: Callable[..., Path]) -> Data:
+    return Data(
+        sequence_length=LENGTH,
+        sources=[
+            Store(path=str(numbered("a", 3000)), weight=0.7, label="a"),
+            Store(path=str(numbered("b", 800, 11)), weight=0.3, label="b"),
+        ],
+    )
+
+
+@pytest.mark.parametrize(("workers", "ranks", "micro"), [(1, 1, 4), (2, 1, 16), (3, 2, 2), (8, 1, 1)])
+def test_workers_leave_every_step_alone(data: Data, workers: int, ranks: int, micro: int) -> None:
+    expected, cursor = steps_of(data, 5, batch=G)
+    found, after = steps_of(data, 5, batch=G, ranks=ranks, micro=micro, workers=workers)
+    assert found == expected and after == cursor
+
+
+def test_the_state_is_that_of_the_consumed_step_not_of_what_is_ahead(data: Data) -> None:
+    stream = opened(dataclasses.replace(data, loader_workers=2, prefetch=8), batch=G, micro=G)
+    reading = stream.from_cursor(stream.start())
+    cursors = [json.loads(json.dumps(after)) for _, after in itertools.islice(reading, 3)]
+    reading.close()
+    assert [cursor["sample"] for cursor in cursors] == [G, 2 * G, 3 * G]
+    expected, _ = steps_of(data, 6, batch=G)
+    for step, cursor in enumerate(cursors, 1):
+        assert steps_of(data, 2, batch=G, workers=1, cursor=cursor)[0] == expected[step : step + 2]
+
+
+@pytest.mark.parametrize(("workers", "ranks"), [(2, 1), (3, 2)])
+def test_readers_of_streams_are_shared_by_the_workers(data: Data, workers: int, ranks: int) -> None:
+    streamed = dataclasses.replace(data, sources=[*data.sources, Drip(weight=2.0)], readers=4, shuffle_buffer=3)
+    expected, end = steps_of(streamed, 8, batch=G)
+    first, cursor = steps_of(streamed, 3, batch=G, ranks=ranks, workers=workers)
+    rest, last = steps_of(streamed, 5, batch=G, workers=workers, cursor=json.loads(json.dumps(cursor)))
+    assert first + rest == expected and last == end
+
+
+def test_a_batch_that_is_kept_is_never_overwritten(data: Data) -> None:
+    stream = opened(dataclasses.replace(data, loader_workers=1), batch=G, micro=4)
+    kept, copies = [], []
+    reading = stream.from_cursor(stream.start())
+    for step, (batches, _) in enumerate(itertools.islice(reading, 12)):
+        if step % 3 == 0:
+            kept.append(batches[1].tokens[:2])
+            copies.append(kept[-1].clone())
+        del batches
+    reading.close()
+    assert all(torch.equal(view, copy) for view, copy in zip(kept, copies, strict=True))
+
+
+def test_memory_of_consumed_batches_is_used_again_and_workers_do_not_run_ahead(data: Data) -> None:
+    stream = opened(dataclasses.replace(data, loader_workers=2, prefetch=3), batch=G, micro=G)
+    reading, places = stream.from_cursor(stream.start()), set()
+    for batches, _ in itertools.islice(reading, 30):
+        places.add(batches[0].tokens.data_ptr())
+        del batches
+    reading.close()
+    assert len(places) <= 4  # three ahead and the one in hand: what a slow consumer makes the workers wait for
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the device may still run when a batch is let go: only torch's own allocator knows when it has ended."""
+    expected, _ = steps_of(data, 6, batch=G)
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr("forge_data.mixed._on_cuda", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    stream = opened(dataclasses.replace(data, loader_workers=workers, prefetch=1), batch=G, micro=4)
+    reading = stream.from_cursor(stream.start())
+    found = [batches for batches, _ in itertools.islice(reading, 6)]  # all are kept
+    reading.close()
+    assert [rows_of(batches) for batches in found] == expected
+    assert len(pinned) == 4 * 6
+    assert found[0][1].tokens.untyped_storage().data_ptr() in {tensor.data_ptr() for tensor in pinned[:4]}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_on_cuda_are_pinned_and_arrive_whole(data: Data, workers: int) -> None:
+    expected, _ = steps_of(data, 40, batch=G)
+    torch.cuda.init()
+    stream = opened(dataclasses.replace(data, loader_workers=workers), batch=G, micro=4)
+    reading, arrived = stream.from_cursor(stream.start()), []
+    for batches, _ in itertools.islice(reading, 40):
+        assert all(batch.tokens.is_pinned() and batch.documents.is_pinned() for batch in batches)
+        torch.cuda._sleep(1_000_000)  # the copies wait in the stream while the host goes on
+        arrived.append([batch.to("cuda") for batch in batches])
+        del batches
+    reading.close()
+    assert [rows_of([batch.to("cpu") for batch in batches]) for batches in arrived] == expected
+
+
+def test_no_global_random_state_is_touched(data: Data) -> None:
+    data = dataclasses.replace(data, sources=[*data.sources, Drip(label="drip")])
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index, union-attr]
+    steps_of(data, 3, batch=G)
+    steps_of(data, 2, batch=G, workers=1)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before  # type: ignore[index, union-attr]
+
+
+def test_an_error_is_raised_with_the_workers_traceback_at_its_step() -> None:
+    broken = Data(sequence_length=LENGTH, sources=[Drip(fails_at=6)], shuffle="none", shuffle_buffer=1)
+    stream = opened(dataclasses.replace(broken, loader_workers=1, prefetch=4), batch=4)
+    reading = stream.from_cursor(stream.start())
+    with pytest.raises(RuntimeError, match=r"record 6 of shard \d is broken") as caught:
+        for step, _ in enumerate(reading):
+            assert step < 20
+    assert "in loader worker 0" in str(caught.value) and "in stream" in str(caught.value)
+    with pytest.raises(ValueError, match="record 6"):  # at the same step as without workers
+        for found, _ in enumerate(opened(broken, batch=4).from_cursor(stream.start())):
+            assert found <= step
+    assert found == step
+
+
+def test_a_refusal_stays_one(tmp_path: Path) -> None:
+    ids = np.ones(1 + LENGTH * 40, dtype=np.uint16)
+    np.save(tmp_path / "ids.npy", ids)
+    data = Data(sequence_length=LENGTH, sources=[Tokens(path=str(tmp_path / "ids.npy"))], loader_workers=1)
+    stream = opened(data, batch=4)
+    np.save(tmp_path / "ids.npy", ids + 1)
+    with pytest.raises(DataError, match="the data changed"):
+        next(stream.from_cursor(stream.start()))
+
+
+def pids_of(stream: Any) -> tuple[Any, list[int]]:
+    reading = stream.from_cursor(stream.start())
+    next(reading)
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True)
+    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loader_worker" in line]
+
+
+def gone(pids: list[int], seconds: float = 10) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_worker_that_is_killed_is_named(data: Data) -> None:
+    reading, pids = pids_of(opened(dataclasses.replace(data, loader_workers=2), batch=G))
+    assert len(pids) == 2
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="was killed by signal 9"):
+        for _ in range(5):
+            next(reading)
+    assert gone(pids)
+
+
+def test_signals_to_the_group_do_not_end_the_data(data: Data) -> None:
+    reading, pids = pids_of(opened(dataclasses.replace(data, loader_workers=1), batch=G))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pids[0], number)
+    for _ in range(5):
+        next(reading)
+    reading.close()
+    assert gone(pids)
+
+
+SCRIPT = """
+import itertools, os, sys, time
+from pathlib import Path
+from forge_data.loader import open_stream
+from forge_data.components.section import Data
+from forge_data.components.sources import Store
+data = Data(sequence_length=16, sources=[Store(path=sys.argv[1])], loader_workers=2)
+stream = open_stream(data, workspace=Path("unused"), seed=5, global_batch=16, micro_batch=16)
+reading = stream.from_cursor(stream.start())
+next(reading)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_die_with_a_parent_that_is_killed_and_need_no_main_guard(data: Data) -> None:
+    path = data.sources[0].path  # type: ignore[attr-defined]
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, path], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True, check=True)
+        pids = [int(line) for line in listed.stdout.split()]
+        assert len(pids) == 2
+        parent.kill()
+    assert gone(pids)
+
+
+def test_a_worker_imports_no_torch(data: Data) -> None:
+    code = "import sys, forge_data.loader_worker, forge_data.reading, forge_data.rows; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_components_of_the_main_script_are_refused(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drip, "__module__", "__main__")
+    with pytest.raises(DataError, match=r"Drip is defined in the script.*data\.loader_workers = 0"):
+        opened(Data(sources=[Drip()], sequence_length=LENGTH, loader_workers=1), batch=4)
