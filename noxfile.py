@@ -19,7 +19,11 @@ ROOT = Path(__file__).parent
 PROJECTS = (*sorted((ROOT / "packages").iterdir()), *sorted((ROOT / "apps").iterdir()))
 EXAMPLE = ROOT / "examples" / "forge-lionize"
 CONSTRAINTS = ROOT / "constraints.txt"
-TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist", "safetensors", "tensorboard", "transformers", "wandb")
+TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist")
+LIBRARIES = (
+    *("safetensors", "tensorboard", "torchao", "transformers", "wandb"),
+    *("datasets", "fsspec", "pyarrow", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
+)
 DOCUMENTATION = ("furo", "myst-parser", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
 SUPPORTED = ((3, 11), (3, 12))
@@ -155,7 +159,7 @@ def _workshop(session: nox.Session) -> None:
     python = _tool("python") if Path(_tool("python")).exists() else _new_environment(session, WORKSHOP)
     editable = [argument for project in PROJECTS for argument in ("-e", str(project))]
     session.log("installing the distributions and the test tools; the first time takes minutes")
-    _install(session, python, *editable, *TOOLS)
+    _install(session, python, *editable, *TOOLS, *LIBRARIES)
     stamp.write_text(wanted.hexdigest())
 
 

@@ -4,8 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from harness.pool import World
+
+settings.register_profile("shared", deadline=None)  # a machine that does other work is not a slow function
+settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ def test_check_reports_every_fault_at_once(forge: Callable[..., Result], tmp_pat
         "train.micro_bach: unknown key; did you mean 'micro_batch'? [bad.toml:4]",
         "optimizer.name: there is no optimizer 'adamv'; did you mean 'adamw'? [bad.toml:6]",
         "parallel: the world has 4 processes, and tp 3 = 3 does not divide it; worlds that fit are multiples of 3 [bad.toml:8]",
-        "data.shuffle: expected one of 'permute', 'none', not 'ture' [bad.toml:10]",
+        "data.shuffle: expected one of 'permute', 'block', 'none', not 'ture' [bad.toml:10]",
         "modle: unknown key; did you mean 'model'? [bad.toml:11]",
         "checkpoint.every: expected an integer at least 0, not 'often' [--checkpoint.every]",
         "stray: is a bare argument; overrides are written --section.key=value [command line]",
@@ -109,7 +109,7 @@ def test_check_reports_every_fault_at_once(forge: Callable[..., Result], tmp_pat
     ("arguments", "words"),
     [
         (["check", "nowhere.toml"], "there is no file nowhere.toml"),
-        (["check", "dbug"], "did you mean 'debug'?"),
+        (["check", "dbug"], "did you mean 'debug'"),
         (["check", "--train.max_steps=3", "debug"], "overrides come after the recipe"),
         (["check", "debug", "--train.max_steps", "3"], "write --train.max_steps=3"),
         (["check", "debug", "--world", "0"], "at least 1 process"),
@@ -186,6 +186,10 @@ def test_list_imports_no_plugin(forge: Callable[..., Result]) -> None:
     rows = forge("plugins", "list", "optimizers").stdout.splitlines()
     assert rows[0].split("\t") == ["group", "name", "distribution", "target"]
     assert any(row.startswith("forge.optimizers\tadamw\tforge-parallel") for row in rows)
+    shown = forge("plugins", "show", "decoder").stdout.splitlines()
+    rope = shown.index("    rope: a table")
+    assert shown[rope + 2] == "        theta: a number greater than 0; default 10000.0"
+    assert not any("Rope(" in row for row in shown)
 
 
 @pytest.fixture

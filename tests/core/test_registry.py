@@ -209,6 +209,47 @@ def test_a_portrait_shows_keys_with_types_defaults_and_docs() -> None:
         find_everywhere(registry, "recompte")
 
 
+NESTED = """
+from dataclasses import dataclass, field
+from typing import Annotated
+from forge_core.component import Component, Slot
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 1.0
+    name_of: str | None = None
+    deeper: 'list[Inner]' = field(default_factory=list)
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Component):
+    always: Inner = Inner(rate=2.5)
+    perhaps: Inner | None = None
+    many: list[Inner] = field(default_factory=list)
+    some: tuple[Inner, ...] = (Inner(rate=4.0),)
+    part: Annotated[Component, Slot('forge.optimizers', default='adam')] = Slot.unset()
+    def build(self, model):
+        return model
+"""
+
+
+def test_a_portrait_opens_the_tables_inside(modules: Path) -> None:
+    registry = plugin(modules, "nested", NESTED)
+    found = {key.name: key for key in portrait(registry.find("forge.optimizers", "mine"), registry).keys}
+    assert {name: key.default for name, key in found.items()} == {
+        "always": None,
+        "perhaps": "none",
+        "many": "[]",
+        "some": '[{rate = 4.0, name_of = "none", deeper = []}]',
+        "part": "adam",
+    }
+    rates = {name: {below.name: below.default for below in key.keys}.get("rate") for name, key in found.items()}
+    assert rates == {"always": "2.5", "perhaps": "1.0", "many": "1.0", "some": "1.0", "part": None}
+    assert [(key.name, key.default, key.keys) for key in found["always"].keys][1:] == [
+        ("name_of", "none", ()),
+        ("deeper", "[]", ()),  # of its own kind: shown once
+    ]
+
+
 def test_every_installed_plugin_is_sound() -> None:
     reports = diagnose(Registry(), conform=True)
     assert len(reports) > 20

@@ -18,7 +18,7 @@ from forge_train.recipe import load
 
 FOLDER = Path(forge_train.presets.__file__).parent
 EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
-SIZED = sorted(set(EVERY) - {"debug", "demo"})
+SIZED = sorted(set(EVERY) - {"debug", "debug-moe", "demo"})
 
 PUBLISHED = {"1b": 1_235_814_400, "7b": 8_030_261_248, "13b": 13_015_864_320, "30b": 32_528_943_616, "70b": 70_553_706_496}
 """Of Llama-3.2-1B, Llama-3-8B, Llama-2-13B, LLaMA-30B and Llama-3-70B, as their model cards' tensors add up."""

@@ -22,6 +22,7 @@ from forge_core.registry import Registry
 from forge_data.loader import evaluation, open_stream
 from forge_parallel.launcher import Launch
 from forge_parallel.model import ParallelModel
+from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.plan import Plan, default_transforms
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
@@ -69,14 +70,14 @@ def assemble(
             ranks=topology.data_size,
             **shape,
         )
-        evaluations = evaluation(job.data, **shape)
+        evaluations = evaluation(job.data, tokenizer=data.tokenizer, **shape)
 
     store = job.checkpoint.store.build(directory / "checkpoints")
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
     found = resume.newest(store, world, job.checkpoint.resume)
 
     blueprint = Blueprint.of(job.model.build)
-    plan = Plan.of(transforms_of(job, layout, registry), layout)
+    plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
     optimizers: list[Any] = []
     state = State(0, 0, data.start())
     meta: dict[str, Any] = {"hooks": []}
@@ -128,6 +129,11 @@ def transforms_of(job: Job, layout: Layout, registry: Registry) -> list[Any]:
         *(component.build() for component in job.transforms.values()),
         *(registry.load("forge.transforms", name)().build() for name in defaults),
     ]
+
+
+def pipeline_of(job: Job, layout: Layout) -> Pipeline | None:
+    """The recipe's pipeline, where the layout has one."""
+    return job.parallel.pipeline.definition() if layout.pp > 1 else None
 
 
 def _announcer(console: "Console | None") -> Callable[[str], None]:

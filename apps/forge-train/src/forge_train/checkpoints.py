@@ -1,5 +1,6 @@
 """Between a run and its checkpoints: which tensors and which facts are kept, and what must agree at a resume."""
 
+import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import torch
 from forge_ckpt import resume, saver
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
+from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
+from forge_data.cursor import merged
 from forge_parallel.model import ParallelModel
 from forge_train.job import Job
 from forge_train.run import Run
@@ -44,7 +47,7 @@ class Checkpoints:
         """Writes a checkpoint of the current step, durably; all ranks enter."""
         meta = {
             "tokens": run.state.tokens,
-            "cursor": dict(run.state.cursor),
+            "cursor": self._cursor_of_all(run.state.cursor),
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
             "config": self.config,
@@ -53,6 +56,13 @@ class Checkpoints:
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
         return saver.save(self.store, pieces(run.model, run.optimizer), meta, run.state.step, self.world, keep=self.keep)
+
+    def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
+        """One position of those of all ranks, which differ only where each knows its own streams."""
+        if not {"readers", "foreign"} & cursor.keys():
+            return dict(cursor)
+        parts = self.world.all_gather(json.dumps(cursor).encode())
+        return dict(merged([json.loads(part) for part in parts]))
 
     def restore(self, found: resume.Found, model: ParallelModel, optimizer: Optimizer, job: Job) -> Mapping[str, Any]:
         """Fills model and optimizer from a verified checkpoint and returns its facts.

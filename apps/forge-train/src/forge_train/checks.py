@@ -5,6 +5,7 @@ from typing import Any
 from forge_core.errors import Fault
 from forge_core.layout import Layout
 from forge_train.components.hooks import Evaluate
+from forge_train.components.sample import Sample
 
 
 def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
@@ -40,4 +41,17 @@ def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every
             f"{job.data.sequence_length} tokens are more than model.max_length = {longest}",
             hint=f"raise model.max_length or lower data.sequence_length to {longest}",
         )
+    ]
+
+
+def samples_need_a_whole_model(job: Any, layout: Layout) -> list[Fault]:
+    """A hook that generates text, in a layout that leaves no rank a whole model."""
+    return [
+        Fault(
+            f"hooks.{index}.name",
+            f"'sample' cannot generate text with parallel.pp = {layout.pp}: no rank has the whole model",
+            hint="leave the hook out and run `forge-train generate` on a checkpoint",
+        )
+        for index, hook in enumerate(job.hooks)
+        if isinstance(hook, Sample) and layout.pp > 1
     ]

@@ -1,7 +1,7 @@
 """A model and its tokenizer taken from a checkpoint, on one process, for generation."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
+from forge_models.sampling import Sampling
 from forge_train.weights import ForgeWeights, job_of
 
 FOREIGN = "config.json"
@@ -29,17 +30,20 @@ def opened(path: Path, registry: Registry) -> Weights:
 @torch.no_grad()
 def loaded(weights: Weights, device: torch.device | None = None) -> torch.nn.Module:
     """The whole model in the widest dtype among its weights, ready to run."""
+    from forge_models.logits import buffers_of
+
     component: Any = weights.model
     place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        model = component.build()
+    held = dict(model.named_buffers())  # they keep the dtypes that they have
     dtype = torch.float32
     if weights.tensors:
-        dtypes = [getattr(torch, entry.dtype) for entry in weights.tensors.values()]
+        dtypes = [getattr(torch, entry.dtype) for name, entry in weights.tensors.items() if name not in held]
         dtype = dtypes[0]
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
-    with torch.device("meta"):
-        model = component.build()
-    state: dict[str, torch.Tensor] = {}
+    state = {name: value.to(place, copy=True) for name, value in buffers_of(weights, model, held).items()}
     ties = dict(model.specs().ties)
     for name in dict(model.named_parameters(remove_duplicate=False)):
         original = ties.get(name, name)
@@ -148,12 +152,16 @@ class Continuation:
         self,
         model: torch.nn.Module,
         tokenizer: Tokenizer,
-        settings: Mapping[str, Any],
-        stops: Sequence[str],
-        ends: frozenset[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stops: Sequence[str] = (),
+        ends: frozenset[int] = frozenset(),
         begin: Sequence[int] = (),
+        prefill: int | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.settings = model, tokenizer, dict(settings)
+        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
+        self.max_tokens, self.prefill = max_tokens, prefill
         self.stops, self.ends, self.begin = tuple(stops), ends, list(begin)
         self.tokens = 0
         if any(not text for text in self.stops):
@@ -168,7 +176,8 @@ class Continuation:
             prompt = [self.tokenizer.eos]  # documents follow the end of another
         model: Any = self.model
         self.tokens, shown, made = 0, 0, []
-        for step in stream(model, [prompt], eos=self.ends, **self.settings):
+        steps = stream(model, [prompt], self.sampling, max_tokens=self.max_tokens, eos=self.ends, prefill=self.prefill)
+        for step in steps:
             token = step[0]
             if token is None:
                 break

@@ -62,8 +62,8 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions that go through the model in one optimizer step, with or without a label."""
-        return self.job.train.global_batch * self.job.data.sequence_length
+        """Positions that go through the model in the current optimizer step, with or without a label."""
+        return self.data.tokens_at(self.state.step)
 
     @property
     def lr(self) -> float | None:
@@ -80,7 +80,7 @@ class Run:
         """Clip, optimizer, clear. A step whose loss or norm is not finite changes nothing."""
         if self.job.train.grad_clip is not None:
             clip(self.model, result.norm, self.job.train.grad_clip)
-        self.optimizer.set_factor(self.factor(self.state.step))
+        self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step))
         self.optimizer.step(result.skip)
         self.optimizer.zero_grad()
 

@@ -9,6 +9,8 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
+from forge_parallel.boxes import local_box
+from forge_parallel.init import fill
 from forge_parallel.model import ParallelModel
 from forge_train.from_hf import KEY
 
@@ -29,13 +31,18 @@ def initial_weights(component: Any, registry: Registry) -> Callable[[ParallelMod
 def fill_from(weights: Weights, model: ParallelModel) -> None:
     """Fills this rank's boxes; only their slices are read. Values are converted to the dtype of the model's state.
 
+    A buffer that the weights lack, such as a counter of a run, begins as in a new run.
+
     Raises:
         ForgeError: names or shapes differ; nothing was changed.
     """
-    pieces = [(piece.name.removeprefix("model/"), piece) for piece in model.pieces()]
     stored = weights.tensors
+    fresh = {
+        name: tensor for name, tensor in model.tensors() if name not in stored and not isinstance(tensor, torch.nn.Parameter)
+    }
+    pieces = [(name, model.piece(name, tensor)) for name, tensor in model.tensors() if name not in fresh]
     faults = [f"{name}: not in the weights" for name, _ in pieces if name not in stored]
-    faults += [f"{name}: not in the model" for name in sorted(set(stored) - {name for name, _ in pieces})]
+    faults += [f"{name}: not in the model" for name in sorted(set(stored) - set(model.specs.tensors))]
     faults += [
         f"{name}: shape {piece.shape}, in the weights {stored[name].shape}"
         for name, piece in pieces
@@ -47,3 +54,5 @@ def fill_from(weights: Weights, model: ParallelModel) -> None:
     for name, piece in pieces:
         if piece.local.numel():
             piece.local.copy_(weights.box(name, piece.offset, tuple(piece.local.shape)))
+    for name, tensor in fresh.items():
+        fill(local_box(tensor), model.specs.tensors[name], name, 0)

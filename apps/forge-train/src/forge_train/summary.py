@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_train.hooks.routing import ROUTING
 from forge_train.hooks.sample import SAMPLES
 from forge_train.report.machine import machine, versions
 from forge_train.report.write import write_report
@@ -28,7 +29,8 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
                 "layout": str(run.topology.layout),
                 "transforms": list(run.model.plan.names()),
             },
-            "samples": _samples(run.directory),
+            "samples": _read(run.directory / SAMPLES, []),
+            "routing": _read(run.directory / ROUTING, None),
             "checkpoints": _checkpoints(run.directory),
             "warnings": warnings,
             **facts(run),
@@ -45,9 +47,8 @@ def facts(run: "Run") -> dict[str, Any]:
     }
 
 
-def _samples(directory: Path) -> list[dict[str, Any]]:
-    path = directory / SAMPLES
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+def _read(path: Path, absent: Any) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else absent
 
 
 def _checkpoints(directory: Path) -> list[dict[str, Any]]:

@@ -168,17 +168,25 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 class Cast:
-    """`Weights` in another dtype."""
+    """`Weights` in another dtype. Buffers keep theirs: a counter or a bias of routing is no weight."""
 
     def __init__(self, weights: Weights, dtype: str) -> None:
         self._weights, self._dtype = weights, getattr(torch, dtype)
         self.model, self.facts = weights.model, weights.facts
-        self.tensors: Mapping[str, Stored] = {name: replace(entry, dtype=dtype) for name, entry in weights.tensors.items()}
+        with torch.device("meta"):
+            component: Any = weights.model
+            self._kept = frozenset(dict(component.build().named_buffers()))
+        self.tensors: Mapping[str, Stored] = {
+            name: entry if name in self._kept else replace(entry, dtype=dtype) for name, entry in weights.tensors.items()
+        }
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Whole tensors, rounded."""
-        return {name: tensor.to(self._dtype) for name, tensor in self._weights.read(names).items()}
+        return {name: self._rounded(name, tensor) for name, tensor in self._weights.read(names).items()}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> torch.Tensor:
         """One box, rounded."""
-        return self._weights.box(name, offset, extent).to(self._dtype)
+        return self._rounded(name, self._weights.box(name, offset, extent))
+
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if name in self._kept else tensor.to(self._dtype)

@@ -21,6 +21,9 @@ def check(
     resolved = load(recipe, context.args, world, registry)
     for warning in resolved.warnings:
         console.note(f"warning: {warning}")
+    depends = list(getattr(resolved.job.model, "layout_dependent", ()))
+    for key in depends:
+        console.note(f"note: what {key} does depends on the number of ranks and on train.micro_batch")
     if as_json:
         console.document(
             {
@@ -30,6 +33,7 @@ def check(
                 "layout": str(resolved.layout),
                 "used": registry.used(resolved.used),
                 "warnings": list(resolved.warnings),
+                "layout_dependent": depends,
                 "faults": [],
             }
         )

@@ -37,9 +37,11 @@ def convert(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_train.alone import alone
     from forge_train.inference import kept_tokenizer
     from forge_train.weights import Cast
 
+    alone("convert")
     console, registry = Console(as_json=as_json), Registry()
     if dtype is not None and dtype not in DTYPES:
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,29 +26,41 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    prefill: Annotated[int | None, typer.Option(help="Prompt tokens taken at once; bounds memory, changes no result.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json instead of the one that belongs to the run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
     """Continue text with the newest checkpoint of a run, token by token as it is made."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_models.sampling import Sampling
+    from forge_train.alone import alone
     from forge_train.inference import Continuation, loaded, opened, opening, tokenizer_for
 
+    alone("generate")
     console, registry = Console(as_json=as_json), Registry()
     if prompt is not None and file is not None:
         raise ForgeError("--prompt and --file both say what is continued; give one")
+    sampling = Sampling(
+        repetition_penalty=repetition_penalty,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+    )
     weights = opened(checkpoint, registry)
     coder = tokenizer_for(weights, tokenizer, registry, console.note)
-    settings: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    begun = Continuation(loaded(weights), coder, settings, tuple(stop or ()), _ends(weights, coder), opening(weights, tokenizer))
+    begun = Continuation(
+        loaded(weights),
+        coder,
+        sampling,
+        max_tokens=max_tokens,
+        stops=tuple(stop or ()),
+        ends=_ends(weights, coder),
+        begin=opening(weights, tokenizer),
+        prefill=prefill,
+    )
     if prompt is None and file is None and not as_json and sys.stdin.isatty():
         _converse(begun)
         return

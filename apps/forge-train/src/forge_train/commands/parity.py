@@ -42,7 +42,12 @@ def parity(
             raise ForgeError(
                 f"--rows {rows} are not whole micro-batches of {micro_batch} on the {layout.data} data ranks of {text}"
             )
-    load(recipe, context.args)
+    job = load(recipe, context.args).job
+    for text, layout in parsed.items():
+        if layout.pp > 1:
+            schedule = job.parallel.pipeline.definition().schedule
+            if why := schedule.refusal(layout.pp, rows // (layout.data * micro_batch)):
+                raise ForgeError(f"{text}: {why}; change --rows or --micro-batch")
     table: list[dict[str, Any]] = []
 
     def measured(layout: str) -> "list[Measurement]":
@@ -85,7 +90,7 @@ def rank(
     from forge_core.layout import Layout
     from forge_core.registry import Registry
     from forge_parallel.parity import Case, measure
-    from forge_train.assemble import transforms_of
+    from forge_train.assemble import pipeline_of, transforms_of
     from forge_train.recipe import load
 
     registry = Registry()
@@ -104,7 +109,8 @@ def rank(
         compute=mode,
         state=mode,
     )
-    return asdict(measure(case, laid_out, transforms_of(job, laid_out, registry), torch.device("cpu")))
+    transforms, pipeline = transforms_of(job, laid_out, registry), pipeline_of(job, laid_out)
+    return asdict(measure(case, laid_out, transforms, torch.device("cpu"), pipeline))
 
 
 def _measurement(raw: dict[str, Any]) -> "Measurement":

@@ -1,8 +1,13 @@
 """`forge-train plugins list|show|doctor`: what is installed, what it takes, and whether it works."""
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from forge_core.console import Console
+    from forge_core.inspection import Key
 
 plugins = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into plugins.")
 
@@ -53,11 +58,16 @@ def show(
         )
         if item.doc:
             console.text(f"    {item.doc}")
-        for key in item.keys:
-            default = f"; default {key.default}" if key.default is not None else ""
-            console.text(f"    {key.name}: {key.expected}{default}")
-            if key.doc:
-                console.text(f"        {key.doc}")
+        _list_keys(console, item.keys, "    ")
+
+
+def _list_keys(console: "Console", keys: "Iterable[Key]", indent: str) -> None:
+    for key in keys:
+        default = f"; default {key.default}" if key.default is not None else ""
+        console.text(f"{indent}{key.name}: {key.expected}{default}")
+        if key.doc:
+            console.text(f"{indent}    {key.doc}")
+        _list_keys(console, key.keys, f"{indent}    ")
 
 
 @plugins.command()

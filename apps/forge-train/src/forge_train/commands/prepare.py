@@ -16,6 +16,7 @@ def prepare(
 
     A run does the same at its start; on a cluster it is better done once, on one process, without accelerators waiting.
     """
+    from forge_core.protocols.data import StreamedSource
     from forge_core.registry import Registry
     from forge_data.loader import evaluation
     from forge_data.opening import context_of, open_sources
@@ -32,7 +33,7 @@ def prepare(
     held_out = evaluation(job.data, workspace=workspace, report=console.note, vocab_size=vocab_size)
     found: dict[str, Any] = {
         "workspace": str(workspace),
-        "sources": {label: source.tokens for label, source in opened.sources.items()},
+        "sources": {label: source.tokens for label, source in opened.sources.items() if not isinstance(source, StreamedSource)},
         "evaluation": {label: entry.tokens for label, entry in held_out.items()},
     }
     if as_json:

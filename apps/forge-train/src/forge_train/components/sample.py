@@ -23,8 +23,14 @@ class Sample(Component):
     """Tokens to generate for each prompt."""
     temperature: Annotated[float, Ge(0)] = 0.8
     """Divides the logits before sampling; 0 takes the most likely token."""
+    top_k: Annotated[int, Gt(0)] | None = None
+    """Samples among the k most likely tokens."""
     top_p: Annotated[float, Gt(0), Le(1)] = 0.95
     """Samples among the most likely tokens that together have this probability."""
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    """Leaves out tokens below this fraction of the most likely one's probability."""
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    """Above 1, tokens that already occurred become less likely."""
 
     def build(self, run: Any) -> "Hook":
         from forge_train.hooks.sample import SampleHook

@@ -46,7 +46,21 @@ class LogHook(Hook):
         if seconds > 0 and steps > 0:
             numbers["tokens_per_second"] = tokens / seconds
             numbers["step_seconds"] = seconds / steps
-        run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})
+        run.log(
+            {**numbers, **mixture(getattr(run, "data", None), step), "tokens": run.state.tokens, "peak_memory": peak_memory()}
+        )
+
+
+def mixture(data: Any, step: int) -> dict[str, float]:
+    """Tokens of each source that the run has read and that its weights asked for, where it mixes several: no device is asked."""
+    mix = getattr(data, "mix", None)
+    found = mix(step) if mix else {}
+    return {
+        f"data/{label}/{what}": value
+        for label, pair in found.items()
+        if len(found) > 1
+        for what, value in zip(("tokens", "planned_tokens"), pair, strict=True)
+    }
 
 
 def peak_memory() -> int:

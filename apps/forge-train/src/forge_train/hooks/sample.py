@@ -29,25 +29,26 @@ class SampleHook(Periodic):
     def act(self, run: Any) -> None:
         """Generates from each prompt, prints and keeps the texts."""
         from forge_models.generation import generate
+        from forge_models.sampling import Sampling
 
-        tokenizer = run.data.tokenizer
-        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.config.prompts]
-        with run.model.inference():
-            generated = generate(
-                run.model.part,
-                prompts,
-                max_tokens=self.config.max_tokens,
-                temperature=self.config.temperature,
-                top_p=self.config.top_p,
-                eos=tokenizer.eos,
-                seed=run.job.job.seed,
-            )
+        config, tokenizer = self.config, run.data.tokenizer
+        sampling = Sampling(
+            repetition_penalty=config.repetition_penalty,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            seed=run.job.job.seed,
+        )
+        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in config.prompts]
+        with run.model.inference(whole_sequences=True):
+            generated = generate(run.model.part, prompts, sampling, max_tokens=config.max_tokens, eos=tokenizer.eos)
         if run.topology.rank != 0:
             return
         texts = [tokenizer.decode([int(token) for token in tokens]) for tokens in generated]
         samples = [
-            {"step": run.state.step, "prompt": prompt, "text": text, "temperature": self.config.temperature}
-            for prompt, text in zip(self.config.prompts, texts, strict=True)
+            {"step": run.state.step, "prompt": prompt, "text": text, "temperature": config.temperature}
+            for prompt, text in zip(config.prompts, texts, strict=True)
         ]
         try:
             (run.directory / SAMPLES).write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")

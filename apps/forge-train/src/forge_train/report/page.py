@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from forge_train.report.chart import Line, Reference, chart
+from forge_train.report.heat import heat
 from forge_train.report.tables import fields, rows
 
 Entries = Sequence[Mapping[str, Any]]
@@ -29,6 +30,7 @@ def page(summary: Mapping[str, Any], entries: Entries) -> str:
         _warnings(summary.get("warnings", ())),
         _section("Result", results(summary, entries)),
         _section("Curves", _charts(summary, entries)),
+        _section("Experts", _experts(summary.get("routing"))),
         _section("Generated text", "".join(_sample(item) for item in summary.get("samples", ()))),
         _section("Checkpoints", _checkpoints(summary.get("checkpoints", ()))),
         _section("Model, machine and versions", _tables(summary)),
@@ -101,6 +103,14 @@ def _charts(summary: Mapping[str, Any], entries: Entries) -> str:
     ]
     shown = "\n".join(one for one in charts if one)
     return f'<div class="charts">{shown}</div>' if shown else ""
+
+
+def _experts(routing: Any) -> str:
+    if not routing:
+        return ""
+    note = f"step {routing['step']}; load of each expert, 0 white, 1 the mean, 2 and more full"
+    drawn = heat("Load of experts", note, routing["layers"])
+    return f'<div class="charts">{drawn}</div>' if drawn else ""
 
 
 def _points(entries: Entries, x: str, y: str) -> list[tuple[float, float]]:

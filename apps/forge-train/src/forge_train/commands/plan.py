@@ -1,0 +1,53 @@
+"""`forge-train plan RECIPE --world N`: what a run would hold and exchange, from one process without memory for any tensor."""
+
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `7b`.")],
+    world: Annotated[int, typer.Option("--world", min=1, help="Number of processes, one for each GPU.")] = 1,
+    per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes of one node, for the map of ranks.")] = 8,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option("--rank", help="A rank to look at; may be repeated. By default one of each stage."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, bytes as integers.")] = False,
+) -> None:
+    """Show what a recipe would hold and exchange on N processes, before any of them is rented.
+
+    Draws which ranks form which group; then, per rank, bytes of parameters, gradients and optimizer state, of
+    activations, and of every collective beside the least that would do. The recipe's own model, transforms and optimizer
+    run for a step, on tensors without memory: no GPU, no data, a few hundred MiB, seconds to a minute.
+
+    Try layouts before you rent: forge-train plan 7b --world 64 --parallel.dp_replicate=8
+    """
+    from forge_core.console import Console
+    from forge_core.errors import LayoutError
+    from forge_core.registry import Registry
+    from forge_train.alone import alone
+    from forge_train.recipe import load
+
+    alone("plan")
+    registry = Registry()
+    console = Console(as_json=as_json)
+    resolved = load(recipe, context.args, world, registry)
+    for warning in resolved.warnings:
+        console.note(f"warning: {warning}")
+    assert resolved.layout is not None, "a world was given"
+    if outside := [rank for rank in ranks or () if not 0 <= rank < world]:
+        raise LayoutError(f"--rank {outside[0]}: ranks of {world} processes are 0 to {world - 1}")
+    from forge_train.planning import planned
+
+    found = planned(resolved.job, resolved.layout, registry, per_node, tuple(dict.fromkeys(ranks or ())))
+    if as_json:
+        console.document({"recipe": recipe, **found.as_json()})
+        return
+    from rich.console import Console as Terminal
+
+    from forge_train.plan_page import draw
+
+    terminal = Terminal(markup=False, highlight=False)
+    draw(found, recipe, terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=160))

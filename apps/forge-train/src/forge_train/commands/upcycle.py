@@ -1,0 +1,39 @@
+"""`forge-train upcycle SOURCE RECIPE TARGET`: a dense model's weights as those of a model with experts."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def upcycle(
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder of a dense model.")],
+    recipe: Annotated[str, typer.Argument(help="A TOML file or preset whose [model.moe] says what is made.")],
+    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = "hf",
+    noise: Annotated[float, typer.Option(min=0.0, help="Added to experts, in units of each matrix's own deviation.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of noise and routers.")] = 0,
+) -> None:
+    """Make experts of a dense model's feed-forward parts; without noise the new model computes what the old one did.
+
+    A run starts from a folder in the Hugging Face format by `[model] from_hf`.
+    """
+    from forge_core.console import Console
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_models.moe.upcycle import Upcycled
+    from forge_train.alone import alone
+    from forge_train.inference import opened
+    from forge_train.recipe import load
+
+    alone("upcycle")
+    registry = Registry()
+    model: Any = load(recipe, registry=registry).job.model
+    if getattr(model, "moe", None) is None:
+        raise ForgeError(f"{recipe} has no [model.moe], so it does not say what experts to make")
+    weights = Upcycled(opened(source, registry), model.moe, noise, seed)
+    registry.load("forge.converters", to)().build().write(target, weights)
+    moe = weights.model.moe
+    assert moe is not None
+    layers = sum(moe.has(layer) for layer in range(weights.model.layers))
+    Console().text(f"{target}: {layers} of {weights.model.layers} layers with {moe.experts} experts, {moe.top_k} for each token")

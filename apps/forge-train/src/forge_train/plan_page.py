@@ -1,0 +1,182 @@
+"""A dry run drawn in the terminal: the map of ranks, memory of a rank, traffic of a step."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge_core.layout import DENSE, Layout
+from forge_parallel.dryrun.estimate import Estimate
+from forge_parallel.traffic import Flow
+from forge_train.planning import METHOD, Planned
+
+LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+SHOWN = 4
+"""Nodes drawn of many, and columns of many stages."""
+BAR = 32
+"""Characters of the longest bar."""
+
+
+def draw(plan: Planned, recipe: str, out: Console) -> None:
+    """Prints a plan."""
+    layout, nodes = plan.layout, -(-plan.layout.world // plan.per_node)
+    rows = plan.micro_batches * plan.rows * layout.data
+    out.print(
+        Text(f"{recipe} on {_many(layout.world, 'rank')}, {_many(nodes, 'node')} of {plan.per_node}: {layout}", style="bold")
+    )
+    out.print(
+        f"A step: {rows:,} sequences of {plan.length:,} tokens; {_many(plan.micro_batches, 'micro-batch', 'es')} of {plan.rows} "
+        f"on each of {_many(layout.data, 'data rank')}. Transforms: {', '.join(plan.transforms) or 'none'}."
+    )
+    for part in (_map(layout, plan.per_node), [_axes(plan)] if plan.groups else [], *_ranks(plan)):
+        out.print()
+        for item in part:
+            out.print(item)
+    out.print()
+    out.print(Text(METHOD, style="dim"))
+
+
+def _map(layout: Layout, per_node: int) -> Iterator[Text]:
+    """A line per node, with the rank and the coordinates that differ on it; those that do not stand before the bar."""
+    active = [axis for axis in DENSE if layout.size(axis) > 1]
+    nodes = [range(start, min(start + per_node, layout.world)) for start in range(0, layout.world, per_node)]
+    shown = range(len(nodes)) if len(nodes) <= SHOWN + 1 else [*range(SHOWN - 1), len(nodes) - 1]
+    at = {rank: layout.coordinates(rank) for number in shown for rank in nodes[number]}
+    varying = [axis for axis in active if any(len({at[rank][axis] for rank in nodes[n]}) > 1 for n in shown)]
+    fixed = [axis for axis in active if axis not in varying]
+    inner = active[-1] if active else None
+    named = [f"{LETTERS[axis]} = {axis}" for axis in active]
+    if inner is not None:
+        yield Text(f"{', '.join(named)}; ranks of one colour exchange over {inner}", style="dim")
+    width = max(len(_cell(rank, at[rank], varying)) for rank in at)
+    heads = {number: _head(number, at[nodes[number][0]], fixed) for number in shown}
+    margin = max(map(len, heads.values()))
+    before = -1
+    for number in shown:
+        if number != before + 1:
+            yield Text(f"{'⋮':>{margin}}   {number - before - 1:,} more nodes", style="dim")
+        line = Text(f"{heads[number]:<{margin}} │")
+        for rank in nodes[number]:
+            style = "" if inner is None else COLOURS[_group(at[rank], active[:-1], layout) % len(COLOURS)]
+            line.append(f" {_cell(rank, at[rank], varying):<{width}} ", style=style).append("│")
+        yield line
+        before = number
+
+
+def _head(number: int, at: dict[str, int], axes: Sequence[str]) -> str:
+    return " ".join([f"node {number}", *(f"{LETTERS[axis]}{at[axis]}" for axis in axes)])
+
+
+def _cell(rank: int, at: dict[str, int], axes: Sequence[str]) -> str:
+    return " ".join([str(rank), *(f"{LETTERS[axis]}{at[axis]}" for axis in axes)])
+
+
+def _group(at: dict[str, int], axes: Sequence[str], layout: Layout) -> int:
+    """The number of a rank's group, whose members differ on the axis that is left out."""
+    number = 0
+    for axis in axes:
+        number = number * layout.size(axis) + at[axis]
+    return number
+
+
+def _axes(plan: Planned) -> Table:
+    table = _table("axis", "size", "groups", "the first group", "reaches")
+    for group in plan.groups:
+        reach = "a node" if group.nodes == 1 else f"{group.nodes:,} nodes"
+        table.add_row(group.axis, f"{group.size:,}", f"{group.groups:,}", listed(group.first), reach)
+    return table
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`0-7`, `0, 8, 16` or `0, 8 .. 504`."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    regular = all(b - a == step for a, b in pairwise(ranks))
+    if regular and step == 1 and len(ranks) > 2:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if regular and len(ranks) > 4:
+        return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _ranks(plan: Planned) -> Iterator[list[Table | Text]]:
+    many = plan.ranks if len(plan.ranks) <= SHOWN else (*plan.ranks[: SHOWN - 1], plan.ranks[-1])
+    left_out = len(plan.ranks) - len(many)
+    yield [_memory(many, plan.layout), *([Text(f"{left_out} more with --json", style="dim")] if left_out else [])]
+    fullest = max(plan.ranks, key=lambda estimate: sum(estimate.peak.values()))
+    yield [Text(f"The peak of rank {fullest.rank}, {size(sum(fullest.peak.values()))}", style="bold"), _peak(fullest)]
+    for estimate in many:
+        if flows := [flow for flow in estimate.flows if flow.axis != "self"]:
+            yield [Text(f"What rank {estimate.rank} exchanges in a step", style="bold"), _traffic(flows, estimate)]
+
+
+def _memory(ranks: Sequence[Estimate], layout: Layout) -> Table:
+    one = len(ranks) == 1
+    heads = [f"rank {estimate.rank}" + (f" p{estimate.at['pp']}" if layout.pp > 1 else "") for estimate in ranks]
+    table = _table("memory", *heads, *(("bytes",) if one else ()), "")
+    exact, within = "exact, between steps", "within a step"
+    lines = [
+        ("parameters", "parameters", exact),
+        ("gradients", "gradients", "exact, after a backward"),
+        ("optimizer state", "optimizer", exact),
+        ("buffers", "buffers", exact),
+        ("activations of a micro-batch", "activations", "kept for its backward, head excepted"),
+        ("loss head keeps", "head", "for its backward"),
+        ("loss head works with", "head_work", "at most, while it runs"),
+        ("largest unit gathered", "gathered", within),
+        ("largest gradient scattered", "reduced", within),
+    ]
+    for name, attribute, remark in lines:
+        sizes = [getattr(estimate, attribute) for estimate in ranks]
+        if any(sizes):
+            table.add_row(name, *map(size, sizes), *((f"{sizes[0]:,}",) if one else ()), Text(remark, style="dim"))
+    totals = [sum(estimate.peak.values()) for estimate in ranks]
+    cells = [*map(size, totals), *((f"{totals[0]:,}",) if one else ())]
+    table.add_row("peak", *cells, Text("estimate, of all at once", style="dim"), style="bold")
+    return table
+
+
+def _peak(estimate: Estimate) -> Table:
+    table = Table.grid(padding=(0, 2))
+    total = sum(estimate.peak.values())
+    for index, (kind, held) in enumerate(sorted(estimate.peak.items(), key=lambda item: -item[1])):
+        bar = Text("█" * max(1, round(BAR * held / total)), style=COLOURS[index % len(COLOURS)])
+        if held * 1000 >= total:
+            table.add_row(f"  {kind}", Text(size(held), justify="right"), bar)
+    return table
+
+
+def _traffic(flows: Sequence[Flow], estimate: Estimate) -> Table:
+    table = _table("axis", "collective", "calls", "of tensors", "sent by a rank", "at least", "ratio")
+    least = {(bound.axis, bound.kind): bound.wire for bound in estimate.bounds}
+    for flow in flows:
+        bound = least.get((flow.axis, flow.kind))
+        known = ("", "") if not bound else (size(bound), f"{flow.wire / bound:.2f}")
+        sent = "" if flow.kind == "receive" else size(flow.wire)
+        table.add_row(flow.axis, flow.kind.replace("_", "-"), f"{flow.count:,}", size(flow.payload), sent, *known)
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        numeric = column not in ("", "the first group", "collective", "reaches")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    return table
+
+
+def size(count: int) -> str:
+    """Bytes in binary units with two digits after the point: `14.96 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count:,} B" if unit == "B" else f"{value:,.2f} {unit}"
+
+
+def _many(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else plural}"

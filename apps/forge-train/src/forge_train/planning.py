@@ -1,0 +1,112 @@
+"""A recipe as a dry run sees it, and the dry run as plain data."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forge_core.layout import DENSE, SPARSE, Layout
+from forge_core.registry import Registry
+from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
+from forge_train.assemble import pipeline_of, transforms_of
+from forge_train.job import Job
+
+METHOD = (
+    "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
+    "that is not there. Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less, and "
+    "its allocator takes some more. Blocks are taken uncompiled, and rows as single documents."
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One axis of a layout: its size, how many groups of ranks there are, the first of them, and how many nodes a group spans."""
+
+    axis: str
+    size: int
+    groups: int
+    first: tuple[int, ...]
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A dry run of a recipe.
+
+    Attributes:
+        layout: of the world that was asked for.
+        per_node: ranks of a node.
+        transforms: names, in the order of application.
+        micro_batches: of a rank and step; `rows` sequences of `length` tokens each.
+        groups: for each axis larger than 1.
+        ranks: estimates, one rank of each pipeline stage unless others were asked for.
+    """
+
+    layout: Layout
+    per_node: int
+    transforms: tuple[str, ...]
+    micro_batches: int
+    rows: int
+    length: int
+    groups: tuple[Group, ...]
+    ranks: tuple[Estimate, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, bytes as integers."""
+        ranks = []
+        for estimate in self.ranks:
+            entry = asdict(estimate)
+            entry["peak"] = {"bytes": sum(estimate.peak.values()), "of": dict(estimate.peak)}
+            ranks.append(entry | {"at": {axis: estimate.at[axis] for axis in DENSE}})
+        step = {"micro_batches": self.micro_batches, "rows": self.rows, "length": self.length}
+        return {
+            "layout": self.layout.sizes(),
+            "world": self.layout.world,
+            "per_node": self.per_node,
+            "transforms": list(self.transforms),
+            "step": step,
+            "axes": [asdict(group) | {"first": list(group.first)} for group in self.groups],
+            "ranks": ranks,
+            "method": METHOD,
+        }
+
+
+def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: Sequence[int] = ()) -> Planned:
+    """Runs `job` dry on some ranks of `layout`: by default on the first one of each pipeline stage, which hold the most.
+
+    Raises:
+        ForgeError: what a run would refuse when it is assembled.
+    """
+    train, transforms, pipeline = job.train, transforms_of(job, layout, registry), pipeline_of(job, layout)
+    workload = Workload(
+        build=job.model.build,
+        objective=job.objective.build(),
+        optimizer=job.optimizer.build,
+        rows=train.micro_batch,
+        length=job.data.sequence_length,
+        micro_batches=train.global_batch // (layout.data * train.micro_batch),
+        compute=job.precision.compute,
+        state=job.precision.state,
+        # Ranks that share rows tell each other where documents begin; others keep it to themselves.
+        documents=layout.cp > 1 and job.data.documents == "mask",
+    )
+    chosen = ranks or range(0, layout.world, layout.world // layout.pp)
+    estimates = dry_runs(workload, layout, transforms, chosen, pipeline)
+    names = tuple(transform.name for transform in sorted(transforms, key=lambda transform: transform.phase))
+    groups = groups_of(layout, per_node)
+    return Planned(layout, per_node, names, workload.micro_batches, workload.rows, workload.length, groups, tuple(estimates))
+
+
+def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:
+    """Groups of every axis larger than 1, and of the experts' axes where experts borrow ranks."""
+    views: list[tuple[str, ...]] = [(axis,) for axis in DENSE]
+    if layout.cp > 1 and layout.dp_shard > 1:
+        views.append(("dp_shard", "cp"))
+    if layout.ep * layout.etp > 1:
+        views += [(axis,) for axis in SPARSE if axis not in DENSE]
+    found = []
+    for axes in views:
+        members = list(layout.groups(axes))
+        if len(members[0]) > 1:
+            nodes = max(len({rank // per_node for rank in ranks}) for ranks in members)
+            found.append(Group("+".join(axes), len(members[0]), len(members), members[0], nodes))
+    return tuple(found)

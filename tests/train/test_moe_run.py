@@ -1,0 +1,83 @@
+"""A run with experts: resumes to the bit, generates from its checkpoint, and starts from another library's folder."""
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_core.registry import Registry
+from forge_models.generation import generate
+from forge_parallel.gather import full
+from forge_train.inference import loaded, opened
+from forge_train.weights import Cast
+from models.hf.zoo import CASES, random_model, saved
+from train.runs import TINY, prepared, train
+
+SPARSE = (
+    TINY
+    + """
+[[hooks]]
+name = "routing"
+every = 2
+
+[model.moe]
+experts = 4
+shared = 1
+ffn_dim = 16
+first_dense = 1
+router = { name = "sigmoid_topk", bias_rate = 0.05, bias_schedule = "cosine", bias_steps = 8 }
+losses = { sequence = 0.01, global_batch = 0.01, z = 0.001 }
+"""
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "sparse.toml"
+    path.write_text(SPARSE)
+    return path
+
+
+def test_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
+    def run(name: str, steps: int) -> dict:
+        return train(recipe, [f"--job.dir={tmp_path / name}", f"--train.max_steps={steps}", "--schedule.name=constant"])
+
+    whole, pieces = run("whole", 6), [run("cut", steps) for steps in (2, 6)]
+    assert list(chain.from_iterable(piece["losses"] for piece in pieces)) == whole["losses"]
+    assert pieces[-1]["weights"] == whole["weights"]  # of every parameter, bias and counter
+
+
+def test_a_checkpoint_generates_with_the_biases_that_it_has(recipe: Path, tmp_path: Path) -> None:
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}"])
+    bias = run.model.part.blocks["1"].mlp.router.bias
+    bias.copy_(torch.tensor([0.5, -0.25, 0.125, 1e-3]))
+    run.save()
+    weights = opened(tmp_path / "run", Registry())
+    model = loaded(weights)
+    assert torch.equal(model.blocks["1"].mlp.router.bias, bias)
+    assert model.blocks["1"].mlp.router.updates.dtype == torch.int64
+    rounded = loaded(Cast(weights, "bfloat16"))
+    assert rounded.blocks["1"].mlp.router.bias.dtype == torch.float32
+    assert torch.equal(rounded.blocks["1"].mlp.router.bias, bias)
+    run.model.part.eval()
+    expected = generate(run.model.part, [[3, 1, 4]], max_tokens=6)
+    assert generate(model, [[3, 1, 4]], max_tokens=6) == expected
+
+
+def test_a_run_starts_from_a_folder_with_experts(tmp_path: Path) -> None:
+    kind, keys = CASES["deepseek_v3"]
+    reference = random_model(kind, keys)
+    folder = saved(reference, tmp_path / "theirs")
+    text = SPARSE[SPARSE.index("[data]") : SPARSE.index("[model.moe]")].replace("vocab_size = 61", "vocab_size = 97")
+    path = tmp_path / "from.toml"
+    path.write_text(f'[job]\nname = "from"\n[model]\nfrom_hf = "{folder}"\n[model.moe.losses]\nglobal_batch = 0.1\n' + text)
+    run, _ = prepared(path, [f"--job.dir={tmp_path / 'run'}"])
+    tensors = {name: full(tensor) for name, tensor in run.model.tensors()}
+    layer = reference.model.layers[1].mlp  # type: ignore[union-attr]
+    assert torch.equal(tensors["blocks.1.mlp.router.bias"], layer.gate.e_score_correction_bias)
+    assert torch.equal(tensors["blocks.1.mlp.experts.down_proj"], layer.experts.down_proj)
+    assert tensors["blocks.1.mlp.load"].tolist() == [0] * 8  # a counter of ours, which begins
+    with torch.no_grad():
+        rows = torch.arange(20)[None]
+        torch.testing.assert_close(run.model.part.eval()(rows), reference(rows).logits, rtol=1e-5, atol=2e-5)

@@ -1,0 +1,125 @@
+"""`forge-train plan`: what a user reads, and what a program reads, of a dry run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_core.layout import Layout
+from forge_train.plan_page import listed, size
+from forge_train.planning import groups_of
+from train.runs import TINY
+from train.test_cli import ENVIRONMENT, forge
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    return tmp_path
+
+
+def test_the_plan_of_a_recipe(here: Path) -> None:
+    done = forge(here, "plan", "tiny.toml", "--world", "4", "--parallel.dp_replicate=2", "--per-node", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["layout"]["dp_replicate"] == plan["layout"]["dp_shard"] == 2
+    assert plan["step"] == {"micro_batches": 1, "rows": 2, "length": 16}
+    assert [(axis["axis"], axis["first"], axis["nodes"]) for axis in plan["axes"]] == [
+        ("dp_replicate", [0, 2], 2),
+        ("dp_shard", [0, 1], 1),
+    ]
+    (rank,) = plan["ranks"]
+    # Every dimension but the vocabulary divides: 61 rows are 31 on each of two ranks, padded.
+    blocks = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16)
+    parameters = 4 * ((blocks + 16) // 2 + 2 * 31 * 16)
+    assert rank["parameters"] == rank["gradients"] == parameters
+    assert rank["optimizer"] == 2 * parameters + 4 * 21  # two moments, and a count for each of 21 tensors
+    assert rank["peak"]["bytes"] == sum(rank["peak"]["of"].values()) > 4 * parameters
+    assert {bound["axis"] for bound in rank["bounds"]} == {"dp_replicate", "dp_shard"}
+    assert not list(here.glob("runs")), "nothing is written"
+
+
+def test_what_a_person_reads(here: Path) -> None:
+    done = forge(here, "plan", "tiny.toml", "--world", "4", "--per-node", "2")
+    assert done.returncode == 0, done.stderr
+    for words in ("4 ranks, 2 nodes of 2: dp4", "node 1 │ 2 s2 │ 3 s3 │", "dp_shard", "optimizer state", "reduce-scatter"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 160
+
+
+def test_ranks_can_be_chosen(here: Path) -> None:
+    done = forge(here, "plan", "tiny.toml", "--world", "4", "--rank", "3", "--rank", "0", "--json")
+    assert [rank["rank"] for rank in json.loads(done.stdout)["ranks"]] == [3, 0]
+    refused = forge(here, "plan", "tiny.toml", "--world", "4", "--rank", "4")
+    assert refused.returncode == 2
+    assert "ranks of 4 processes are 0 to 3" in refused.stderr
+
+
+def test_what_a_run_would_refuse_is_refused(here: Path) -> None:
+    done = forge(here, "plan", "tiny.toml", "--world", "3")
+    assert done.returncode == 2
+    assert "train.global_batch" in done.stderr
+
+
+def test_it_runs_once_not_under_a_launcher(here: Path) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    done = forge(here, "plan", "tiny.toml", "--world", "2", **launched)
+    assert done.returncode == 2
+    assert "without torchrun" in done.stderr
+
+
+def test_groups_and_the_nodes_that_they_span() -> None:
+    found = {group.axis: group for group in groups_of(Layout.parse("pp2hsdp2x4tp4"), 8)}
+    assert list(found) == ["pp", "dp_replicate", "dp_shard", "tp"]
+    assert {axis: (group.size, group.groups, group.nodes) for axis, group in found.items()} == {
+        "pp": (2, 32, 2),
+        "dp_replicate": (2, 32, 2),
+        "dp_shard": (4, 16, 2),
+        "tp": (4, 16, 1),
+    }
+    assert found["dp_shard"].first == (0, 4, 8, 12)
+    assert [group.nodes for group in groups_of(Layout.parse("tp4"), 3)] == [2]
+    assert [group.axis for group in groups_of(Layout.parse("dp4ep2"), 8)] == ["dp_shard", "efsdp", "ep"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((0, 1, 2, 3), "0-3"),
+        ((0, 1), "0, 1"),
+        ((0, 8, 16), "0, 8, 16"),
+        ((0, 8, 16, 24, 32), "0, 8 .. 32"),
+        ((0, 3, 4), "0, 3, 4"),
+    ],
+)
+def test_ranks_are_listed_briefly(ranks: tuple[int, ...], text: str) -> None:
+    assert listed(ranks) == text
+
+
+def test_sizes() -> None:
+    assert [size(count) for count in (0, 1023, 1024, 3 * 2**30 // 2, 5 * 2**50)] == [
+        "0 B",
+        "1,023 B",
+        "1.00 KiB",
+        "1.50 GiB",
+        "5,120.00 TiB",
+    ]
+
+
+@pytest.mark.slow
+def test_a_large_world_is_planned_in_little_memory() -> None:
+    code = (
+        "import resource, sys; from forge_train.cli import main\n"
+        "try: main(['plan', '7b', '--world', '512', '--json'])\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert int(done.stderr.splitlines()[-1]) * 1024 < 4 * 2**30
+    (rank,) = json.loads(done.stdout)["ranks"]
+    tables = 128256 * 4096
+    assert (
+        rank["elements"] == (8_030_261_248 - 2 * tables) // 512 + 2 * 251 * 4096
+    )  # 250.5 rows of each table, of which this one has 251

@@ -1,0 +1,79 @@
+"""The hook `routing`: numbers of a layer by hand, the file for the report, the heat map, and what it refuses."""
+
+import json
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from forge_core.layout import Layout
+from forge_models.components.decoder import Decoder
+from forge_models.components.moe import MoE
+from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_parallel.plan import Plan
+from forge_parallel.realization import Blueprint, realize
+from forge_parallel.topology import Topology
+from forge_train.components.routing import Routing
+from forge_train.hooks.routing import ROUTING
+from forge_train.report.heat import heat
+from forge_train.report.page import page
+
+SIZES = {"dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
+
+
+def made(tmp_path, router):
+    config = Decoder(**SIZES, moe=MoE(experts=4, first_dense=1, router=router))
+    layout = Layout()
+    topology = Topology.of(layout, torch.device("cpu"))
+    model = realize(Blueprint.of(config.build), Plan.of([], layout), topology, 0)
+    logged = []
+    run = SimpleNamespace(
+        job=SimpleNamespace(model=config),
+        model=model,
+        topology=topology,
+        directory=tmp_path,
+        state=SimpleNamespace(step=10),
+        paused=0.0,
+        log=logged.append,
+    )
+    return run, logged
+
+
+@pytest.mark.parametrize("router", [SoftmaxTopK(), SigmoidTopK(bias_rate=0.5)])
+def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, router):
+    run, logged = made(tmp_path, router)
+    hook = Routing(every=10).build(run)
+    hook.after_step(run, None)
+    assert not logged and not (tmp_path / ROUTING).exists()  # no step was made yet
+    # Load, dropped, tokens, entropy, loss: 8 tokens, 2 slots each.
+    totals = torch.tensor([8.0, 4, 3, 1, 2, 0, 0, 0, 8, 4.0, 2.0], dtype=torch.float64)
+    run.model.part.blocks["1"].mlp.after_step(totals, torch.zeros(()))
+    run.state.step = 20
+    hook.after_step(run, None)
+    expected = {"load_max": 2.0, "load_min": 0.25, "entropy": 0.5, "dropped": 2 / 16, "loss": 0.25}
+    if isinstance(router, SigmoidTopK):
+        expected |= {"bias_max": 0.5, "bias_min": -0.5}
+    assert logged == [{f"routing/blocks.1/{name}": value for name, value in expected.items()}]
+    kept = json.loads((tmp_path / ROUTING).read_text())
+    assert kept == {"step": 20, "layers": {"blocks.1": [2.0, 1.0, 0.75, 0.25]}}
+    drawn = page({"routing": kept}, [])
+    assert "Load of experts" in drawn and "blocks.1, expert 2: 0.75" in drawn
+    assert "Load of experts" not in page({"routing": None}, [])
+
+
+def test_shades_are_half_the_load():
+    root = ElementTree.fromstring(heat("t", "<n>", {"a": [0.0, 1.0, 2.0, 9.0], "b": [1.0] * 4}))
+    cells = [cell for cell in root if cell.tag == "rect"]
+    assert [cell.get("fill-opacity") for cell in cells[:4]] == ["0.00", "0.50", "1.00", "1.00"]
+    assert len({cell.get("y") for cell in cells}) == 2
+    assert heat("t", "", {}) == ""
+
+
+def test_a_dense_model_has_nothing_to_show_and_trains_on(tmp_path):
+    run, logged = made(tmp_path, SoftmaxTopK())
+    run.job = SimpleNamespace(model=Decoder(**SIZES))
+    hook = Routing(every=1).build(run)
+    hook.after_step(run, None)
+    hook.finish(run)
+    assert not logged and not (tmp_path / ROUTING).exists()
