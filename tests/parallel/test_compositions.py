@@ -2,8 +2,9 @@
 
 A tiny decoder with grouped-query attention, packed documents, rows with very different numbers of labels, and one micro-batch
 without any. In fp64 a layout has to give one process's loss, norm, gradients and weights to 1e-10; in float8 with fp32 sums those
-of one process in float8 to 2e-6. In bf16 sums are rounded at other places: there a layout may be twice as far from the exact
-numbers as one process in bf16 is, and no farther. A sum that is missing, or made twice, is a hundred times farther.
+of one process in float8 to 2e-6. In bf16 sums are rounded at other places, and by a compiler in fp32, after which a number may
+become the neighboring float8: there a layout may be twice as far from the exact numbers as one process in that precision is, and
+no farther. A sum that is missing, or made twice, is ten to a hundred times farther.
 """
 
 import warnings
@@ -89,7 +90,7 @@ def equals_one_process(world: World, run: frozenset[str], tied: bool) -> None:
     alone = measured(case, "1", run & {"float8"})
     for found in world.run(measured, layout.world, case, str(layout), run, timeout=400):
         difference = compare(alone, found)
-        if compute == "fp32":  # the same numbers are rounded to float8
+        if compute == "fp32" and "compile" not in run:  # the same numbers are rounded to float8
             assert difference.accepted("fp32"), difference
         else:
             assert difference.initial

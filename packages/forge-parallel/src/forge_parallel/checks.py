@@ -80,7 +80,7 @@ def sequence_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
         pieces = layout.cp * layout.tp
         yield Fault(
             "data.sequence_length",
-            f"{length} tokens on {layout.cp} ranks of cp cannot be cut into {layout.tp} equal parts for parallel.tp",
+            f"{length // layout.cp} tokens of a row cannot be cut into {layout.tp} equal parts for parallel.tp",
             hint=f"a multiple of {pieces} can; or set transforms.tensor.sequence_parallel = false",
         )
 
