@@ -106,7 +106,6 @@ def _drawn(template: nn.Module, blocks: list[str], seed: int) -> Iterator[dict[s
     inside = tuple(f"{block}." for block in blocks)
     own = [p for p, m in template.named_modules() if any(v is not None for v in m._parameters.values())]
     alone = [path for path in own if path not in blocks and not f"{path}.".startswith(inside)]
-    tied: set[int] = set()
     for path in (*alone, *blocks):
         unit = template.get_submodule(path)
         real = deepcopy(unit).to_empty(device="cpu")
@@ -116,13 +115,9 @@ def _drawn(template: nn.Module, blocks: list[str], seed: int) -> Iterator[dict[s
             torch.manual_seed(int.from_bytes(digest, "little"))
             for part in parts:
                 _initialize(template, path, part)
-        values: dict[str, torch.Tensor] = {}
-        twins = dict(unit.named_parameters(recurse=path in blocks))
-        for name, parameter in real.named_parameters(recurse=path in blocks):
-            if id(twins[name]) not in tied:  # a tied tensor belongs to the unit that has it first
-                tied.add(id(twins[name]))
-                values[f"{path}.{name}".removeprefix(".")] = parameter
-        yield values
+        # A tied tensor is drawn by each unit that has it; only the name under which the module lists it is taken.
+        named = real.named_parameters(recurse=path in blocks)
+        yield {f"{path}.{name}".removeprefix("."): parameter for name, parameter in named}
 
 
 def _initialize(root: nn.Module, path: str, part: nn.Module) -> None:
