@@ -35,7 +35,7 @@ nox.needs_version = ">=2024.4"
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Train a small model on real text: corpus, tokenizer, training, report. Run again, it resumes; `-- --fresh` starts over."""
-    _workshop(session)
+    _workshop(session, tools=False)
     session.run(_tool("forge-train"), "run", "demo", *session.posargs, external=True)
 
 
@@ -147,20 +147,21 @@ def _pytest(session: nox.Session, which: str, *options: str, success: tuple[int,
     session.run(_tool("python"), "-m", "pytest", *arguments, external=True, env=environment, success_codes=list(success))
 
 
-def _workshop(session: nox.Session) -> None:
-    """The shared environment with every distribution, editable, and the test tools."""
+def _workshop(session: nox.Session, tools: bool = True) -> None:
+    """The shared environment with every distribution, editable, and with `tools` what tests and checks need besides."""
     wanted = sha256(sys.version.encode())
     for file in (CONSTRAINTS, *(project / "pyproject.toml" for project in PROJECTS), Path(__file__)):
         wanted.update(file.read_bytes())
-    stamp = WORKSHOP / "installed"
-    if stamp.exists() and stamp.read_text() == wanted.hexdigest():
+    complete, plain = WORKSHOP / "installed", WORKSHOP / "installed-without-tools"
+    if any(stamp.exists() and stamp.read_text() == wanted.hexdigest() for stamp in ([complete] if tools else [complete, plain])):
         return
-    stamp.unlink(missing_ok=True)
+    for stamp in (complete, plain):
+        stamp.unlink(missing_ok=True)
     python = _tool("python") if Path(_tool("python")).exists() else _new_environment(session, WORKSHOP)
     editable = [argument for project in PROJECTS for argument in ("-e", str(project))]
-    session.log("installing the distributions and the test tools; the first time takes minutes")
-    _install(session, python, *editable, *TOOLS, *LIBRARIES)
-    stamp.write_text(wanted.hexdigest())
+    session.log(f"installing the distributions{' and the test tools' if tools else ''}; the first time takes minutes")
+    _install(session, python, *editable, *((*TOOLS, *LIBRARIES) if tools else ()))
+    (complete if tools else plain).write_text(wanted.hexdigest())
 
 
 def _build(session: nox.Session, into: Path, *projects: Path) -> None:

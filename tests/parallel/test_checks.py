@@ -117,7 +117,15 @@ def test_features_of_a_job() -> None:
 
 
 def test_what_no_test_proves_is_refused_by_name() -> None:
-    assert unproven(name for name in FEATURES if not name.startswith(("pp_", "cp_"))) == []
+    apart = ("pp_", "cp_", "tp_asynchronous", "float8_rowwise")
+    assert unproven(name for name in FEATURES if not name.startswith(apart)) == []
+    (fault,) = compositions_are_proven(job(tensor=Tensor(asynchronous=True)), Layout.parse("tp2"))
+    assert "transforms.tensor.asynchronous = true" in str(fault)
+    assert list(compositions_are_proven(job(tensor=Tensor(sequence_parallel=False)), Layout.parse("dp2tp2"))) == []
+    assert (
+        len(list(compositions_are_proven(job(float8=Float8(recipe="rowwise"), context=ContextParallel()), Layout.parse("cp2"))))
+        == 1
+    )
     assert unproven(["pp_zbv", "recompute"]) == [("pp_zbv", "recompute")], "it computes a backward in two parts"
     assert unproven(["cp_ring", "cp_ulysses"]) == [("cp_ring", "cp_ulysses")], "a run has one kind only"
     assert unproven(["dp_shard", "mine"]) == [("mine",)]

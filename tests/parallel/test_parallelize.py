@@ -356,6 +356,46 @@ def test_whole_states_go_in_and_out_under_the_modules_names(world: World) -> Non
     assert world.run(_loaded, 2) == [True, True]
 
 
+class Dropping(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+
+def llama_dropping() -> nn.Module:
+    return llama(attention_dropout=0.1)
+
+
+DROPPING: dict[str, Callable[[], nn.Module]] = {"drop": Dropping, "config.attention_dropout": llama_dropping}
+
+
+def _refusal(named: str, layout: str) -> str:
+    try:
+        parallelize(DROPPING[named], layout, tp_plan=PLAN if named == "drop" else None)
+    except PlanError as refusal:
+        return str(refusal)
+    return "none"
+
+
+@pytest.mark.parametrize("named", DROPPING)
+def test_dropout_under_tp_is_refused(world: World, named: str) -> None:
+    for message in world.run(_refusal, 2, named, "tp2"):
+        assert f"{named} drops numbers at random" in message
+    assert _refusal(named, "1") == "none", "one rank draws for itself"
+
+
+def test_low_precision_is_spanned_or_refused() -> None:
+    model = parallelize(Plain, "1", compute="bf16")
+    tokens = _tokens(2)
+    with pytest.raises(PlanError, match=r"model\.computing"):
+        model.module(tokens)
+    with model.computing():
+        out = model.module(tokens)
+        out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
 def test_axes_that_need_a_seam_are_refused() -> None:
     with pytest.raises(PlanError, match="cp = 2 is not offered"):
         parallelize(Plain, "cp2")

@@ -16,6 +16,15 @@ IMPLEMENTED = frozenset({"compile", "context", "float8", "recompute", "shard", "
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
 
 
+CHOICES = (
+    ("reduce_each", "shard", "reduce", "each"),
+    ("tp_whole", "tensor", "sequence_parallel", False),
+    ("tp_asynchronous", "tensor", "asynchronous", True),
+    ("float8_rowwise", "float8", "recipe", "rowwise"),
+)
+"""(feature, transform, key, value): choices of a transform that other code follows, and that are proven apart."""
+
+
 def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     """The global batch is cut into whole micro-batches on every data rank."""
     train = job.train
@@ -126,11 +135,10 @@ def features(job: Any, layout: Layout) -> set[str]:
         used.add("bf16")
     if job.precision.state == "bf16":
         used.add("bf16_state")
-    for name, transform in job.transforms.items():
-        if name not in ("context", "shard", "tensor"):  # features of their axes
-            used.add(name)
-        elif name == "shard" and getattr(transform, "reduce", "last") == "each":
-            used.add("reduce_each")
+    used |= set(job.transforms) - {"context", "shard", "tensor"}  # those are features of their axes
+    used |= {feature for feature, name, key, value in CHOICES if getattr(job.transforms.get(name), key, None) == value}
+    if layout.tp == 1:
+        used -= {"tp_whole", "tp_asynchronous"}
     return used
 
 

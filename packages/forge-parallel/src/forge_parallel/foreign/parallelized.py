@@ -12,10 +12,12 @@ Strategies are applied in the order of their phases whatever the order given, as
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from forge_core.batch import Batch
 from forge_core.errors import PlanError
@@ -218,6 +220,8 @@ def parallelize(
     skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, blocks, seed)
     chosen = _transforms(skeleton, layout, transforms, tp_plan)
     _prepare(skeleton.module)
+    if layout.tp > 1:
+        _refuse_dropout(skeleton.module)
     specs = describe(skeleton.module, blocks)
     if layout.pp > 1:
         stage(skeleton.module, list(specs.blocks))
@@ -225,6 +229,10 @@ def parallelize(
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
     model = realize(Blueprint(skeleton.hollow(), specs), plan, topology, skeleton.fill, compute, state)
+    if compute != state:
+        for part in model.parts:
+            if not isinstance(part, FSDPModule):  # which casts by itself
+                part.register_forward_pre_hook(partial(_must_be_cast, model.compute))
     return Parallelized(**{field.name: getattr(model, field.name) for field in fields(model)})
 
 
@@ -249,6 +257,27 @@ def _prepare(module: nn.Module) -> None:
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
+
+
+def _refuse_dropout(module: nn.Module) -> None:
+    """Ranks of tp hold the same residual stream only as long as they draw the same numbers, which nobody sees to."""
+    found = [path for path, part in module.named_modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0]
+    settings = vars(getattr(module, "config", object())) if hasattr(module, "config") else {}
+    found += [f"config.{key}" for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
+    if found:
+        raise PlanError(
+            f"parallelize: {', '.join(found[:3])} drops numbers at random, and tp ranks would drop different ones; set it to 0, "
+            "or set tp to 1"
+        )
+
+
+def _must_be_cast(compute: torch.dtype, module: nn.Module, _: Any) -> None:
+    held = {slot.dtype for part in module.modules() for slot in part._parameters.values() if slot is not None}
+    if any(dtype.is_floating_point and dtype != compute for dtype in held):
+        raise PlanError(
+            f"parallelize: on one data rank parameters are cast to {compute} for the span of a forward and its backward; write "
+            "`with model.computing():` around both, or use model.step"
+        )
 
 
 def _default_device() -> torch.device:

@@ -24,10 +24,12 @@ class Split(nn.Module):
     Attributes:
         tp: the ranks.
         sequence: whether the residual stream is cut along the sequence outside regions.
+        partial: slots of parameters whose gradients are complete only as a sum over tp ranks, made once a step.
     """
 
     tp: Ranks
     sequence: bool
+    partial: tuple[str, ...]
 
     def enter(self, x: Tensor) -> Tensor:
         """From the residual stream to the whole sequence on every rank."""

@@ -64,6 +64,7 @@ class Tensor(Transform):
             if role is Role.REGION or (role is not None and slots):  # another stage may have the parameters
                 summed = any(f"{path}.{slot}" in table.summed for slot in slots)
                 module.__class__ = split_class(type(module), role, tuple(slots), summed)
+                module.partial = tuple(slot for slot in slots if f"{path}.{slot}" in table.partial)  # type: ignore[assignment]
                 _settle(module, path, role, ranks, context.specs, self.sequence)
         return part
 
@@ -87,8 +88,8 @@ class Tensor(Transform):
         topology = context.topology
         if topology.layout.tp == 1:
             return
-        partial = self.table(context.specs, topology.layout.tp, self.sequence).partial
-        found = [local_gradient(parameter) for name, parameter in part.named_parameters() if name in partial]
+        split = (module for module in part.modules() if isinstance(module, Split))
+        found = [local_gradient(p) for module in split for slot in module.partial if (p := module._parameters[slot]) is not None]
         gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
             return
