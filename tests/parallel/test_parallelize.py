@@ -19,75 +19,7 @@ from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.gather import gathered
 from harness.pool import World
-
-WIDTH, VOCAB = 8, 19
-
-
-class Block(nn.Module):
-    """A plain block of somebody else, with a non-persistent buffer that its constructor computes."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 12)
-        self.down = nn.Linear(12, WIDTH)
-        self.register_buffer("scale", torch.full((), 0.5), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Plain(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_gather_output", "embed": "embedding_rowwise"}
-
-
-def tied() -> Plain:
-    return Plain(tied=True)
-
-
-def llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 23, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_key_value_heads": 2, "pad_token_id": None, **changes}))
-
-
-def llama_tied() -> nn.Module:
-    return llama(tie_word_embeddings=True)
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=6))
-
-
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Plain,
-    "tied": tied,
-    "llama": llama,
-    "llama, tied": llama_tied,
-    "qwen3": qwen3,
-}
+from parallel.foreign import BUILDERS, PLAN, VOCAB, Plain, llama, tied
 
 
 def _tokens(rows: int) -> Tensor:
