@@ -44,10 +44,11 @@ def loop(x, matrices, weights, experts):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("dropped", "promised"), [(False, False), (False, True), (True, True)])
-def test_equals_a_loop_with_gradients(dropped, promised):
+@pytest.mark.parametrize(("dropped", "told"), [(False, False), (False, True), (True, False), (True, True)])
+def test_equals_a_loop_with_gradients(dropped, told):
     x, matrices, weights, experts = problem(dropped)
-    ours = LocalDispatch()(x, experts, weights, run_with(matrices), 5, drops=promised)
+    slots = int((experts >= 0).sum()) if told else None
+    ours = LocalDispatch()(x, experts, weights, run_with(matrices), 5, slots)
     theirs = loop(x, matrices, weights, experts)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, matrices, weights)
@@ -58,9 +59,10 @@ def test_equals_a_loop_with_gradients(dropped, promised):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
-def test_everything_dropped_gives_zero_with_a_graph():
+@pytest.mark.parametrize("slots", [None, 0])
+def test_everything_dropped_gives_zero_with_a_graph(slots):
     x, matrices, weights, experts = problem(False)
-    out = LocalDispatch()(x, torch.full_like(experts, -1), weights, run_with(matrices), 5)
+    out = LocalDispatch()(x, torch.full_like(experts, -1), weights, run_with(matrices), 5, slots)
     assert out.count_nonzero() == 0
     out.sum().backward()
     assert x.grad.count_nonzero() == 0

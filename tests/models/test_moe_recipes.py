@@ -7,9 +7,10 @@ import pytest
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_models.checks import PROVEN, experts_are_proven, experts_compile, experts_fit
+from forge_models.checks import experts_compile, experts_fit, experts_see_other_tokens
 from forge_models.components.moe import Losses, MoE
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_parallel.components.transforms import Tensor
 from forge_train.cli import main
 from forge_train.recipe import load
 
@@ -76,14 +77,50 @@ def test_experts_must_divide_over_the_ranks_that_share_them(registry):
     assert fault.key == "parallel.ep"
 
 
-def test_an_axis_that_nobody_compared_is_refused(registry):
-    job = _Job(load("debug-moe", registry=registry).job.model)
-    assert not list(experts_are_proven(job, Layout.parse("hsdp2x2")))
-    for layout, axis in (("tp2", "tp"), ("dp2ep2", "ep"), ("pp2", "pp"), ("cp2", "cp")):
-        assert [fault.key for fault in experts_are_proven(job, Layout.parse(layout))] == [f"parallel.{axis}"]
-    assert {"dp_shard", "dp_replicate"} == PROVEN
+def test_ranks_that_share_a_row(registry):
+    def keys(layout, *overrides, transforms=None):
+        job = _Job(load("debug-moe", list(overrides), registry=registry).job.model)
+        job.transforms = transforms or {}
+        return [fault.key for fault in experts_see_other_tokens(job, Layout.parse(layout))]
+
+    for layout in ("dp2", "tp2", "cp2", "dp2cp2tp2ep4"):
+        assert keys(layout) == []
+    by_row = "--model.moe.losses.sequence=0.1"
+    assert keys("dp2pp2", by_row) == []
+    assert keys("tp2", by_row) == keys("cp2", by_row) == ["model.moe.losses.sequence"]
+    whole = {"tensor": Tensor(sequence_parallel=False)}
+    assert keys("tp2", transforms=whole) == ["transforms.tensor.sequence_parallel"]
+    assert keys("dp2", transforms=whole) == []
     dense = _Job(load("debug", registry=registry).job.model)
-    assert not list(experts_are_proven(dense, Layout.parse("dp2tp2")))
+    assert not list(experts_see_other_tokens(dense, Layout.parse("dp2tp2")))
+
+
+NODES = "train.micro_batch=2 parallel.dp_shard=4 parallel.ep=4 transforms.expert.dispatcher='hierarchical'"
+WIDTH = "parallel.tp=3 parallel.etp=3 model.heads=3 model.kv_heads=3 model.dim=48 data.sequence_length=48"
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "keys"),
+    [
+        (6, "parallel.dp_shard=6 parallel.ep=3 train.global_batch=12 train.micro_batch=1", "model.moe.experts"),
+        (4, "parallel.dp_shard=4 parallel.ep=3", "parallel"),
+        (2, "parallel.dp_shard=2 parallel.ep=2 parallel.etp=2", "parallel"),
+        (3, WIDTH, "model.moe.ffn_dim"),
+        (2, "parallel.dp_shard=2 parallel.ep=2 model.moe='none'", "parallel.ep"),
+        (2, "parallel.tp=2 transforms.tensor.sequence_parallel=false", "parallel transforms.tensor.sequence_parallel"),
+        (2, "parallel.cp=2 model.moe.losses.sequence=0.1", "model.moe.losses.sequence"),
+        (4, f"{NODES} transforms.expert.ranks_per_node=4", "transforms.expert.ranks_per_node"),
+        (4, f"{NODES} transforms.expert.ranks_per_node=2", ""),
+        (4, "parallel.dp_shard=2 parallel.tp=2 parallel.ep=2 parallel.etp=2", ""),
+    ],
+)
+def test_check_refuses_what_does_not_fit_and_names_the_keys(registry, world, overrides, keys):
+    found = []
+    try:
+        load("debug-moe", [f"--{override}" for override in overrides.split()], world, registry)
+    except ConfigError as refusal:
+        found = [fault.key for fault in refusal.faults]
+    assert sorted(found) == keys.split()
 
 
 def test_what_cannot_be_compiled_is_refused(registry):

@@ -68,10 +68,19 @@ def qwen3() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=6))
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 9, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, num_key_value_heads=2, head_dim=6))
+
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "tied": tied,
     "llama": llama,
     "llama, tied": llama_tied,
     "qwen3": qwen3,
+    "mixtral": mixtral,
 }

@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
+from forge_parallel import checks
 from forge_parallel.checks import (
     axes_are_claimed,
     batch_fits,
     compositions_are_proven,
     features,
     float8_fits,
+    nodes_fit,
     rows_can_be_cut,
     sequence_can_be_cut,
 )
-from forge_parallel.components.transforms import ContextParallel, Float8, Shard, Tensor
+from forge_parallel.components.transforms import ContextParallel, Expert, Float8, Shard, Tensor
 from forge_parallel.proven import FEATURES, unproven
 
 
 def job(global_batch: int = 8, micro_batch: int = 2, compute: str = "fp32", **transforms: Any) -> SimpleNamespace:
     return SimpleNamespace(
+        model=SimpleNamespace(),
         train=SimpleNamespace(global_batch=global_batch, micro_batch=micro_batch),
         precision=SimpleNamespace(compute=compute, state="fp32"),
         transforms=transforms,
@@ -43,7 +46,9 @@ def test_a_batch_that_does_not_fit_names_what_would(rows: int, micro: int, layou
     assert fault.hint.endswith(legal)
 
 
-def test_an_axis_that_nobody_implements_is_a_fault() -> None:
+def test_an_axis_that_nobody_implements_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(axes_are_claimed(job(), Layout.parse("dp2tp2cp2ep2etp2"))) == []
+    monkeypatch.setattr(checks, "IMPLEMENTED", checks.IMPLEMENTED - {"expert"})
     found = {fault.key: str(fault) for fault in axes_are_claimed(job(), Layout.parse("dp2tp2cp2ep2"))}
     assert sorted(found) == ["parallel.ep"]
     assert "'expert'" in found["parallel.ep"]
@@ -108,17 +113,28 @@ def test_float8_needs_tokens_in_steps_of_16(
 
 def test_features_of_a_job() -> None:
     assert features(job(8, 2, float8=Float8()), Layout.parse("dp4")) == {"dp_shard", "float8"}
+    assert features(job(8, 8, float8=Float8(experts=True)), Layout()) == {"float8", "float8_experts"}
     assert features(job(8, 2), Layout.parse("hsdp2x2")) == {"dp_shard", "dp_replicate"}
     assert features(job(8, 2, "bf16", shard=Shard(reduce="each")), Layout()) == {"accumulate", "bf16", "reduce_each"}
     assert features(job(8, 4), Layout.parse("dp2cp2")) == {"dp_shard", "cp_all_gather"}
     assert features(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2cp2")) == {"dp_shard", "cp_ring"}
     assert features(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2")) == {"dp_shard"}
+    sparse = job(8, 4)
+    sparse.model.moe = object()
+    assert features(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
+    assert features(sparse, Layout.parse("dp2tp2ep2etp2")) == {"dp_shard", "tp", "experts", "ep_all_to_all", "etp"}
+    sparse.transforms["expert"] = Expert(dispatcher="hierarchical", ranks_per_node=2)
+    assert features(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
+    assert features(sparse, Layout.parse("dp2tp2ep4")) == {"dp_shard", "tp", "experts", "ep_hierarchical"}
     assert features(job(compute="bf16", mine=object()), Layout.parse("dp4")) == {"dp_shard", "bf16", "mine"}
 
 
 def test_what_no_test_proves_is_refused_by_name() -> None:
-    apart = ("pp_", "cp_", "tp_asynchronous", "float8_rowwise")
-    assert unproven(name for name in FEATURES if not name.startswith(apart)) == []
+    apart = ("pp_", "cp_", "ep_", "tp_asynchronous", "offload", "float8_")
+    offered = {name for name in FEATURES if not name.startswith(apart)}
+    assert unproven(offered - {"experts", "etp"}) == []
+    assert unproven(offered - {"tp_whole"}) == []
+    assert unproven(["experts", "tp", "tp_whole"]) == [("experts", "tp_whole")], "experts of all ranks would see the same tokens"
     (fault,) = compositions_are_proven(job(tensor=Tensor(asynchronous=True)), Layout.parse("tp2"))
     assert "transforms.tensor.asynchronous = true" in str(fault)
     assert list(compositions_are_proven(job(tensor=Tensor(sequence_parallel=False)), Layout.parse("dp2tp2"))) == []
@@ -132,6 +148,18 @@ def test_what_no_test_proves_is_refused_by_name() -> None:
     (fault,) = compositions_are_proven(job(mine=object()), Layout.parse("dp4"))
     assert "transforms.mine" in str(fault)
     assert list(compositions_are_proven(job(compute="bf16"), Layout.parse("hsdp2x2"))) == []
+
+
+@pytest.mark.parametrize(
+    ("ep", "node", "hint"),
+    [(8, 2, ""), (8, 4, ""), (8, 8, "2, 4"), (8, 3, "2, 4"), (6, 4, "2, 3"), (2, 2, "all_to_all"), (1, 2, "")],
+)
+def test_nodes_share_the_ranks_of_ep_evenly(ep: int, node: int, hint: str) -> None:
+    given = job(expert=Expert(dispatcher="hierarchical", ranks_per_node=node))
+    faults = list(nodes_fit(given, Layout(dp_shard=ep, ep=ep)))
+    assert [fault.key for fault in faults] == ["transforms.expert.ranks_per_node"] * bool(hint)
+    assert all(hint in fault.hint for fault in faults)
+    assert list(nodes_fit(job(expert=Expert()), Layout(dp_shard=ep, ep=ep))) == []
 
 
 def test_checks_import_no_torch() -> None:

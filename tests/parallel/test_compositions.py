@@ -8,6 +8,7 @@ no farther. A sum that is missing, or made twice, is ten to a hundred times fart
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -19,53 +20,83 @@ import torch
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
+from forge_models.components.moe import Losses, MoE
 from forge_models.components.objectives import CrossEntropy
+from forge_models.components.prediction import Prediction
+from forge_models.components.routers import SigmoidTopK
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.parity import Case, Measurement, compare, measure
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.proven import FEATURES, LARGE_RUNS, PROVEN, RUNS, SLOW_RUNS, SLOW_TEST, TEST
+from forge_parallel.proven import FEATURES, GPU_RUNS, LARGE_RUNS, PROVEN, RUNS, SLOW_RUNS, SLOW_TEST, TEST
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.context import ContextParallel, Kind
+from forge_parallel.transforms.expert import Expert
+from forge_parallel.transforms.expert import Kind as Dispatcher
 from forge_parallel.transforms.float8 import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor
 from harness.pool import World
+from parallel.alone import alone as once
 
+CPU = torch.device("cpu")
 VOCAB = 61
 SIZES = {"heads": 4, "kv_heads": 2, "layers": 4, "vocab_size": VOCAB, "max_length": 32}
 DECODER = Decoder(dim=16, ffn_dim=24, **SIZES)
 WIDE = Decoder(dim=64, ffn_dim=64, **SIZES)
-"""Float8 takes dimensions in sixteens, on every rank."""
+"""Float8 takes dimensions in sixteens, on every rank. Where a compiler rounds, more numbers make a steadier sum."""
 
-LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise"})
+EXPERTS = MoE(
+    experts=8,
+    top_k=2,
+    shared=1,
+    ffn_dim=16,
+    first_dense=1,
+    router=SigmoidTopK(bias_rate=0.01),
+    losses=Losses(global_batch=0.1, z=0.01),
+)
+
+ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
+"""For low precision: a score that is rounded otherwise may choose another expert, and what is chosen is no matter of degree."""
+
+LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise", "float8_experts"})
 AXES = frozenset({"dp_shard", "dp_replicate", "tp", "cp", "pp"})
 
 
 def layout_of(run: frozenset[str]) -> Layout:
-    """Two ranks on every axis that a run names; `cp_ring` is of the axis cp."""
+    """Two ranks on every axis that a run names, four of ep where they are in nodes; `cp_ring` is of the axis cp."""
     named = {feature if feature in AXES else feature.partition("_")[0] for feature in run}
-    return Layout(**dict.fromkeys(named & AXES, 2))
+    ep = 4 if "ep_hierarchical" in run else 2 if "ep" in named else 1
+    return Layout(**dict.fromkeys(named & AXES, 2), ep=ep, etp=2 if "etp" in run else 1)
 
 
 def case_of(run: frozenset[str], tied: bool) -> Case:
-    decoder = replace(WIDE if "float8" in run else DECODER, tied_embeddings=tied)
+    depth = 1 if run & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
+    further = Prediction(depth=depth) if "prediction" in run else None
+    experts = None if "experts" not in run else EXPERTS if run.isdisjoint(LOW) else ALL_CHOSEN
+    wide = "float8" in run or run >= {"compile", "experts"}
+    decoder = replace(WIDE if wide else DECODER, tied_embeddings=tied, prediction=further, moe=experts)
     rows = 4 * layout_of(run).data
     micro_batch = 1 if "accumulate" in run else 4
     objective = CrossEntropy(z_loss=1e-2).build()
     return Case(decoder.build, objective, AdamW(lr=1e-2).build, VOCAB, rows=rows, micro_batch=micro_batch)
 
 
-def measured(case: Case, layout: str, run: frozenset[str]) -> Measurement:
+def measured(case: Case, layout: str, run: frozenset[str], device: torch.device = CPU) -> Measurement:
     """One rank of a run; in a world of one, strategies that need more have nothing to do."""
-    transforms: list[Any] = [Shard(reduce="each" if "reduce_each" in run else "last"), Tensor("tp_whole" not in run)]
+    shard = Shard(reduce="each" if "reduce_each" in run else "last", on_host="offload" in run)
+    transforms: list[Any] = [shard, Tensor("tp_whole" not in run)]
+    transforms += [Expert(kind, 2 if kind == "hierarchical" else None) for kind in get_args(Dispatcher) if f"ep_{kind}" in run]
+    if "etp" in run and "ep" not in {feature.partition("_")[0] for feature in run}:
+        transforms.append(Expert())
     transforms += [ContextParallel(kind) for kind in get_args(Kind) if f"cp_{kind}" in run]
     if "recompute" in run:
         transforms.append(Recompute(("matmul", "attention")))
     if "compile" in run:
         transforms.append(Compile())
     if "float8" in run:
-        transforms.append(Float8("rowwise" if "float8_rowwise" in run else "tensorwise", all_gather="float8_rowwise" not in run))
+        recipe = "rowwise" if "float8_rowwise" in run else "tensorwise"
+        transforms.append(Float8(recipe, all_gather="float8_rowwise" not in run, experts="float8_experts" in run))
     at = Layout.parse(layout)
     pipeline = None
     if at.pp > 1:
@@ -74,23 +105,26 @@ def measured(case: Case, layout: str, run: frozenset[str]) -> Measurement:
     with warnings.catch_warnings():
         if {"compile", "float8"} & run:  # imports of compiler and torchao warn
             warnings.simplefilter("ignore")
-        return measure(case, at, transforms, torch.device("cpu"), pipeline)
+        return measure(case, at, transforms, device, pipeline)
 
 
-def equals_one_process(world: World, run: frozenset[str], tied: bool) -> None:
+def equals_one_process(
+    world: World, run: frozenset[str], tied: bool, measured: Callable[..., Measurement] = measured, group: bool = True
+) -> None:
     case, layout = case_of(run, tied), layout_of(run)
-    exact = measured(case, "1", frozenset())
+    exact = once(measured, case, "1", frozenset())
     if run.isdisjoint(LOW):
-        for found in world.run(measured, layout.world, case, str(layout), run, timeout=400):
+        for found in world.run(measured, layout.world, case, str(layout), run, timeout=400, group=group):
             difference = compare(exact, found)
             assert difference.accepted("fp64"), difference
         return
     compute = "bf16" if "bf16" in run else "fp32"
     case = replace(case, compute=compute, state="bf16" if "bf16_state" in run else "fp32", steps=1)
-    alone = measured(case, "1", run & {"float8", "float8_rowwise"})
-    for found in world.run(measured, layout.world, case, str(layout), run, timeout=400):
+    alone = once(measured, case, "1", run & {"float8", "float8_rowwise", "float8_experts"})
+    for found in world.run(measured, layout.world, case, str(layout), run, timeout=400, group=group):
         difference = compare(alone, found)
-        if compute == "fp32" and not run & {"compile", "tp_whole", "float8_rowwise"}:  # the same numbers are rounded to float8
+        # Whether the same numbers are rounded to float8: experts on several ranks add theirs in another order.
+        if compute == "fp32" and run.isdisjoint({"compile", "tp_whole", "float8_rowwise", "experts"}):
             assert difference.accepted("fp32"), difference
         else:
             assert difference.initial
@@ -140,7 +174,7 @@ def test_triples_of_axes_on_eight_ranks(world: World, run: frozenset[str], tied:
 
 def test_the_table_is_what_it_says() -> None:
     assert len(RUNS) <= 30
-    for run in (*RUNS, *SLOW_RUNS, *LARGE_RUNS):
+    for run in (*RUNS, *SLOW_RUNS, *LARGE_RUNS, *GPU_RUNS):
         assert run <= FEATURES.keys()
         assert layout_of(run).world <= (8 if run in LARGE_RUNS else 4)
         assert "accumulate" in run or layout_of(run).pp == 1, "a pipeline always has several micro-batches"
@@ -154,8 +188,9 @@ def test_the_table_is_what_it_says() -> None:
         pair
         for pair in combinations(FEATURES, 2)
         if frozenset(pair) not in PROVEN
-        and not set(pair) & {"tp_asynchronous", "float8_rowwise"}  # refused, or with few others only
+        and not set(pair) & {"tp_asynchronous", "offload", "float8_rowwise", "float8_experts"}  # refused, or with few others only
         and not any(set(pair) <= choices for choices in exclusive)
+        and not any(name in ("experts", "etp") or name.startswith("ep_") for name in pair)  # see test_expert_compositions
         and not (set(pair) & exclusive[1] - whole_backward and set(pair) & {"recompute", "compile"})
     }
     assert not missing, "every pair of what works on one machine is proven"

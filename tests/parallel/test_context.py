@@ -29,6 +29,7 @@ from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor as TensorParallel
 from harness.pool import World
+from parallel.alone import alone
 from parallel.tiny import Tiny
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def _measure(case: Case, layout: str, kind: str) -> Measurement:
 
 def _same(world: World, case: Case, layout: str, kind: str) -> None:
     at = Layout.parse(layout)
-    whole = measure(replace(case, micro_batch=case.rows), Layout(), [], CPU)
+    whole = alone(measure, replace(case, micro_batch=case.rows), Layout(), [], CPU)
     for found in world.run(_measure, at.world, case, layout, kind):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference

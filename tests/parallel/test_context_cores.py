@@ -18,6 +18,7 @@ from forge_parallel.attention.order import SequenceOrder
 from forge_parallel.attention.placed import held, held_places
 from forge_parallel.attention.ring import RingAttention
 from forge_parallel.attention.ulysses import UlyssesAttention
+from forge_parallel.collectives import Ranks
 from forge_parallel.traffic import Traffic
 from harness.pool import World
 
@@ -109,21 +110,20 @@ def _expected(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _core(kind: str, group: str, capped: bool = False) -> tuple[Any, SequenceOrder]:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    order, inner = SequenceOrder(ranks, balanced=kind != "ulysses"), LocalAttention(capped=capped)
+def _core(kind: str, capped: bool = False) -> tuple[Any, SequenceOrder]:
+    assert dist.group.WORLD is not None
+    ranks, inner = Ranks.of(dist.group.WORLD), LocalAttention(capped=capped)
+    order = SequenceOrder(ranks.size, balanced=kind != "ulysses")
     if kind == "ring":
-        return RingAttention(inner, order, rank, group), order
+        return RingAttention(inner, order, ranks), order
     if kind == "ulysses":
-        return UlyssesAttention(inner, ranks, group), order
-    return AllGatherAttention(inner, order, rank, group), order
+        return UlyssesAttention(inner, ranks), order
+    return AllGatherAttention(inner, order, ranks), order
 
 
 def _found(kind: str, shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     """This rank's output and gradients, put together with those of the others in natural order."""
-    group = dist.group.WORLD
-    assert group is not None
-    core, order = _core(kind, str(group.group_name), shape.soft_cap is not None)
+    core, order = _core(kind, shape.soft_cap is not None)
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def mine(x: Tensor) -> Tensor:
@@ -227,9 +227,7 @@ def test_low_precision_is_rounded_once(world: World, kind: str) -> None:
 
 def _costs(kind: str, dtype: torch.dtype) -> tuple[list[int], int]:
     """Bytes that reach this rank in forward and backward, and bytes kept in between beyond q, k and v themselves."""
-    group = dist.group.WORLD
-    assert group is not None
-    core, order = _core(kind, str(group.group_name))
+    core, order = _core(kind)
     layout = Layout(cp=order.ranks)
     q, k, v = (torch.randn(2, h, 6, d, dtype=dtype, requires_grad=True) for h, d in ((8, 8), (2, 8), (2, 4)))
     kept: dict[int, int] = {}
@@ -256,7 +254,7 @@ def test_bytes_are_those_that_a_core_states(world: World, kind: str, dtype: torc
     mine = rows * places // ranks * pair
     expected = {
         "all_gather": ((ranks - 1) * mine * size, (ranks - 1) * mine * size),
-        "ring": ((ranks - 1) * mine * size, (ranks - 1) * mine * size + ranks * mine * max(size, 4)),
+        "ring": ((ranks - 1) * mine * size, (ranks - 1) * mine * (size + max(size, 4))),
         # two key-value heads are repeated to four
         "ulysses": 2 * (3 * rows * places * (heads * (head_dim + width) + 4 * (head_dim + width)) // 16 * size,),
     }[kind]

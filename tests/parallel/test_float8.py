@@ -139,7 +139,9 @@ def test_one_process_equals_a_model_that_torchao_converted(recipe: str) -> None:
     (terms.sum / terms.tokens).backward()
     gradients = {name: parameter.grad.double() for name, parameter in module.named_parameters()}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    expected = Measurement([(terms.sum / terms.tokens).item()], [norm.item()], found.tokens, found.initial, gradients, {})
+    expected = Measurement(
+        [(terms.sum / terms.tokens).item()], [norm.item()], found.tokens, found.initial, gradients, {}, found.by_source
+    )
     difference = compare(expected, replace(found, weights={}))
     assert difference.accepted("fp32"), difference
 

@@ -1,26 +1,42 @@
 """What only a CUDA device can show. Runs with `pytest -m gpu`."""
 
-from typing import Literal
+import os
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from forge_ckpt.resume import load
+from forge_ckpt.saver import save
+from forge_ckpt.store import LocalStore
+from forge_ckpt.world import Alone
 from forge_core.layout import Layout
-from forge_core.protocols.model import Placed
+from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.model import Optimizer, Placed
 from forge_core.specs import Init, TensorSpec
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
+from forge_models.moe.experts import Experts
 from forge_parallel.attention import flash_cpu, flex_blocks
 from forge_parallel.boxes import Box
 from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Float8
+from forge_parallel.float8 import library
 from forge_parallel.init import fill
+from forge_parallel.model import ParallelModel
 from forge_parallel.parity import Case, Measurement, compare, measure, share, synthetic
 from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
+from forge_parallel.proven import GPU_RUNS
+from forge_parallel.realization import Blueprint, Restore, realize
+from forge_parallel.replicas import drifted
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
+from forge_parallel.transforms.shard import Shard
+from harness.pool import World
+from parallel.test_compositions import equals_one_process, layout_of, measured
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -105,3 +121,114 @@ def test_float8_products_of_the_device_are_the_emulated_ones(recipe: Literal["te
 
     assert distance(native) < distance(exact)
     assert native.loss[0] == pytest.approx(emulated.loss[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("counts", [[100, 0, 17, 139], [0, 0, 0, 0], [256, 0, 0, 0]], ids=str)
+def test_float8_products_of_experts_are_the_emulated_ones(counts: list[int]) -> None:
+    """Operands and scales are the same bits, so kernels may only sum otherwise, and with fewer digits, before they round to bf16.
+    Rows that are nobody's are NaN."""
+    pytest.importorskip("torchao")
+    if torch.version.hip or torch.cuda.get_device_capability()[0] not in library.GROUPED:
+        pytest.skip("this GPU has no float8 product of several matrices")
+    library.require()
+    from forge_parallel.float8 import experts as float8
+
+    generator, results = torch.Generator().manual_seed(0), []
+    x, grad = torch.randn(2, sum(counts) + 5, 128, generator=generator)
+    x[sum(counts) :] = torch.nan
+    weights = [torch.randn(4, *shape, generator=generator) * 0.1 for shape in ((192, 128), (192, 128), (128, 192))]
+    for multiply in (float8.emulated, float8.native):
+        with torch.device("cuda"):
+            stack: Any = Experts(Decoder(dim=128, layers=1, heads=2, ffn_dim=192).context(0), 4, "silu", True)
+        stack.to(torch.bfloat16)
+        stack.__class__, stack.multiply = float8.float8_experts_class(Experts), multiply
+        with torch.no_grad():
+            for parameter, weight in zip(stack.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        rows = x.to("cuda", torch.bfloat16).requires_grad_()
+        out = stack(rows, torch.tensor(counts, device="cuda"))[: sum(counts)]
+        out.backward(grad[: sum(counts)].to("cuda", torch.bfloat16))
+        assert rows.grad is not None
+        results.append([out.detach(), rows.grad[: sum(counts)], *(parameter.grad for parameter in stack.parameters())])
+    for emulated, native in zip(*results, strict=True):
+        assert bool(native.isfinite().all())
+        assert float((native.double() - emulated.double()).norm()) <= 2e-2 * float(emulated.double().norm())
+    for gradient in results[1][2:]:
+        assert [bool(one.count_nonzero()) for one in gradient] == [count > 0 for count in counts]
+
+
+# Shards on the host.
+
+
+def _on_its_gpu(case: Case, layout: str, run: frozenset[str]) -> Measurement:
+    size, rank = Layout.parse(layout).world, int(os.environ.get("RANK", 0))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl", world_size=size, rank=rank)
+    return measured(case, layout, run, device)
+
+
+@pytest.mark.parametrize("run", GPU_RUNS, ids=lambda run: "+".join(sorted(run)))
+def test_a_run_on_gpus_equals_one_process(world: World, run: frozenset[str]) -> None:
+    if layout_of(run).world > torch.cuda.device_count():
+        pytest.skip(f"needs {layout_of(run).world} GPUs")
+    equals_one_process(world, run, True, _on_its_gpu, group=False)
+
+
+def _pieces(model: ParallelModel, optimizer: Optimizer) -> list[Piece]:
+    state = optimizer.state().items()
+    return [*model.pieces(), *(model.piece(f"{key}/{name}", one) for key, named in state for name, one in named.items())]
+
+
+def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
+    """A step, a checkpoint, a second model from it, a step of that and one that is skipped."""
+    device, layout, store = torch.device("cuda", 0), Layout(), LocalStore(Path(directory))
+    batches = [batch.to("cuda") for batch in share(synthetic(CASE, 0), 0, 1, 4)]
+    optimizers: list[Optimizer] = []
+    gradients: list[torch.Tensor | None] = []
+
+    def restore(model: ParallelModel) -> None:
+        optimizers.append(AdamW(lr=1e-2).build(model))
+        load(store, 1, _pieces(model, optimizers[0]), Alone())
+
+    def built(source: int | Restore) -> ParallelModel:
+        plan = Plan.of([Shard(on_host=True)], layout)
+        return realize(Blueprint.of(Tiny), plan, Topology(layout, device), source, precision, precision)
+
+    def stepped(model: ParallelModel, optimizer: Optimizer, skip: torch.Tensor | None = None) -> None:
+        result = Step(model, cross_entropy)(batches)
+        gradients.extend(tensor.grad for _, tensor, _ in model.trainable())
+        clip(model, result.norm, 0.5)
+        optimizer.step(result.skip if skip is None else skip)
+        optimizer.zero_grad()
+
+    def everything(model: ParallelModel, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        return {piece.name: piece.local.clone() for piece in _pieces(model, optimizer)}
+
+    first = built(0)
+    optimizer = AdamW(lr=1e-2).build(first)
+    stepped(first, optimizer)
+    save(store, _pieces(first, optimizer), {}, 1, Alone())
+    saved = everything(first, optimizer)
+    second = built(restore)
+    loaded = everything(second, optimizers[0])
+    stepped(second, optimizers[0])
+    after = everything(second, optimizers[0])
+    stepped(second, optimizers[0], skip=torch.ones((), device=device))
+    skipped = everything(second, optimizers[0])
+    buffers = {f"model/{name}" for part in second.parts for name, _ in part.named_buffers()}
+    return {
+        "on the host": all(tensor.device.type == "cpu" for name, tensor in after.items() if name not in buffers)
+        and all(gradient is not None and gradient.device.type == "cpu" for gradient in gradients),
+        "resumed": saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved),
+        "moved": any(not torch.equal(loaded[name], after[name]) for name in loaded),
+        "skipped": all(torch.equal(after[name], skipped[name]) for name in after),
+        "one replica": drifted(second) is None,
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_stay_on_the_host_and_come_back_from_a_checkpoint(world: World, tmp_path: Path, precision: str) -> None:
+    (found,) = world.run(_saved_on_the_host, 1, str(tmp_path / "c"), precision, group=False)
+    assert all(found.values()), found

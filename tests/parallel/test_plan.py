@@ -112,7 +112,7 @@ def test_every_tensor_is_filled_exactly_once(monkeypatch: pytest.MonkeyPatch) ->
 
     filled: list[str] = []
     fill = module.fill
-    monkeypatch.setattr(module, "fill", lambda box, spec, name, seed: (filled.append(name), fill(box, spec, name, seed)))
+    monkeypatch.setattr(module, "fill", lambda box, spec, name, *rest: (filled.append(name), fill(box, spec, name, *rest)))
     layout = Layout()
     model = realize(Blueprint.of(TiedTiny), Plan.of([], layout), Topology(layout, torch.device("cpu")), 0)
     part = model.part

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_recomputation_changes_no_bit_in_fp64(component: Recompute) -> None:
 def test_nothing_is_kept_for_a_backward_that_will_not_come() -> None:
     step, batch = made([Recompute().build()]), synthetic(case(), 0)
     with step.model.inference():
-        assert held_after(lambda: step._forward(batch))[1] <= 4 * DOUBLE
+        assert held_after(lambda: step._forward(batch))[1] <= (4 + ROWS) * DOUBLE  # scalars, and a number for each row
 
 
 @pytest.fixture
@@ -100,11 +100,11 @@ def compiler() -> Any:
         yield
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp64"])
-def test_compilation_changes_nothing(compiler: None, mode: Literal["fp32", "fp64"]) -> None:
-    setting = replace(case(), compute=mode, state=mode)
+def test_compilation_changes_nothing(compiler: None) -> None:
+    """In fp32; runs in fp64 are in the table of proven pairs."""
+    setting = replace(case(), compute="fp32", state="fp32")
     difference = compare(measure(setting, Layout(), [], CPU), measure(setting, Layout(), [Compile().build()], CPU))
-    assert max(difference.loss, difference.norm, difference.gradients) < (1e-6 if mode == "fp32" else 1e-12)
+    assert max(difference.loss, difference.norm, difference.gradients) < 1e-6
     assert counters["stats"]["unique_graphs"] == 1, "all blocks share one graph"
 
 
@@ -133,12 +133,11 @@ def _recompiles(layout: str, recompute: bool) -> int:
     return graphs
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_no_recompilation_after_warm_up(compiler: None, recompute: bool) -> None:
-    assert _recompiles("1", recompute) == 1
+def test_no_recompilation_after_warm_up(compiler: None) -> None:
+    assert _recompiles("1", False) == 1
 
 
-def test_no_recompilation_after_warm_up_when_sharded(world: World) -> None:
+def test_no_recompilation_after_warm_up_when_sharded_and_recomputed(world: World) -> None:
     assert world.run(_recompiles, 2, "dp2", True, timeout=300) == [1, 1]
 
 

@@ -1,11 +1,15 @@
 """A replica that drifted is found, by tensor and rank; replicas that did not are equal bit by bit after training."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
+from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
+from forge_models.components.routers import SigmoidTopK
 from forge_parallel.boxes import local_box
 from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
@@ -15,18 +19,21 @@ from forge_parallel.realization import Blueprint, realize
 from forge_parallel.replicas import Drift, digest, drifted
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
+from forge_parallel.transforms.expert import Expert
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor
 from harness.pool import World
 
 DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32)
 
+SPARSE = replace(DECODER, moe=MoE(experts=4, ffn_dim=8, first_dense=1, router=SigmoidTopK(bias_rate=0.01)))
 
-def _trained(layout: str, rank: int, name: str) -> tuple[Drift | None, Drift | None]:
+
+def _trained(layout: str, rank: int, name: str, decoder: Decoder = DECODER) -> tuple[Drift | None, Drift | None]:
     """What is found after two steps in bf16, and after one element of one rank's `name` lost its last bit."""
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(DECODER.build), Plan.of([Shard(), Tensor()], at), topology, 0, "bf16", "fp32")
+    model = realize(Blueprint.of(decoder.build), Plan.of([Shard(), Tensor(), Expert()], at), topology, 0, "bf16", "fp32")
     optimizer, step = AdamW(lr=1e-2).build(model), Step(model, CrossEntropy().build())
     case = Case(DECODER.build, step.objective, AdamW().build, 61)
     for index in range(2):
@@ -56,6 +63,22 @@ def test_a_flipped_bit_is_found_with_its_tensor_and_rank(world: World, layout: s
     for before, after in world.run(_trained, Layout.parse(layout).world, layout, rank, name):
         assert before is None, "two steps of training keep replicas equal"
         assert after == Drift(name, rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "name", "found"),
+    [
+        ("hsdp2x2ep2", 3, "blocks.1.mlp.experts.up_proj", True),
+        ("hsdp2x2ep2", 2, "blocks.1.mlp.router.bias", True),
+        ("dp2ep2", 1, "blocks.1.mlp.router.bias", True),
+        ("dp2ep2", 1, "blocks.1.mlp.experts.down_proj", False),
+        ("tp2", 1, "blocks.1.mlp.router.weight", True),
+        ("tp2", 1, "blocks.1.mlp.experts.down_proj", False),
+    ],
+)
+def test_experts_are_replicas_on_their_own_axes(world: World, layout: str, rank: int, name: str, found: bool) -> None:
+    expected = (None, Drift(name, rank) if found else None)
+    assert world.run(_trained, Layout.parse(layout).world, layout, rank, name, SPARSE) == [expected] * Layout.parse(layout).world
 
 
 def test_sharded_tensors_are_no_replicas(world: World) -> None:

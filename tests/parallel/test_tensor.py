@@ -29,6 +29,7 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor
 from harness.pool import World
 from models.variants import SIZES, VARIANTS
+from parallel.alone import alone
 from parallel.tiny import Tiny
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def _measure(case: Case, layout: str, sequence: bool = True, *more: Any) -> Meas
 
 
 def _equal(world: World, case: Case, layout: str, *arguments: Any) -> None:
-    reference = _measure(case, "1")
+    reference = alone(_measure, case, "1")
     for found in world.run(_measure, Layout.parse(layout).world, case, layout, *arguments, timeout=300):
         difference = compare(reference, found)
         assert difference.accepted(case.state), difference
@@ -72,9 +73,18 @@ DENSE = [variant for variant, fields in VARIANTS.items() if "moe" not in fields]
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - DENSE))
-def test_experts_are_refused(variant: str) -> None:
+def test_experts_are_left_to_ranks_of_their_own_and_refused_where_those_see_the_same_tokens(variant: str) -> None:
+    specs = Blueprint.of(_decoder(variant).build).specs
+    stacked = {name for name, spec in specs.tensors.items() if "expert" in spec.dims}
+    if specs.whole_stream:
+        with pytest.raises(PlanError, match="the model needs them whole"):
+            rules(specs, 2, True)
+        specs = replace(specs, whole_stream=())
+    found = rules(specs, 2, True)
+    assert found.apart == stacked
+    assert found.cut.keys() == specs.tensors.keys() - stacked
     with pytest.raises(PlanError, match="stacks experts"):
-        rules(Blueprint.of(_decoder(variant).build).specs, 2, True)
+        rules(specs, 2, False)
 
 
 @pytest.mark.parametrize("variant", DENSE)

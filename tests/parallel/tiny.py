@@ -108,5 +108,5 @@ def cross_entropy(head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:
     """The objective, by torch's own cross-entropy, in at least fp32."""
     logits = F.linear(hidden, head.weight)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-    return LossTerms(total, (labels != -100).sum(), {})
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return LossTerms(each.sum(), (labels != -100).sum(), {}, each.detach().view(labels.shape).sum(1))

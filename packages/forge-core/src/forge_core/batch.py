@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +20,33 @@ def _none() -> "Mapping[str, Tensor]":
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Where the rows of a batch come from.
+
+    Attributes:
+        names: of all sources of the run, the same on every rank and in every batch.
+        rows: (B,) int64 number of each row's source in `names`; no row holds documents of two.
+    """
+
+    names: tuple[str, ...]
+    rows: "Tensor"
+
+
+class Further(NamedTuple):
+    """What a model reads and predicts that looks n tokens further ahead than the next one.
+
+    A named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
+
+    Attributes:
+        tokens: (B, T, n) int64; [..., k - 1] is the token k places on, `IGNORE` where the row or the document has ended.
+        labels: (B, T, n) int64; [..., k - 1] is the label k places on, so the token k + 1 places on; `IGNORE` = no loss.
+    """
+
+    tokens: "Tensor"
+    labels: "Tensor"
+
+
+@dataclass(frozen=True)
 class Batch:
     """Rows of one micro-batch on one rank.
 
@@ -31,6 +58,8 @@ class Batch:
             row is one document.
         extras: further inputs that a model declares it needs.
         samples: global sample number of each row, for provenance.
+        sources: of each row, where a run mixes several; a step then counts its loss by source. On all ranks or on none.
+        further: tokens and labels beyond the next one; a step adds them for a model that asks for them (`looking_ahead`).
     """
 
     tokens: "Tensor"
@@ -39,6 +68,28 @@ class Batch:
     documents: "Tensor | None" = None
     extras: "Mapping[str, Tensor]" = field(default_factory=_none)
     samples: tuple[int, ...] = ()
+    sources: Sources | None = None
+    further: Further | None = None
+
+    def looking_ahead(self, n: int) -> "Batch":
+        """The same batch with `further` for n tokens; whole rows are needed, so before anything cuts them.
+
+        Nothing is read beyond the row. A position has a label at depth k where it has one at depth k - 1, and so has the
+        position after it: then all tokens up to that label are tokens that something predicts, and no label crosses the border
+        of a document, whether or not rows tell theirs.
+        """
+        if n == 0:
+            return self
+        tokens, labels = [], []
+        token, label = self.tokens, self.labels
+        for k in range(1, n + 1):
+            token = _moved(token)
+            if self.documents is not None:
+                token = token.where(_moved(self.documents, k) == self.documents, IGNORE)
+            label = _moved(label).where((label != IGNORE) & (token != IGNORE), IGNORE)
+            tokens.append(token)
+            labels.append(label)
+        return replace(self, further=Further(_stacked(tokens), _stacked(labels)))
 
     def to(self, device: str) -> "Batch":
         """The same batch on `device`; copies are asynchronous where the memory is pinned."""
@@ -53,4 +104,20 @@ class Batch:
             positions=None if self.positions is None else move(self.positions),
             documents=None if self.documents is None else move(self.documents),
             extras={name: move(tensor) for name, tensor in self.extras.items()},
+            sources=None if self.sources is None else replace(self.sources, rows=move(self.sources.rows)),
+            further=None if self.further is None else Further(*map(move, self.further)),
         )
+
+
+def _moved(rows: "Tensor", places: int = 1) -> "Tensor":
+    """Each place gets what lies `places` to its right, `IGNORE` at the end."""
+    moved = rows.new_full(tuple(rows.shape), IGNORE)
+    moved[:, :-places] = rows[:, places:]
+    return moved
+
+
+def _stacked(rows: "list[Tensor]") -> "Tensor":
+    stacked = rows[0].new_empty((*rows[0].shape, len(rows)))
+    for index, row in enumerate(rows):
+        stacked[..., index] = row
+    return stacked

@@ -65,8 +65,11 @@ class Specs:
         units: indivisible units per logical dimension, such as the number of heads.
         ties: global name of a tied copy -> global name of the tensor that it repeats.
         entry: paths of the modules that run before the first block; a pipeline keeps them on its first part.
-        exit: paths of the modules that run after the last block; a pipeline keeps them on its last part.
+        exit: paths of the modules that run after the last block; a pipeline keeps them on its last part. Blocks inside of them
+            stay there too.
+        horizon: further tokens, beyond the next one, that the model predicts in training; it is given `Batch.further` then.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
+        whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -77,3 +80,5 @@ class Specs:
     entry: tuple[str, ...] = ()
     exit: tuple[str, ...] = ()
     whole_rows: tuple[str, ...] = ()
+    whole_stream: tuple[str, ...] = ()
+    horizon: int = 0

@@ -61,3 +61,7 @@ class KVCache:
         self.extent += length
         self.slots = positions.to(torch.int64)
         return self.slots
+
+    def rewind(self, extent: int) -> None:
+        """Has the next forward's slots begin at `extent`: what lies behind, such as rejected drafts, is written anew."""
+        self.extent = extent

@@ -7,9 +7,6 @@ from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
 from forge_models.components.moe import MoE
 
-PROVEN = frozenset({"dp_replicate", "dp_shard"})
-"""Axes over which models with experts are compared with one process, in tests/models/test_moe_training.py."""
-
 WHOLE_ROWS = 8
 """bf16 values in 16 bytes."""
 
@@ -36,17 +33,25 @@ def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault(key, f"an expert's width {width} cannot be cut into parallel.etp = {layout.etp} equal parts")
 
 
-def experts_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:
-    """Experts on an axis over which no test compares them with one process are refused."""
-    if not isinstance(getattr(job.model, "moe", None), MoE):
+def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Ranks that share a row give experts different parts of it, and no part says how evenly the whole row is routed."""
+    moe = getattr(job.model, "moe", None)
+    if not isinstance(moe, MoE):
         return
-    for axis in layout.active():
-        if axis not in PROVEN:
-            yield Fault(
-                f"parallel.{axis}",
-                f"= {layout.size(axis)} with [model.moe]: no test proves that it equals one process",
-                hint=f"set parallel.{axis} = 1",
-            )
+    tensor = job.transforms.get("tensor")
+    if layout.tp > 1 and tensor is not None and not tensor.sequence_parallel:
+        yield Fault(
+            "transforms.tensor.sequence_parallel",
+            f"= false with [model.moe]: all {layout.tp} ranks of parallel.tp would give the same tokens to the experts",
+            hint="set it to true, or parallel.tp = 1",
+        )
+    cutting = [f"parallel.{axis} = {layout.size(axis)}" for axis in ("cp", "tp") if layout.size(axis) > 1]
+    if moe.losses.sequence and cutting:
+        yield Fault(
+            "model.moe.losses.sequence",
+            f"counts the loads of whole rows, of which ranks hold parts with {' and '.join(cutting)}",
+            hint="use losses.global_batch, which is the same in every layout",
+        )
 
 
 def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)

@@ -6,19 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.batch import PADDING
+from forge_core.batch import IGNORE, PADDING, Further
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
 from forge_models.blocks.block import Block
 from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
+from forge_models.blocks.prediction import Prediction
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.cache import KVCache
 from forge_models.components.decoder import Decoder as DecoderComponent
 from forge_models.interp.tap import scope, tap
 
-TIED = ("head.weight", "embed.weight")
-"""A tied head's name, and the name of the table that it uses."""
+TABLE = "embed.weight"
+HEAD = "head.weight"
+"""A tied head's name; it uses the table."""
+AHEAD = "prediction.embed.weight"
+"""The table again, where further tokens are predicted."""
 
 
 class Decoder(nn.Module):
@@ -29,8 +33,8 @@ class Decoder(nn.Module):
     `window` (handed to the core; None when absent) and `rotary` (its positions; the model's over the whole head when
     absent).
 
-    `embed`, `norm` and `head` may be None and `blocks` may hold fewer entries (under their own names): a pipeline part
-    is this module with the rest removed. The first part takes tokens, later ones hidden states.
+    `embed`, `norm`, `head` and `prediction` may be None and `blocks` may hold fewer entries (under their own names): a pipeline
+    part is this module with the rest removed. The first part takes tokens, later ones hidden states.
     """
 
     def __init__(self, config: DecoderComponent) -> None:
@@ -45,6 +49,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
         self.norm: nn.Module | None = norm.build(config.dim)
         self.head: Head | None = head
+        self.prediction: Prediction | None = Prediction(config, embed) if config.prediction is not None else None
 
     def forward(
         self,
@@ -57,6 +62,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         at: Tensor | None = None,
         tokens: Tensor | None = None,
+        further: Further | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
         """Logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
@@ -71,12 +77,39 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens, which this call extends.
             at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
             tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
+            further: tokens and labels beyond the next one, beside labels and an objective: their losses are added then.
             extras: refused; a decoder of text has no further inputs.
 
         Raises:
             ValueError: for inputs that do not go together or are longer than `max_length`.
         """
-        self._check(x, documents, labels, objective, cache, extras)
+        self._check(x, documents, labels, objective, cache, further, extras)
+        depths = {} if further is None or self.prediction is None else dict(self.prediction.depths.items())
+        behind = [depth.block for depth in depths.values()]
+        x, turns, shared, real = self._stream(x, positions, documents, cache, tokens, behind)
+        stream = x
+        if at is not None:
+            x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.head is None:
+            return x
+        terms = self.head(x, labels, objective)
+        if further is None or not depths:
+            return terms
+        return self._predicted(terms, stream, further, turns, shared, real, objective)
+
+    def _stream(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None,
+        tokens: Tensor | None,
+        behind: list[Any],
+    ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any], Tensor | None]:
+        """The stream behind the last block; with it, rotations and what cores share, also for further blocks `behind`, and
+        which places are no padding."""
         # Hidden states of an earlier part may be cut along the sequence; positions never are.
         length = x.shape[1] if self.embed is not None or positions is None else positions.shape[-1]
         if cache is not None:
@@ -88,20 +121,80 @@ class Decoder(nn.Module):
                 )
         elif positions is None:
             positions = torch.arange(length, device=x.device)
-        rotaries = {self._rotary(block) for block in self.blocks.values()}
-        turns = {rotary: rotary(positions, documents) for rotary in rotaries}
-        shared = self._shared(documents, length, x.device, cache)
+        blocks = [*self.blocks.values(), *behind]
+        turns = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
+        shared = self._shared(blocks, documents, length, x.device, cache)
         real = None if documents is None else documents != PADDING
         if self.embed is not None:
-            tokens, x = x, self.embed(x)
-            if self.config.embed_multiplier != 1:
-                x = x * torch.tensor(self.config.embed_multiplier, dtype=x.dtype)
-        x = self._run_blocks(x, turns, shared, cache, {"real": real, "tokens": tokens})
-        if at is not None:
-            x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
-        if self.norm is not None:
-            x = self.norm(x)
-        return x if self.head is None else self.head(x, labels, objective)
+            tokens, x = x, self._embedded(self.embed, x)
+        return self._run_blocks(x, turns, shared, cache, {"real": real, "tokens": tokens}), turns, shared, real
+
+    def streamed(self, tokens: Tensor, cache: KVCache, positions: Tensor | None = None) -> Tensor:
+        """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `drafted`
+        goes on from."""
+        self._check(tokens, None, None, None, cache, None, {})
+        return self._stream(tokens, positions, None, cache, None, [])[0]
+
+    def drafted(
+        self, depth: str, x: Tensor, tokens: Tensor, cache: KVCache, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One module of `prediction`, with a cache: its stream, and the hidden states for the head.
+
+        Args:
+            depth: its name, "1" for the token behind the next one.
+            x: (B, T, dim) stream of the module before, for "1" that of the last block.
+            tokens: (B, T) the token as many places on as the module's number.
+            cache: of its layer alone, under its name.
+            positions: (B, T); None = the cache's next ones.
+        """
+        assert self.embed is not None
+        assert self.prediction is not None
+        module: Any = self.prediction.depths[depth]
+        positions = cache.advance(positions, tokens.shape[1])
+        turn = self._rotary(module.block)(positions)
+        shared = self._shared([module.block], None, tokens.shape[1], x.device, cache).get(_window(module.block))
+        x, hidden, _ = module(x, self._embedded(self.embed, tokens), turn, shared, cache.layers[depth], None, tokens)
+        return x, hidden
+
+    def _predicted(
+        self,
+        terms: LossTerms,
+        x: Tensor,
+        further: Further,
+        turns: dict[Rotary, Rotation],
+        shared: dict[int | None, Any],
+        real: Tensor | None,
+        objective: Objective | None,
+    ) -> LossTerms:
+        """`terms` with the gradient of what the modules of `prediction` make of the stream `x` behind the last block."""
+        prediction, head = self.prediction, self.head
+        assert prediction is not None
+        assert head is not None
+        found = []
+        depth: Any
+        for k, (name, depth) in enumerate(prediction.depths.items()):
+            token, label = further.tokens[..., k], further.labels[..., k]
+            here = token != IGNORE if real is None else real & (token != IGNORE)
+            token = token.clamp(min=0)  # places without a token have no label, and nothing that has one sees them
+            given = (self._embedded(prediction.embed, token), turns[self._rotary(depth.block)], shared.get(_window(depth.block)))
+            routed = {"real": here, "tokens": token} if depth.block.sparse else {}
+            with scope(f"prediction.depths.{name}."):
+                x, hidden, counted = depth(x, *given, **routed)
+            if counted is not None:
+                depth.block.mlp.observe(counted)
+            found.append(head(hidden, label, objective))
+        return prediction.added(terms, found)
+
+    def _embedded(self, table: Embedding, tokens: Tensor) -> Tensor:
+        x = table(tokens)
+        if self.config.embed_multiplier == 1:
+            return x
+        return x * torch.tensor(self.config.embed_multiplier, dtype=x.dtype)
+
+    def at_step(self, step: int, steps: int) -> None:
+        """Sets the weight of further tokens for optimizer step `step` of a run of `steps`."""
+        if self.prediction is not None:
+            self.prediction.at_step(step, steps)
 
     def _run_blocks(
         self,
@@ -125,11 +218,11 @@ class Decoder(nn.Module):
             return tap("residual", x) if self.head is not None else x
 
     def _shared(
-        self, documents: Tensor | None, length: int, device: torch.device, cache: KVCache | None
+        self, blocks: list[Any], documents: Tensor | None, length: int, device: torch.device, cache: KVCache | None
     ) -> dict[int | None, Any]:
         """Per window, what the attention cores share for this batch: built once, used by every layer."""
         shared: dict[int | None, Any] = {}
-        for block in self.blocks.values():
+        for block in blocks:
             window = _window(block)
             if window in shared:
                 continue
@@ -164,6 +257,7 @@ class Decoder(nn.Module):
         labels: Tensor | None,
         objective: Objective | None,
         cache: KVCache | None,
+        further: Further | None,
         extras: dict[str, Tensor],
     ) -> None:
         if extras:
@@ -174,6 +268,8 @@ class Decoder(nn.Module):
             raise ValueError("an objective needs labels")
         if labels is not None and objective is None:
             raise ValueError("labels without an objective: say what to minimise, or leave them out for logits")
+        if further is not None and (objective is None or self.prediction is None):
+            raise ValueError("further labels need an objective and a model with [model.prediction]")
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: leave documents out")
 
@@ -187,9 +283,11 @@ class Decoder(nn.Module):
         stream: tuple[Dim, ...] = ("batch", "sequence", "embed")
         tensors: dict[str, TensorSpec] = {}
         modules: dict[str, ModuleSpec] = {}
-        if self.embed is not None:
-            tensors["embed.weight"] = TensorSpec(("vocab", "embed"), Init("normal", self._embed_std()), "embedding")
-            modules["embed"] = ModuleSpec((("batch", "sequence"),), (stream,))
+        table = TensorSpec(("vocab", "embed"), Init("normal", self._embed_std()), "embedding")
+        for path in ("embed", "prediction.embed"):
+            if self._has(path):
+                tensors[f"{path}.weight"] = table
+                modules[path] = ModuleSpec((("batch", "sequence"),), (stream,))
         if self.norm is not None:
             modules["norm"] = ModuleSpec((stream,), (stream,))
         for path, module in self.named_modules():
@@ -197,27 +295,37 @@ class Decoder(nn.Module):
                 tensors[_join(path, name)] = spec
             for name, layout in getattr(module, "module_specs", dict)().items():
                 modules[_join(path, name)] = layout
-        tied = config.tied_embeddings and self.head is not None
-        if tied and self.embed is not None:
-            del tensors[TIED[0]]
+        copies = [AHEAD] if self._has("prediction") else []
+        copies += [HEAD] if config.tied_embeddings and self._has("head") else []
+        for name in copies if self.embed is not None else ():
+            del tensors[name]
+        depths = () if self.prediction is None else tuple(f"prediction.depths.{name}" for name in self.prediction.depths)
         return Specs(
             tensors=tensors,
             modules=modules,
-            blocks=tuple(f"blocks.{name}" for name in self.blocks),
+            blocks=(*(f"blocks.{name}" for name in self.blocks), *depths),
             units=self._units(),
-            ties=dict([TIED]) if tied else {},
+            ties=dict.fromkeys(copies, TABLE),
             entry=("embed",) if self.embed is not None else (),
-            exit=tuple(name for name in ("norm", "head") if getattr(self, name) is not None),
-            whole_rows=self._whole_rows(),
+            exit=tuple(name for name in ("norm", "head", "prediction") if self._has(name)),
+            whole_rows=(*self._dynamic(), *self._sequence_losses()),
+            whole_stream=self._sequence_losses(),
+            horizon=len(depths),
         )
 
-    def _whole_rows(self) -> tuple[str, ...]:
-        found = []
-        if any(self._rotary(block).rope.scaling == "dynamic" for block in self.blocks.values()):
-            found.append("model.rope.scaling = 'dynamic', which reads how long each document is")
-        if self.config.moe is not None and self.config.moe.losses.sequence:
-            found.append("model.moe.losses.sequence, which counts the loads of a row")
-        return tuple(found)
+    def _has(self, path: str) -> bool:
+        module: Any = self
+        for name in path.split("."):
+            module = getattr(module, name, None)
+        return module is not None
+
+    def _dynamic(self) -> tuple[str, ...]:
+        dynamic = any(self._rotary(block).rope.scaling == "dynamic" for block in self.blocks.values())
+        return ("model.rope.scaling = 'dynamic', which reads how long each document is",) if dynamic else ()
+
+    def _sequence_losses(self) -> tuple[str, ...]:
+        counted = self.config.moe is not None and self.config.moe.losses.sequence > 0
+        return ("model.moe.losses.sequence, which counts the loads of a row",) if counted else ()
 
     def _units(self) -> dict[str, int]:
         config, moe = self.config, self.config.moe
@@ -231,7 +339,8 @@ class Decoder(nn.Module):
         if moe is None:
             return units
         width = config.resolved_ffn_dim if moe.ffn_dim is None else moe.ffn_dim
-        dense = 0 if all(moe.has(layer) for layer in range(config.layers)) else config.resolved_ffn_dim
+        layers = config.layers + (0 if config.prediction is None else config.prediction.depth)
+        dense = 0 if all(moe.has(layer) for layer in range(layers)) else config.resolved_ffn_dim
         return units | {"ffn": gcd(dense, width), "expert": moe.experts}
 
     def _head_std(self) -> float:

@@ -9,12 +9,14 @@ with P the weights that take part in matrix products for one token (the head alw
 table once, as head; biases never; of experts the `top_k` that a token goes to, the shared ones and the router) and T' the
 keys that a query meets: T, or the window if that is less, for the full square that most tables count ("PaLM" convention,
 Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
-Recomputation is not counted, nor is what capacity saves where it drops slots.
+Recomputation is not counted, nor is what capacity saves where it drops slots. Modules that predict further tokens count in
+training only: each has a projection of two widths to one and a block, and scores its token with the head once more. They too are
+counted for every token, though the last k of a row have nothing that module k could read.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge_core.component import Component
 from forge_models.components.attentions import GQA, MLA
@@ -39,6 +41,9 @@ class Counts:
         head: weights of the output projection; 0 when tied.
         matrix: weights that take part in matrix products for one token, the head's included even when tied.
         idle: weights of experts that a token does not go to; 0 in a dense model.
+        prediction: weights of the modules that predict further tokens, which are in none of the above but `idle`.
+        prediction_matrix: `matrix` of these modules, the head once for each.
+        prediction_widths: `widths` of their blocks.
         widths: per window (None = global), heads * (width of a key + width of a value), summed over the layers that have
             it: multiply-adds that one key costs a query.
     """
@@ -51,11 +56,14 @@ class Counts:
     matrix: int
     idle: int
     widths: Mapping[int | None, int]
+    prediction: int = 0
+    prediction_matrix: int = 0
+    prediction_widths: Mapping[int | None, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """All weights, a tied table once."""
-        return self.embedding + self.attention + self.mlp + self.norms + self.head
+        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.prediction
 
     @property
     def active(self) -> int:
@@ -63,13 +71,13 @@ class Counts:
         return self.parameters - self.idle
 
     def forward(self, length: int, causal: bool = False) -> float:
-        """Forward FLOPs per token of rows of `length` tokens; see the module for `causal`."""
-        scores = sum(width * _keys(length, window, causal) for window, width in self.widths.items())
-        return 2.0 * self.matrix + 2.0 * scores
+        """Forward FLOPs per token of rows of `length` tokens, of the next token only; see the module for `causal`."""
+        return _products(self.matrix, self.widths, length, causal)
 
     def training(self, length: int, causal: bool = False) -> float:
         """Forward and backward FLOPs per token of rows of `length` tokens."""
-        return 3 * self.forward(length, causal)
+        further = _products(self.prediction_matrix, self.prediction_widths, length, causal)
+        return 3 * (self.forward(length, causal) + further)
 
 
 def count(model: Decoder) -> Counts:
@@ -79,13 +87,19 @@ def count(model: Decoder) -> Counts:
         ValueError: when it has parts whose counts are not known here.
     """
     dim, layers = model.dim, model.layers
+    depth = 0 if model.prediction is None else model.prediction.depth
     attention = _attention(model, model.resolved_attention)
     dense, biases = _mlp(model, model.resolved_mlp)
     sparse = _experts(model, model.resolved_mlp)
     sparse_layers = sum(model.moe is not None and model.moe.has(layer) for layer in range(layers))
     dense_layers = layers - sparse_layers
-    norms = (4 if model.norm_placement == "sandwich" else 2) * layers + 1
+    block_norms = 4 if model.norm_placement == "sandwich" else 2
+    norms = block_norms * layers + 1
     table = model.vocab_size * dim
+    behind = sum(model.moe is not None and model.moe.has(layer) for layer in range(layers, layers + depth))
+    block = attention.weights + 2 * dim * dim
+    further = depth * (block + attention.others + (block_norms + 3) * _norm(model.resolved_norm, dim))
+    further += (depth - behind) * (dense + biases) + behind * (sparse.active + sparse.idle)
     return Counts(
         embedding=table,
         attention=layers * (attention.weights + attention.others),
@@ -93,18 +107,20 @@ def count(model: Decoder) -> Counts:
         norms=norms * _norm(model.resolved_norm, dim),
         head=0 if model.tied_embeddings else table,
         matrix=layers * attention.weights + dense_layers * dense + sparse_layers * sparse.active + table,
-        idle=sparse_layers * sparse.idle,
-        widths=attention.widths,
+        idle=(sparse_layers + behind) * sparse.idle,
+        widths=_widths(model, model.resolved_attention, range(layers)),
+        prediction=further,
+        prediction_matrix=depth * (block + table) + (depth - behind) * dense + behind * sparse.active,
+        prediction_widths=_widths(model, model.resolved_attention, range(layers, layers + depth)),
     )
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """One layer's weights in matrix products and its other weights; multiply-adds per key of all layers by window."""
+    """One layer's weights in matrix products and its other weights."""
 
     weights: int
     others: int
-    widths: Mapping[int | None, int]
 
 
 def _attention(model: Decoder, part: Component) -> _Attention:
@@ -114,10 +130,7 @@ def _attention(model: Decoder, part: Component) -> _Attention:
         normed = {"none": (), "head": (model.resolved_head_dim,) * 2, "full": (width, kv_width)}[part.qk_norm]
         others = sum(_norm(norm, size) for size in normed)
         others += (width + 2 * kv_width if part.qkv_bias else 0) + (dim if part.output_bias else 0)
-        widths = Counter[int | None]()
-        for layer in range(model.layers):
-            widths[part.window_at(layer)] += 2 * width
-        return _Attention(2 * dim * (width + kv_width), others, widths)
+        return _Attention(2 * dim * (width + kv_width), others)
     if type(part) is MLA:
         key, rank = part.qk_nope_head_dim + part.qk_rope_head_dim, part.q_lora_rank
         queries = dim * heads * key if rank is None else rank * (dim + heads * key)
@@ -125,8 +138,24 @@ def _attention(model: Decoder, part: Component) -> _Attention:
         made = part.kv_lora_rank * heads * (part.qk_nope_head_dim + part.v_head_dim)
         others = _norm(norm, part.kv_lora_rank) + (0 if rank is None else _norm(norm, rank))
         weights = queries + latent + made + heads * part.v_head_dim * dim
-        return _Attention(weights, others, {None: model.layers * heads * (key + part.v_head_dim)})
+        return _Attention(weights, others)
     raise _unknown(part)
+
+
+def _widths(model: Decoder, part: Component, layers: range) -> Mapping[int | None, int]:
+    """Multiply-adds per key of some layers, by window."""
+    if isinstance(part, MLA):
+        key = part.qk_nope_head_dim + part.qk_rope_head_dim
+        return {None: len(layers) * model.heads * (key + part.v_head_dim)}
+    assert isinstance(part, GQA)
+    widths = Counter[int | None]()
+    for layer in layers:
+        widths[part.window_at(layer)] += 2 * model.heads * model.resolved_head_dim
+    return widths
+
+
+def _products(matrix: int, widths: Mapping[int | None, int], length: int, causal: bool) -> float:
+    return 2.0 * matrix + 2.0 * sum(width * _keys(length, window, causal) for window, width in widths.items())
 
 
 def _mlp(model: Decoder, part: Component, ffn_dim: int | None = None) -> tuple[int, int]:

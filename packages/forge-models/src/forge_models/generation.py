@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ def generate(
     decode: Callable[[list[int]], str] | None = None,
     prefill: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> list[list[int]]:
     """Continues each prompt; returns the new tokens of each row, with its end-of-sequence token if it came to one.
 
@@ -35,12 +37,15 @@ def generate(
         decode: new tokens of a row -> their text; needed by `stop`.
         prefill: prompt tokens taken at once at most; None = all. It bounds memory and changes no result.
         on_token: called with (row, token) for each new token.
+        agree: tokens (B,) that this process chose -> those that all processes take, where several hold the model together.
+            Each rounds in its own way, and one that stopped earlier would leave the others waiting.
 
     Raises:
         GenerationError: for an empty prompt, ids outside of the vocabulary, or more tokens than `max_length`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, sampling, max_tokens=max_tokens, eos=eos, stop=stop, decode=decode, prefill=prefill):
+    options: dict[str, Any] = {"eos": eos, "stop": stop, "decode": decode, "prefill": prefill, "agree": agree}
+    for step in stream(model, prompts, sampling, max_tokens=max_tokens, **options):
         for row, token in enumerate(step):
             if token is not None:
                 rows[row].append(token)
@@ -59,14 +64,15 @@ def stream(
     stop: str | Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
     prefill: int | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
     """Like `generate`, one step at a time: yields each row's new token, None once the row has stopped.
 
     Faults are raised at the call, before the first step is asked for.
     """
-    _check(model, prompts, max_tokens, prefill)
-    ends = _ends(eos, stop, decode)
-    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, Sampler(sampling), ends, prefill)
+    check(model, prompts, max_tokens, prefill)
+    ends = ends_of(eos, stop, decode)
+    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, Sampler(sampling), ends, prefill, agree)
 
 
 def before_stop(text: str, stop: str | Sequence[str]) -> str:
@@ -82,6 +88,7 @@ def _steps(
     sampler: Sampler,
     ends: Callable[[list[int]], bool],
     prefill: int | None,
+    agree: Callable[[Tensor], Tensor] | None,
 ) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -99,6 +106,7 @@ def _steps(
             mark[prompt] = True
     for step in range(max_tokens):
         chosen = sampler(logits, seen)
+        chosen = chosen if agree is None else agree(chosen)
         found = chosen.tolist()
         yield [token if runs else None for token, runs in zip(found, running, strict=True)]
         for row, token in zip(rows, found, strict=True):
@@ -127,14 +135,15 @@ def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, ch
 def _forward(model: Decoder, tokens: Tensor, positions: Tensor | None, cache: KVCache, at: Tensor | None = None) -> Tensor:
     # Mode and gradients are set around each forward only, so an abandoned iterator leaves nothing behind.
     # Compiled blocks run eagerly: each token has another length, and each length would be another graph.
-    with torch.no_grad(), _evaluating(model), torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
         logits = model(tokens, positions=positions, cache=cache, at=at)
     assert isinstance(logits, Tensor)
     return logits
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Spans forwards in evaluation mode; afterwards every module is in the mode that it had."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -148,7 +157,7 @@ def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _ends(
+def ends_of(
     eos: int | Collection[int] | None, stop: str | Sequence[str], decode: Callable[[list[int]], str] | None
 ) -> Callable[[list[int]], bool]:
     """Whether a row of new tokens has come to its end with the last one."""
@@ -171,7 +180,8 @@ def _ends(
     return ends
 
 
-def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
+def check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
+    """Refuses what `stream` cannot continue; see there."""
     config = model.config
     if not prompts:
         raise GenerationError("there is no prompt")

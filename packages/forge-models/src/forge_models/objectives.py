@@ -20,5 +20,6 @@ class CrossEntropy:
     def __call__(self, head: Head, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerms:
         """`hidden` (B, T, embed) after the final norm, `labels` (B, T) int64, already shifted."""
         total, nll, z = head.loss(hidden, labels, self.z_loss)
-        metrics = {"nll": nll, "z": z} if self.z_loss else {"nll": nll}
-        return LossTerms(total, (labels != IGNORE).sum(), metrics)
+        metrics = {"nll": nll.sum(), "z": z.sum()} if self.z_loss else {"nll": nll.sum()}
+        rows = (nll + self.z_loss * z if self.z_loss else nll).sum(1)
+        return LossTerms(total, (labels != IGNORE).sum(), metrics, rows)

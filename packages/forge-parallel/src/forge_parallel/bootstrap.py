@@ -29,19 +29,27 @@ def start(where: Launch, timeout: float) -> torch.device:
         torch.cuda.set_device(device)
     if where.size == 1:
         return device
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         tcp = dist.TCPStore(where.address, where.port, where.size, is_master=where.rank == 0 and not agent_hosts, timeout=limit)
         store = dist.PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
-        dist.init_process_group(backend, store=store, rank=where.rank, world_size=where.size, timeout=limit)
+        dist.init_process_group(_backend(device), store=store, rank=where.rank, world_size=where.size, timeout=limit)
     except (dist.DistError, OSError, RuntimeError, ValueError) as cause:
         raise LayoutError(
             f"rank {where.rank} of {where.size} (started by {where.launcher}) could not meet the others at "
             f"{where.address}:{where.port}: {cause}; is MASTER_ADDR the host of rank 0, and did every rank start?"
         ) from cause
     return device
+
+
+def alone(device: torch.device) -> None:
+    """Opens a process group of one, for what wants a mesh even there."""
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def stop() -> None:

@@ -8,19 +8,21 @@ from typing import Any
 
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
-from forge_parallel.components.transforms import ContextParallel
+from forge_parallel.components.transforms import ContextParallel, Expert
 from forge_parallel.plan import AXIS_DEFAULTS
 from forge_parallel.proven import FEATURES, unproven
 
-IMPLEMENTED = frozenset({"compile", "context", "float8", "recompute", "shard", "tensor"})
+IMPLEMENTED = frozenset({"compile", "context", "expert", "float8", "recompute", "shard", "tensor"})
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
 
 
 CHOICES = (
     ("reduce_each", "shard", "reduce", "each"),
+    ("offload", "shard", "offload", True),
     ("tp_whole", "tensor", "sequence_parallel", False),
     ("tp_asynchronous", "tensor", "asynchronous", True),
     ("float8_rowwise", "float8", "recipe", "rowwise"),
+    ("float8_experts", "float8", "experts", True),
 )
 """(feature, transform, key, value): choices of a transform that other code follows, and that are proven apart."""
 
@@ -108,6 +110,20 @@ def axes_are_claimed(job: Any, layout: Layout) -> Iterator[Fault]:
             )
 
 
+def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Nodes of a hierarchical dispatcher share the ranks of ep evenly, and there are several."""
+    expert = job.transforms.get("expert")
+    node = getattr(expert, "ranks_per_node", None)
+    if layout.ep == 1 or node is None or (node < layout.ep and layout.ep % node == 0):
+        return
+    legal = ", ".join(str(n) for n in divisors(layout.ep)[1:-1])
+    yield Fault(
+        "transforms.expert.ranks_per_node",
+        f"{node} ranks do not divide parallel.ep = {layout.ep} into several nodes",
+        hint=f"it may be {legal}" if legal else "use dispatcher = 'all_to_all'",
+    )
+
+
 def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     """Blocks can be split over the stages, and the schedule can run a step's micro-batches."""
     if layout.pp == 1:
@@ -118,6 +134,13 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     blocks = getattr(job.model, "layers", None)
     for why in pipeline.refusals(layout.pp, blocks=blocks if isinstance(blocks, int) else None):
         yield Fault("parallel.pipeline.split", why, hint="change parallel.pp, the split, or the schedule's stages per rank")
+    if pipeline.schedule.splits_backward and getattr(getattr(job.model, "prediction", None), "depth", 0) > 1:
+        yield Fault(
+            "model.prediction.depth",
+            f"{job.model.prediction.depth} further tokens cannot be predicted with the pipeline schedule "
+            f"{pipeline.schedule.name!r}, which computes gradients of inputs and of weights apart",
+            hint="set it to 1, or take the schedule 1f1b or interleaved",
+        )
     for why in pipeline.refusals(layout.pp, micro_batches=None if left else micro_batches):
         yield Fault("parallel.pipeline.schedule", why, hint="change train.global_batch or train.micro_batch")
 
@@ -135,8 +158,14 @@ def features(job: Any, layout: Layout) -> set[str]:
         used.add("bf16")
     if job.precision.state == "bf16":
         used.add("bf16_state")
-    used |= set(job.transforms) - {"context", "shard", "tensor"}  # those are features of their axes
+    used |= set(job.transforms) - {"context", "expert", "shard", "tensor"}  # those are features of their axes
     used |= {feature for feature, name, key, value in CHOICES if getattr(job.transforms.get(name), key, None) == value}
+    if getattr(job.model, "prediction", None) is not None:
+        used.add("prediction")
+    if getattr(job.model, "moe", None) is not None:
+        used.add("experts")
+    if layout.ep > 1:
+        used.add(f"ep_{getattr(job.transforms.get('expert'), 'dispatcher', Expert().dispatcher)}")
     if layout.tp == 1:
         used -= {"tp_whole", "tp_asynchronous"}
     return used

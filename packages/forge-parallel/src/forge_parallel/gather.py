@@ -27,8 +27,8 @@ def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -
         owned = torch.zeros_like(value, dtype=torch.int32)
         if mine is not None and owns(mine, model.topology):
             box = local_box(mine)
-            box.within(value).copy_(box.local)
-            box.within(owned).fill_(1)
+            box.within(value.view(box.shape)).copy_(box.local)  # a layout may see two dimensions in one
+            box.within(owned.view(box.shape)).fill_(1)
         model.topology.all_reduce(owned)
         if not owned.any():
             continue

@@ -26,19 +26,22 @@ Draw = Callable[[int, int], torch.Tensor]
 """(first, last) flat element -> fp32 draws of a unit normal for [first, last)."""
 
 
-def fill(box: Box, spec: TensorSpec, name: str, seed: int) -> None:
-    """Fills `box.local` with what `spec.init` says, in fp32, then rounded to the tensor's dtype."""
+def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device | None = None) -> None:
+    """Fills `box.local` with what `spec.init` says, in fp32, then rounded to the tensor's dtype.
+
+    `device` is where numbers are drawn, if not where they are kept: its random stream decides what they are.
+    """
     if spec.stacked:
         for row in range(box.local.shape[0]):
             part = Box(box.shape[1:], box.offset[1:], box.local[row])
-            _fill(part, spec.init, f"{name}[{box.offset[0] + row}]", seed)
+            _fill(part, spec.init, f"{name}[{box.offset[0] + row}]", seed, device)
     else:
-        _fill(box, spec.init, name, seed)
+        _fill(box, spec.init, name, seed, device)
 
 
-def _fill(box: Box, init: Init, name: str, seed: int) -> None:
+def _fill(box: Box, init: Init, name: str, seed: int, device: torch.device | None) -> None:
     if init.kind == "normal":
-        _scatter(box.local, box.shape, box.offset, 0, init.std, _stream(seed, name, box.local.device))
+        _scatter(box.local, box.shape, box.offset, 0, init.std, _stream(seed, name, device or box.local.device))
     else:
         box.local.fill_(1.0 if init.kind == "ones" else 0.0)
 

@@ -143,13 +143,19 @@ class ParallelModel:
                     casts.enter_context(cast_parameters(part, self.compute))
             yield
 
+    def at_step(self, step: int, steps: int) -> None:
+        """Tells parts whose loss changes over a run that optimizer step `step` of `steps` comes next."""
+        for part in self.parts:
+            if callable(tell := getattr(part, "at_step", None)):
+                tell(step, steps)
+
     def refresh(self) -> None:
         """Gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
         ties.refresh(self)
 
-    def local_batch(self, batch: Batch) -> Batch:
-        """This rank's share of what its data rank read, on the device."""
-        batch = batch.to(str(self.topology.device))
+    def local_batch(self, batch: Batch, horizon: int = 0) -> Batch:
+        """This rank's share of what its data rank read, on the device; with labels of `horizon` tokens beyond the next one."""
+        batch = batch.to(str(self.topology.device)).looking_ahead(horizon)
         for transform in self.plan.transforms:
             batch = transform.local_batch(batch, self.contexts[0])
         return batch

@@ -1,7 +1,7 @@
 """Modules that keep count over a step, such as layers of experts: told before it what a token weighs, and after it what all
 ranks counted together. Models without such modules exchange nothing here.
 
-Every rank must hold the same ones, which ranks of a pipeline do not: with one, models that have any are refused.
+Ranks of one pipeline stage hold the same ones, and agree among themselves: every stage sees all tokens.
 """
 
 from collections.abc import Sequence
@@ -9,21 +9,13 @@ from collections.abc import Sequence
 import torch
 
 from forge_core.batch import PADDING, Batch
-from forge_core.errors import PlanError
 from forge_core.protocols.model import Observer
 from forge_parallel.model import ParallelModel
 
 
 def observers(model: ParallelModel) -> tuple[Observer, ...]:
-    """The observers of a model in the order of its modules.
-
-    Raises:
-        PlanError: there are some, and a pipeline.
-    """
-    found = tuple(module for part in model.parts for module in part.modules() if isinstance(module, Observer))
-    if found and model.topology.layout.pp > 1:
-        raise PlanError("layers that balance themselves, such as experts, are not implemented with parallel.pp > 1")
-    return found
+    """The observers of this rank's parts in the order of their modules."""
+    return tuple(module for part in model.parts for module in part.modules() if isinstance(module, Observer))
 
 
 def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Batch]) -> None:
@@ -38,19 +30,20 @@ def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Bat
         for batch in batches
     ]
     count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=topology.device)
-    count = topology.all_reduce(count if topology.coordinates["tp"] == 0 else torch.zeros_like(count))
+    count = topology.stage_sum(count if topology.coordinates["tp"] == 0 else torch.zeros_like(count))
     for observer in found:
         observer.before_step(1 / count.clamp(min=1).double())
 
 
 @torch.no_grad()
 def finish(found: Sequence[Observer], model: ParallelModel, skip: torch.Tensor) -> None:
-    """After the last backward; `skip` is 1 where there will be no update. All counts cross ranks in one all-reduce."""
+    """After the last backward; `skip` is 1 where there will be no update. All counts cross ranks in one all-reduce.
+
+    Tensor parallel ranks see different tokens, too: without sequence parallelism such models are refused.
+    """
     if not found:
         return
-    topology = model.topology
     mine = [observer.statistics() for observer in found]
-    packed = torch.cat(mine)
-    packed = topology.all_reduce(packed if topology.coordinates["tp"] == 0 else torch.zeros_like(packed))
+    packed = model.topology.stage_sum(torch.cat(mine))
     for observer, totals in zip(found, packed.split([len(each) for each in mine]), strict=True):
         observer.after_step(totals, skip)

@@ -1,18 +1,18 @@
 """The gate: a layout is right when it gives the numbers that one process gives.
 
 Every rank reads other rows, with other numbers of valid tokens, packed documents, and one micro-batch without a single
-valid token. Compared are the loss, the gradient norm, every gradient, and every parameter after updates. In fp64 the
-tolerance is 1e-10; in fp32 only loss, norm and gradients are held to 2e-6 of the parameter's largest, since Adam turns a
-tiny g / |g| into a whole step.
+valid token. Compared are the loss, as a whole and by source of the rows, the gradient norm, every gradient, and every
+parameter after updates. In fp64 the tolerance is 1e-10; in fp32 only loss, norm and gradients are held to 2e-6 of the
+parameter's largest, since Adam turns a tiny g / |g| into a whole step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from forge_core.batch import IGNORE, Batch
+from forge_core.batch import IGNORE, Batch, Sources
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Objective, Optimizer, Transform
@@ -52,8 +52,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers of one layout: per step loss, norm and token count; full gradients of the first step; full weights at
-    the start and after all updates, by global name."""
+    """Numbers of one layout: per step loss, norm and token count, loss and token count by source; full gradients of the first
+    step; full weights at the start and after all updates, by global name."""
 
     loss: list[float]
     norm: list[float]
@@ -61,6 +61,7 @@ class Measurement:
     initial: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
+    by_source: list[dict[str, float]] = field(default_factory=list)
 
 
 def synthetic(case: Case, step: int) -> Batch:
@@ -79,7 +80,10 @@ def synthetic(case: Case, step: int) -> Batch:
     documents = starts.cumsum(1).to(torch.int32)
     index = torch.arange(case.length, dtype=torch.int32).expand(shape)
     begins = torch.where(starts, index, torch.zeros_like(index)).cummax(1).values
-    return Batch(tokens, labels.where(keep, torch.tensor(IGNORE)), positions=index - begins, documents=documents)
+    row = torch.arange(case.rows)
+    sources = Sources(("silent", "even", "odd"), torch.where(row < case.silent, 0, 1 + row % 2))
+    labels = labels.where(keep, torch.tensor(IGNORE))
+    return Batch(tokens, labels, positions=index - begins, documents=documents, sources=sources)
 
 
 def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
@@ -98,6 +102,9 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
             batch.labels[start : start + micro_batch],
             cut(batch.positions, start),
             cut(batch.documents, start),
+            sources=None
+            if (all_rows := batch.sources) is None
+            else Sources(all_rows.names, all_rows.rows[start : start + micro_batch]),
         )
         for start in range(first, first + rows, micro_batch)
     ]
@@ -126,7 +133,8 @@ def measure(
         numbers.append(result.numbers())
     weights = gathered(model, _weights(model))
     column = {key: [row[key] for row in numbers] for key in ("loss", "grad_norm", "tokens")}
-    return Measurement(column["loss"], column["grad_norm"], column["tokens"], initial, gradients, weights)
+    by_source = [{key: value for key, value in row.items() if key.startswith(("source/", "prediction_"))} for row in numbers]
+    return Measurement(column["loss"], column["grad_norm"], column["tokens"], initial, gradients, weights, by_source)
 
 
 def _weights(model: ParallelModel) -> dict[str, torch.Tensor | None]:
@@ -158,8 +166,12 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
     same = reference.initial.keys() == other.initial.keys() and all(
         torch.equal(tensor, other.initial[name]) for name, tensor in reference.initial.items()
     )
+    same_tokens = reference.tokens == other.tokens and [*map(list, reference.by_source)] == [*map(list, other.by_source)]
+    by_source = [
+        _scalars([*mine.values()], [*theirs.values()]) for mine, theirs in zip(reference.by_source, other.by_source, strict=False)
+    ]
     return Difference(
-        loss=_scalars(reference.loss, other.loss) if reference.tokens == other.tokens else float("inf"),
+        loss=max(_scalars(reference.loss, other.loss), *by_source, 0.0) if same_tokens else float("inf"),
         norm=_scalars(reference.norm, other.norm),
         gradients=gradients,
         weights=weights,

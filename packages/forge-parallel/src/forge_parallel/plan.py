@@ -30,9 +30,9 @@ AXIS_DEFAULTS = {
     "dp_replicate": ("shard",),
     "dp_shard": ("shard",),
     "cp": ("context", "shard"),
-    "tp": ("tensor",),
-    "ep": ("expert",),
-    "etp": ("expert",),
+    "tp": ("tensor", "shard"),
+    "ep": ("expert", "shard"),
+    "etp": ("expert", "shard"),
 }
 """The transforms that an axis larger than 1 pulls in when the recipe names none: the one that claims it, then what that needs."""
 

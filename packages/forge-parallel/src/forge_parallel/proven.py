@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from itertools import combinations
 from types import MappingProxyType
 
+from forge_parallel.proven_experts import EXPERT_RUNS, LARGE_EXPERT_RUNS, SLOW_EXPERT_RUNS
+
 FEATURES = MappingProxyType(
     {
         "dp_shard": "parallel.dp_shard > 1",
@@ -26,12 +28,20 @@ FEATURES = MappingProxyType(
         "pp_dualpipev": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'dualpipev'}",
         "accumulate": "train.global_batch larger than one micro-batch per rank",
         "reduce_each": "transforms.shard.reduce = 'each'",
+        "offload": "transforms.shard.offload = true",
         "recompute": "transforms.recompute",
         "compile": "transforms.compile",
         "bf16": "precision.compute = 'bf16'",
         "bf16_state": "precision.state = 'bf16'",
         "float8": "transforms.float8",
         "float8_rowwise": "transforms.float8.recipe = 'rowwise'",
+        "float8_experts": "transforms.float8.experts = true",
+        "prediction": "model.prediction",
+        "experts": "[model.moe]",
+        "ep_all_to_all": "parallel.ep > 1 with transforms.expert.dispatcher = 'all_to_all'",
+        "ep_all_gather": "parallel.ep > 1 with transforms.expert.dispatcher = 'all_gather'",
+        "ep_hierarchical": "parallel.ep > 1 with transforms.expert.dispatcher = 'hierarchical'",
+        "etp": "parallel.etp > 1",
     }
 )
 """Name of a feature -> the keys that switch it on."""
@@ -132,8 +142,58 @@ SLOW_RUNS = tuple(
         "pp_dualpipev accumulate float8",
     )
 )
-"""The pairs that are left. Schedules that split a backward are not offered with `recompute` and `compile`; `tp_asynchronous`,
-which needs several GPUs, is in no row, and so refused until one proves it."""
+"""The pairs that are left. Schedules that split a backward are not offered with `recompute` and `compile`; `tp_asynchronous`
+and `offload`, which need GPUs, are in no row, and so refused until one proves them."""
+
+GPU_RUNS = tuple(
+    frozenset(row.split())
+    for row in (
+        "offload",
+        "offload accumulate reduce_each recompute",
+        "offload accumulate compile bf16",
+        "offload accumulate recompute bf16 bf16_state",
+        "dp_shard offload accumulate reduce_each",
+        "dp_shard dp_replicate offload accumulate",
+    )
+)
+"""What `pytest -m gpu` compares with one process on the same device. That is no part of every change, so it proves no pair."""
+
+PREDICTION_RUNS = tuple(
+    frozenset(f"{row} prediction".split())
+    for row in (
+        "dp_shard accumulate reduce_each recompute",
+        "dp_shard tp accumulate",
+        "cp_ring pp_1f1b accumulate",
+        "tp pp_interleaved accumulate",
+        "pp_zbv accumulate",
+        "experts dp_shard ep_all_to_all accumulate",
+    )
+)
+"""Models that predict further tokens."""
+
+SLOW_PREDICTION_RUNS = tuple(
+    frozenset(f"{row} prediction".split())
+    for row in (
+        "dp_shard tp accumulate recompute compile",
+        "dp_shard dp_replicate accumulate reduce_each recompute",
+        "tp tp_whole cp_all_gather",
+        "dp_shard cp_ulysses",
+        "dp_shard pp_zbv accumulate",
+        "tp cp_ring accumulate recompute",
+        "cp_all_gather pp_gpipe accumulate",
+        "dp_replicate pp_interleaved_zero_bubble accumulate",
+        "dp_shard pp_dualpipev accumulate",
+        "cp_ulysses pp_interleaved accumulate",
+        "tp pp_1f1b accumulate recompute",
+        "tp pp_zbv accumulate",
+        "dp_shard tp bf16 bf16_state",
+        "dp_shard tp float8",
+        "cp_ring pp_1f1b accumulate bf16",
+        "dp_replicate pp_1f1b accumulate float8",
+        "dp_shard float8 float8_rowwise",
+    )
+)
+"""The pairs with further tokens that are left, and the triples in which a table is looked up on two stages."""
 
 LARGE_RUNS = tuple(
     frozenset(row.split())
@@ -151,12 +211,27 @@ LARGE_RUNS = tuple(
 TEST = "tests/parallel/test_compositions.py::test_a_run_equals_one_process"
 SLOW_TEST = "tests/parallel/test_compositions.py::test_the_remaining_pairs_equal_one_process"
 
+PREDICTION_TEST = "tests/parallel/test_prediction.py::test_a_run_equals_one_process"
+SLOW_PREDICTION_TEST = "tests/parallel/test_prediction.py::test_the_remaining_pairs_equal_one_process"
+
+EXPERT_TEST = "tests/parallel/test_expert_compositions.py::test_a_run_equals_one_process"
+SLOW_EXPERT_TEST = "tests/parallel/test_expert_compositions.py::test_the_remaining_pairs_equal_one_process"
+LARGE_EXPERT_TEST = "tests/parallel/test_expert_compositions.py::test_pairs_on_eight_ranks_equal_one_process"
+
 
 def _pairs(runs: Iterable[frozenset[str]], test: str) -> dict[frozenset[str], str]:
     return {frozenset(pair): test for run in runs for size in (1, 2) for pair in combinations(run, size)}
 
 
-PROVEN = MappingProxyType(_pairs(SLOW_RUNS, SLOW_TEST) | _pairs(RUNS, TEST))
+PROVEN = MappingProxyType(
+    _pairs(LARGE_EXPERT_RUNS, LARGE_EXPERT_TEST)
+    | _pairs(SLOW_EXPERT_RUNS, SLOW_EXPERT_TEST)
+    | _pairs(EXPERT_RUNS, EXPERT_TEST)
+    | _pairs(SLOW_PREDICTION_RUNS, SLOW_PREDICTION_TEST)
+    | _pairs(PREDICTION_RUNS, PREDICTION_TEST)
+    | _pairs(SLOW_RUNS, SLOW_TEST)
+    | _pairs(RUNS, TEST)
+)
 """Every feature alone and every proven pair -> the test that compares a run with it to one process."""
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from forge_core.errors import PlanError
 from forge_core.specs import Specs, TensorSpec
 from forge_parallel.boxes import local_box
 from forge_parallel.context import Context
+from forge_parallel.experts.stack import stacks
 from forge_parallel.init import fill
 from forge_parallel.model import ParallelModel
 from forge_parallel.pipeline import ties
@@ -79,6 +81,25 @@ def _tie(part: nn.Module, specs: Specs) -> None:
         part.get_submodule(path)._parameters[slot] = part.get_submodule(module)._parameters[name]
 
 
+def _allocate(part: nn.Module, device: torch.device, on_host: bool) -> None:
+    """Gives every tensor of `part` memory on the device; with `on_host` only buffers, and parameters that of the host."""
+    part.to_empty(device="cpu" if on_host else device)
+    if on_host:
+        for module in part.modules():
+            for slot, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[slot] = torch.empty_like(buffer, device=device)
+
+
+def _experts_are_kept(part: nn.Module, specs: Specs, topology: Topology) -> None:
+    """Experts of ranks that see different tokens have gradients that somebody must sum."""
+    layout = topology.layout
+    for path in stacks(specs) if layout.efsdp * layout.ep * layout.etp > 1 else ():
+        for name, parameter in part.get_submodule(path).named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                raise PlanError(f"no transform sums the gradients of {path}.{name} over ranks; add [transforms.shard]")
+
+
 Restore = Callable[[ParallelModel], None]
 """Fills every tensor of a model from elsewhere, such as a checkpoint."""
 
@@ -109,12 +130,15 @@ def realize(
         described = [cut.part(whole, stage) for stage in cut.local]
         for part, specs in described:
             _agree(part, specs)
+    if stacks(blueprint.specs):
+        topology.open_for_experts()
     parts, contexts = [], []
     for part, specs in described:
         context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs)
         for transform in plan.transforms:
             part = transform.apply(part, context)
-        part.to_empty(device=topology.device)
+        _experts_are_kept(part, specs, topology)
+        _allocate(part, topology.device, any(transform.on_host for transform in plan.transforms))
         _tie(part, specs)
         parts.append(part)
         contexts.append(context)
@@ -132,7 +156,7 @@ def initialize(model: ParallelModel, seed: int) -> None:
     """Fills every parameter and buffer exactly once from its spec."""
     with torch.no_grad():
         for name, tensor in _all_tensors(model):
-            fill(local_box(tensor), _spec(model, name), name, seed)
+            fill(local_box(tensor), _spec(model, name), name, seed, model.topology.device)
 
 
 def _all_tensors(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:

@@ -36,16 +36,17 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def squared_norm(model: ParallelModel) -> torch.Tensor:
-    """Scalar fp64: sum of squares of the gradient elements that this rank owns; sums over the world to the whole."""
+    """Scalar fp64 on the device: sum of squares of the gradient elements that this rank owns; over the world, of the whole."""
     owned = [parameter for _, parameter, _ in model.trainable() if owns(parameter, model.topology)]
     gradients = [gradient for parameter in owned if (gradient := local_gradient(parameter)) is not None and gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=model.topology.device)
     norms = torch._foreach_norm(gradients)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    return torch.stack([norm.double() for norm in norms]).square().sum().to(model.topology.device)
 
 
 def world_sum(values: Sequence[torch.Tensor], topology: Topology) -> list[torch.Tensor]:
-    """Sums scalars over the world in one all-reduce, in fp64."""
-    packed = topology.all_reduce(torch.stack([value.detach().double() for value in values]))
-    return list(packed.unbind())
+    """Sums tensors over the world in one all-reduce, in fp64. Their shapes are the same on every rank."""
+    packed = topology.all_reduce(torch.cat([value.detach().double().flatten() for value in values]))
+    parts = packed.split([value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]

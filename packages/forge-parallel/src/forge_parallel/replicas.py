@@ -1,4 +1,4 @@
-"""Are replicas still replicas? Ranks that hold the same box of a parameter have to hold the same bits.
+"""Are replicas still replicas? Ranks that hold the same box of a parameter or buffer have to hold the same bits.
 
 They stay equal because they compute the same, which a non-deterministic kernel, a flipped bit or a wrong collective may end
 without any error. A digest of each tensor is compared along every axis that replicates it: a few bytes a tensor.
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel.boxes import local_box
+from forge_parallel.collectives import Ranks, all_gather
 from forge_parallel.model import ParallelModel
 from forge_parallel.owner import replicating_axes
-from forge_parallel.tensor.collectives import Ranks, all_gather
 
 ODD = -7046029254386353131
 """2^64 / golden ratio as a signed integer: consecutive multiples differ in all their bits (Knuth, 6.4)."""
@@ -21,7 +21,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Drift(NamedTuple):
-    """A parameter that `rank` holds otherwise than the rank that owns its box."""
+    """A parameter or buffer that `rank` holds otherwise than the rank that owns its box."""
 
     name: str
     rank: int
@@ -35,18 +35,18 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drifted(model: ParallelModel) -> Drift | None:
-    """The first parameter, in the order of the model's names, that differs between replicas, and the lowest rank that holds
-    it otherwise; None where all agree. All ranks call this and get the same answer."""
+    """The first tensor, in the order of the model's names, that differs between replicas, and the lowest rank that holds it
+    otherwise; None where all agree. All ranks call this and get the same answer."""
     topology = model.topology
-    names = list(model.shapes)
+    names = list(model.specs.tensors)
     none = (len(names), topology.size)
-    mine = [(name, tensor, replicating_axes(tensor, topology)) for name, tensor, _ in model.trainable()]
+    mine = [(name, tensor, replicating_axes(tensor, topology)) for name, tensor in model.tensors()]
     digests = {name: digest(local_box(tensor).local) for name, tensor, _ in mine}
     found = [none]
     for axis in sorted({axis for *_, axes in mine for axis in axes}):
         group = topology.group(axis)
         chosen = [name for name, _, axes in mine if axis in axes]
-        every = all_gather(torch.stack([digests[name] for name in chosen])[None], Ranks.of(group), 0)
+        every = all_gather(torch.stack([digests[name] for name in chosen])[None].to(topology.device), Ranks.of(group), 0)
         differ = (every != every[0]).nonzero().tolist()
         found += [(names.index(chosen[column]), dist.get_global_rank(group, at)) for at, column in differ]
     # The smallest (tensor, rank) of the world, as one number.

@@ -12,6 +12,7 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.protocols.model import LossTerms, Objective, Observer
+from forge_parallel.by_source import shares, sources_of, sums_by_source
 from forge_parallel.model import ParallelModel
 from forge_parallel.observers import begin, finish, observers
 from forge_parallel.pipeline.runner import Runner
@@ -29,6 +30,8 @@ class StepResult:
         skip: 1 where loss or norm is not finite: the update must not happen; else 0.
         stop: number of ranks that asked to stop.
         metrics: the objective's further sums, per valid token.
+        sources: names of the data's sources, where a run mixes several.
+        by_source: (2, sources) fp64, loss and valid tokens of each; zeros where the objective does not count rows.
     """
 
     loss: torch.Tensor
@@ -37,9 +40,11 @@ class StepResult:
     skip: torch.Tensor
     stop: torch.Tensor
     metrics: dict[str, torch.Tensor]
+    sources: tuple[str, ...] = ()
+    by_source: torch.Tensor | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All numbers on the host: the step's one synchronisation, made at the first call."""
+        """All numbers on the host: the step's one synchronisation, made at the first call. See also `by_source.shares`."""
         return dict(self._host)
 
     @cached_property
@@ -51,8 +56,13 @@ class StepResult:
             "skipped": self.skip,
             "stop": self.stop,
         } | self.metrics
-        values = torch.stack([value.double() for value in named.values()]).tolist()
-        return dict(zip(named, values, strict=True))
+        values = torch.stack([value.double() for value in named.values()])
+        if self.by_source is None:
+            return dict(zip(named, values.tolist(), strict=True))
+        found = torch.cat((values, self.by_source.flatten())).tolist()
+        alone, rest, count = found[: len(named)], found[len(named) :], len(self.sources)
+        numbers = dict(zip(named, alone, strict=True))
+        return numbers | shares(self.sources, rest[:count], rest[count:], numbers["tokens"])
 
 
 @dataclass(frozen=True)
@@ -76,23 +86,26 @@ class Step:
         Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
         """
         topology = self.model.topology
-        moved = [self.model.local_batch(batch) for batch in batches]
+        moved = [self.model.local_batch(batch, self.model.specs.horizon) for batch in batches]
         tokens = valid_tokens(moved, topology)
         divisor = tokens.clamp(min=1)
         self.model.refresh()
         begin(self._observers, self.model, moved)
         terms, names = self._forward_backward(moved, divisor)
         self.model.after_backward()
+        sources = sources_of(moved)
         if speaks(self.model):
             mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
+            rows = sums_by_source(moved, terms, topology.device)
         else:
             mine = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
+            rows = torch.zeros(2, len(sources), dtype=torch.float64, device=topology.device)
         asked = torch.full((), float(stop), device=topology.device)
-        square, asks, loss, *metrics = world_sum([squared_norm(self.model), asked, *mine], topology)
+        square, asks, by_source, loss, *metrics = world_sum([squared_norm(self.model), asked, rows, *mine], topology)
         skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
         finish(self._observers, self.model, skip)
         means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
-        return StepResult(loss / divisor, tokens, square.sqrt(), skip, asks, means)
+        return StepResult(loss / divisor, tokens, square.sqrt(), skip, asks, means, sources, by_source if sources else None)
 
     def _forward_backward(self, batches: Sequence[Batch], divisor: torch.Tensor) -> tuple[list[LossTerms], list[str]]:
         """The terms of each micro-batch where they are computed, and the names of their metrics everywhere."""
@@ -115,15 +128,17 @@ class Step:
         with self.model.computing():
             terms = self._forward(batch)
             (terms.sum / divisor).backward()
-        return LossTerms(terms.sum.detach(), terms.tokens, terms.metrics)
+        return terms._replace(sum=terms.sum.detach())
 
     def _forward(self, batch: Batch) -> LossTerms:
+        further = {} if batch.further is None else {"further": batch.further}
         return self.model.part(
             batch.tokens,
             positions=batch.positions,
             documents=batch.documents,
             labels=batch.labels,
             objective=self.objective,
+            **further,
             **batch.extras,
         )
 

@@ -1,5 +1,6 @@
 """The layout made real: this rank's coordinates, device and meshes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge_core.errors import LayoutError
-from forge_core.layout import DENSE, Layout
+from forge_core.layout import DENSE, SPARSE, Layout
 
 SHARD_AND_CP = "dp_shard+cp"
 """Mesh dimension of all ranks of dp_shard and cp."""
@@ -75,18 +76,83 @@ class Topology:
         shard = SHARD_AND_CP if self.layout.cp > 1 else "dp_shard"
         return self.dense["dp_replicate", shard] if self.layout.dp_replicate > 1 else self.dense[shard]
 
+    @cached_property
+    def sparse(self) -> DeviceMesh:
+        """Mesh of the same ranks on which experts live: (pp, dp_replicate, efsdp, ep, etp) without axes of size 1, but for
+        efsdp."""
+        kept = {name: size for name in SPARSE if (size := self.layout.size(name)) > 1 or name == "efsdp"}
+        return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+    @property
+    def experts_mesh(self) -> DeviceMesh:
+        """Mesh over which the shard transform works on experts: efsdp, after dp_replicate where there is one."""
+        return self.sparse["dp_replicate", "efsdp"] if self.layout.dp_replicate > 1 else self.sparse["efsdp"]
+
+    def open_for_experts(self) -> None:
+        """Opens the mesh of experts, and the group of this rank's pipeline stages. All ranks enter, also those whose stages
+        have no expert, so nobody may do so on the way."""
+        if self.size > 1:
+            _ = self.sparse
+            if self.layout.pp > 1:
+                _ = self._stage_group
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks that differ from this one on `axis` only, in the order of their coordinates. `axis` is larger than 1."""
-        return self._cp_group if axis == "cp" else self.dense[axis].get_group()
+        if axis == "cp":
+            return self._cp_group
+        if axis in ("ep", "etp") and self.layout.size(axis) == self.size:
+            return self._experts_group
+        return (self.sparse if axis in ("efsdp", "ep", "etp") else self.dense)[axis].get_group()
 
     @cached_property
     def _cp_group(self) -> dist.ProcessGroup:
-        mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in self.layout.groups(("cp",))])
-        assert isinstance(mine, dist.ProcessGroup)
-        return mine
+        return _mine(self.layout.groups(("cp",)))
+
+    @cached_property
+    def _experts_group(self) -> dist.ProcessGroup:
+        """Of all ranks. A mesh would take the world's, in which tokens would wait for gathered parameters."""
+        return _mine([tuple(range(self.size))], "mesh_ep" if self.layout.ep > 1 else "mesh_etp")
+
+    @cached_property
+    def _stage_group(self) -> dist.ProcessGroup:
+        return _mine(self.layout.groups([axis for axis in DENSE if axis != "pp"]))
+
+    def nodes(self, axis: str, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Of the ranks of `axis`, `size` neighbors of which are in one node: this one's node, and its peers in all nodes."""
+        if (axis, size) not in self._nodes:
+            groups = list(self.layout.groups((axis,)))
+            inside = [ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size)]
+            across = [ranks[start::size] for ranks in groups for start in range(size)]
+            self._nodes[axis, size] = _mine(inside, f"{axis}.inside"), _mine(across, f"{axis}.across")
+        return self._nodes[axis, size]
+
+    @cached_property
+    def _nodes(self) -> dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+        return {}
+
+    def stage_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums `tensor` in place over the ranks of the same pipeline stages; of all without a pipeline."""
+        if self.layout.pp == 1:
+            return self.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self._stage_group)
+        return tensor
+
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of rank 0, on every rank's device."""
+        there = tensor.to(self.device)
+        if self.size > 1:
+            dist.broadcast(there, 0)
+        return there
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums `tensor` in place over the world; the identity in a world of one."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+
+def _mine(groups: Iterable[tuple[int, ...]], description: str | None = None) -> dist.ProcessGroup:
+    """The group of this rank, of groups that together have every rank once. All ranks enter."""
+    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], group_desc=description)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

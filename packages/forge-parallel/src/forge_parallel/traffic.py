@@ -71,6 +71,13 @@ GROUPS = frozenset({"group", "group_name", "process_group"})
 """Names under which an operator of one's own takes the ranks that it talks to; it must use one of them to be counted."""
 
 
+EXPERTS: Mapping[str, str] = MappingProxyType(
+    {f"mesh_{axis}": axis for axis in SPARSE if axis not in DENSE} | {name: name for name in ("ep.inside", "ep.across")}
+)
+"""How the groups of experts' ranks are described -> axis; their ranks may be those of another axis. The last two are nodes of
+`ep`, and their peers."""
+
+
 @dataclass(frozen=True)
 class Flow:
     """What one rank exchanges over one axis by one kind of collective.
@@ -158,7 +165,9 @@ class Traffic(TorchDispatchMode):
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self._axes:
-            self._axes[group.group_name] = axis_of(dist.get_process_group_ranks(group), self._layout)
+            ranks = dist.get_process_group_ranks(group)
+            named = EXPERTS.get(group.group_desc) if len(ranks) > 1 else None
+            self._axes[group.group_name] = named or axis_of(ranks, self._layout)
         return self._axes[group.group_name]
 
 

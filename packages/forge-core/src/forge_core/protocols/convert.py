@@ -29,6 +29,9 @@ class Facts:
         tokenizer: folder that holds the tokenizer's files.
         origin: where the weights come from.
         family: what the format that they come from calls this kind of model; it has a say when they go back.
+        run: directory of the run that they come from.
+        recipe: of that run, as plain tables.
+        cursor: how far it had read its data (`forge_core.protocols.data.Cursor`).
     """
 
     step: int = 0
@@ -36,6 +39,9 @@ class Facts:
     tokenizer: Path | None = None
     origin: str = ""
     family: str = ""
+    run: Path | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    cursor: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Weights(Protocol):

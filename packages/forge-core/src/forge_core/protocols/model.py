@@ -24,11 +24,13 @@ class LossTerms(NamedTuple):
         sum: scalar fp32, the loss summed over valid tokens, with its graph.
         tokens: scalar int64, number of valid tokens.
         metrics: further detached fp32 scalars, each a sum over valid tokens.
+        rows: (B,) detached, what each row adds to `sum`; None where nobody counts it, and no loss by source is known.
     """
 
     sum: "Tensor"
     tokens: "Tensor"
     metrics: "dict[str, Tensor]"
+    rows: "Tensor | None" = None
 
 
 @runtime_checkable
@@ -89,9 +91,10 @@ class ExpertDispatcher(Protocol):
         weights: "Tensor",
         run: "Callable[[Tensor, Tensor], Tensor]",
         count: int,
-        drops: bool = True,
+        slots: int | None = None,
+        beside: "Callable[[], Tensor] | None" = None,
     ) -> "Tensor":
-        """Weighted sum of the chosen experts' outputs, (N, embed).
+        """Weighted sum of the chosen experts' outputs, (N, embed), plus what `beside` makes.
 
         Args:
             x: (N, embed) tokens.
@@ -100,8 +103,26 @@ class ExpertDispatcher(Protocol):
             run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
                 last expert's may be there; they belong to nobody, and what is returned for them means nothing.
             count: number of experts in the layer.
-            drops: False promises that no slot is dropped.
+            slots: how many slots are not dropped, where the host knows it.
+            beside: makes (N, embed) of its own, such as that of shared experts; called once, while tokens travel.
         """
+        ...
+
+
+@runtime_checkable
+class ExpertStack(Protocol):
+    """A module of stacked experts: what a dispatcher runs, and how it multiplies.
+
+    No collective enters here. A strategy that multiplies in other numbers derives from the module's class.
+    """
+
+    def forward(self, tokens: "Tensor", counts: "Tensor") -> "Tensor":
+        """See `run` of `ExpertDispatcher`."""
+        ...
+
+    def products(self, tokens: "Tensor", counts: "Tensor") -> "Callable[[Tensor, Tensor], Tensor]":
+        """How `forward` multiplies what it was given: (rows (n, inputs) in the order of `tokens`, weight (count, outputs,
+        inputs)) -> (n, outputs), each row with the matrix of its expert. Called once in a forward."""
         ...
 
 
@@ -136,9 +157,9 @@ class LossHead(Protocol):
     def __call__(
         self, hidden: "Tensor", weight: "Tensor", labels: "Tensor", z_loss: float, soft_cap: float | None
     ) -> "tuple[Tensor, Tensor, Tensor]":
-        """(total with graph, nll sum, z sum), each a scalar fp32 summed over valid labels; the last two are detached.
+        """(total with graph, nll, z): a scalar fp32, and of each label (N,) fp32, detached, 0 where there is none.
 
-        `total = nll + z_loss * z`, with z the square of the log of the partition function.
+        `total = sum(nll + z_loss * z)`, with z the square of the log of the partition function.
 
         Args:
             hidden: (N, embed) in compute precision.
@@ -154,7 +175,7 @@ class Head(Protocol):
     """The last module of a model, as an objective sees it."""
 
     def loss(self, hidden: "Tensor", labels: "Tensor", z_loss: float = 0.0) -> "tuple[Tensor, Tensor, Tensor]":
-        """`hidden` (B, T, embed), `labels` (B, T): what `LossHead` returns."""
+        """`hidden` (B, T, embed), `labels` (B, T): what `LossHead` returns, nll and z as (B, T)."""
         ...
 
 
@@ -169,7 +190,12 @@ class Model(Protocol):
 
     Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective it returns what that
     returns; without, logits (B, T, vocab) from a last part, else hidden states (B, T, embed). A part of a pipeline is the
-    model with the modules of other parts being None; only a last part is given labels and objective.
+    model with the modules of other parts being None; only a last part is given labels and objective. In training, a model whose
+    specs name a `horizon` is given `further` too (`forge_core.batch.Further`, with labels and objective only): it adds the
+    gradient of what it predicts further on to that of `LossTerms.sum`, whose value and `rows` stay those of the next token.
+
+    A model whose loss changes over a run may have `at_step(step, steps)`: before each optimizer step every part is told the
+    number of those done and of those of the run.
     """
 
     def specs(self) -> Specs: ...
@@ -214,7 +240,8 @@ class Optimizer(Protocol):
 class Transform(Protocol):
     """One strategy. `phase` orders it, `axes` are the mesh axes that it claims, `needs` names the transforms that must be in
     the plan as well when one of these axes is larger than 1. `whole_backward`: it does not stand a pipeline that computes
-    gradients of inputs and of weights apart.
+    gradients of inputs and of weights apart. `on_host`: parameters, their gradients and what an optimizer keeps lie in the
+    host's memory, everything else on the device.
 
     Derive from it: a strategy then says only what it does, and the rest does nothing.
     """
@@ -224,6 +251,7 @@ class Transform(Protocol):
     axes: frozenset[str]
     needs: frozenset[str] = frozenset()
     whole_backward: bool = False
+    on_host: bool = False
 
     def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
-
-CHUNK = 2**25
-"""Bytes of one chunk's logits at most, in the dtype of the products, unless that is fewer than 256 rows."""
-
-BLOCK = 2**20
-"""Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""
+from forge_core.logits import block_rows, chunk_rows
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class ChunkedCrossEntropy:
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(total with graph, nll, z): sums over valid labels in fp32 (fp64 for fp64 inputs).
+        """(total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 where there is no label.
 
         Args:
             hidden: (N, embed).
@@ -40,12 +35,11 @@ class ChunkedCrossEntropy:
             z_loss: weight of the squared log partition function.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
         """
-        # 256 rows keep the products with `weight` bound by arithmetic, not by reading the weight once per chunk.
-        rows = self.rows or (512 if 512 * weight.shape[0] * hidden.element_size() <= CHUNK else 256)
+        rows = self.rows or chunk_rows(weight.shape[0], hidden.element_size())
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, rows)
-        sums, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))
-        return sums
+        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))
+        return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -81,50 +75,51 @@ def _chunked(
     rows: int,
     needs: tuple[bool, bool],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-    """The three sums, and the gradients of the total with respect to `hidden` and `weight` where `needs` says so."""
+    """(total, nll, z), and the gradients of the total with respect to `hidden` and `weight` where `needs` says so."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     count, vocab = hidden.shape[0], weight.shape[0]
-    nll = torch.zeros((), dtype=wide, device=hidden.device)
-    z = torch.zeros_like(nll)
+    nll = torch.empty(count, dtype=wide, device=hidden.device)
+    z = torch.empty_like(nll)
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = _WeightGradient(weight, wide) if needs[1] else None
     # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
     rows = max(1, min(rows, count))
     buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
-    size = max(1, min(rows, BLOCK // vocab)) if hidden.device.type == "cpu" else rows
+    size = block_rows(rows, vocab, hidden.device.type)
     scratch = None if hidden.dtype == wide else torch.empty(size, vocab, dtype=wide, device=hidden.device)
     for start in range(0, count, rows):
         x = hidden[start : start + rows]
         products = torch.mm(x, weight.T, out=buffer[: x.shape[0]])
-        for part, label in zip(products.split(size), labels[start : start + rows].split(size), strict=True):
+        for at in range(start, start + len(x), size):
+            part = products[at - start : at - start + size]
+            here = slice(at, at + len(part))
             logits = part if scratch is None else scratch[: part.shape[0]].copy_(part)
-            block_nll, block_z = _block(logits, label, z_loss, soft_cap, any(needs))
-            nll += block_nll
-            z += block_z
+            nll[here], z[here] = _block(logits, labels[here], z_loss, soft_cap, any(needs))
             if scratch is not None and any(needs):
                 part.copy_(logits)
         if hidden_grad is not None:
             torch.mm(products, weight, out=hidden_grad[start : start + rows])
         if weight_sum is not None:
             weight_sum.add(products, x)
-    return (nll + z_loss * z, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
+    total = (nll + z_loss * z).sum()
+    return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
 
 
 def _block(logits: Tensor, label: Tensor, z_loss: float, soft_cap: float | None, gradient: bool) -> tuple[Tensor, Tensor]:
-    """The sums of nll and of z over rows. With `gradient`, `logits` become the derivative of the total by them."""
+    """nll and z of each row. With `gradient`, `logits` become the derivative of the total by them."""
     valid = (label != IGNORE).to(logits.dtype)
     index = label.where(label != IGNORE, 0).unsqueeze(1)
     slope = _cap(logits, soft_cap)
     chosen = logits.gather(1, index).squeeze(1)
     partition, log_partition = _exponentiate(logits)
-    sums = ((log_partition - chosen) * valid).sum(), (log_partition.square() * valid).sum()
+    losses = (log_partition - chosen) * valid, log_partition.square() * valid
     if gradient:
         # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - max)
         factor = valid * (1 + 2 * z_loss * log_partition) / partition
         logits.mul_(factor.unsqueeze(1)).scatter_add_(1, index, -valid.unsqueeze(1))
         if slope is not None:
             logits.mul_(slope)
-    return sums
+    return losses
 
 
 def _cap(logits: Tensor, soft_cap: float | None) -> Tensor | None:
@@ -157,6 +152,6 @@ class _WeightGradient:
             return
         torch.mm(gradient.T, x, out=self._product)
         # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
-        size = max(1, BLOCK // x.shape[1]) if x.device.type == "cpu" else len(self.total)
+        size = block_rows(len(self.total), x.shape[1], x.device.type)
         for total, part in zip(self.total.split(size), self._product.split(size), strict=True):
             total += part

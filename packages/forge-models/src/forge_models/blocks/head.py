@@ -31,14 +31,15 @@ class Head(nn.Module):
         return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
 
     def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        """`hidden` (B, T, embed), `labels` (B, T): the loss head's (total, nll, z).
+        """`hidden` (B, T, embed), `labels` (B, T): the loss head's (total, nll, z), the latter two (B, T).
 
         Raises:
             ValueError: when there is not one label per position.
         """
         if labels.shape != hidden.shape[:-1]:
             raise ValueError(f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}")
-        return self.core(hidden.flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap)
+        total, nll, z = self.core(hidden.flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap)
+        return total, nll.view(labels.shape), z.view(labels.shape)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The projection."""

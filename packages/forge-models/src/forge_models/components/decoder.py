@@ -10,6 +10,7 @@ from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
 from forge_models.components.moe import LAYOUT_DEPENDENT, MoE
 from forge_models.components.norms import RMSNorm
+from forge_models.components.prediction import Prediction
 from forge_models.components.rope import Rope
 from forge_models.context import BlockContext
 
@@ -63,6 +64,8 @@ class Decoder(Component):
     """Experts in the place of feed-forward parts; a dense model when absent."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
     """Norm of each part of a block, and before the head."""
+    prediction: Prediction | None = None
+    """Further tokens that are predicted in training; only the next one when absent."""
     from_hf: str | None = None
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
     config.json."""

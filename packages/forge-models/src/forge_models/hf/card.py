@@ -20,6 +20,7 @@ def card(weights: Weights, family: Family, dtype: str, count: int) -> str:
         "Context": f"{model.max_length:,} tokens",
         "Precision": dtype,
         "Embeddings": "tied" if model.tied_embeddings else "not tied",
+        **_left_out(model),
         "Training steps": weights.facts.step or "not recorded",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -45,3 +46,10 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
 ```
 """
+
+
+def _left_out(model: Decoder) -> dict[str, str]:
+    """What the model has that this format does not hold."""
+    if model.prediction is None:
+        return {}
+    return {"Left out": f"modules that predict {model.prediction.depth} further tokens, which logits do not need"}

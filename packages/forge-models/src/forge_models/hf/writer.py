@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
 def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path | None, max_shard_bytes: int) -> None:
     """Writes weights, configuration, generation settings, tokenizer and a model card.
 
+    Modules that predict further tokens are left out, which the card says: logits do without them.
+
     Args:
         path: of the new folder; an empty one may exist.
         weights: what is written, in the dtypes that it has.
@@ -59,7 +62,8 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     folder = tokenizer or weights.facts.tokenizer
     if tokenizer is not None and not any((tokenizer / name).exists() for name in TOKENIZER_FILES):
         raise Unsupported(f"{tokenizer} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    places = places_in(chosen_family, weights.model)
+    model = replace(weights.model, prediction=None)
+    places = places_in(chosen_family, model)
     if odd := sorted({weights.tensors[name].dtype for name in places} - set(FLOATS)):
         raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")

@@ -41,7 +41,7 @@ class Experts(nn.Module):
         Raises:
             ValueError: for `grouped` with a precision or width that it does not take.
         """
-        product = _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
+        product = self.products(tokens, counts)
         activation = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             hidden = activation(product(tokens, self.up_proj))
@@ -49,8 +49,12 @@ class Experts(nn.Module):
             hidden = activation(product(tokens, self.gate_proj)) * product(tokens, self.up_proj)
         return product(hidden, self.down_proj)
 
+    def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """How the rows of this call are multiplied, see `forge_core.protocols.model.ExpertStack`: a seam for subclasses."""
+        return _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
+
     def _loops(self, tokens: Tensor) -> bool:
-        fault = unfit(tokens.dtype, tokens.device, self.context.dim, self.context.ffn_dim)
+        fault = unfit(tokens.dtype, tokens.device, self.context.dim, self.up_proj.shape[1])
         if self.kernel == "grouped" and fault:
             raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
         return self.kernel == "loop" or bool(fault)
@@ -103,7 +107,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return torch.ops.aten._unsafe_view(x, x.shape)  # FSDP warns of modules that return views
 
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]

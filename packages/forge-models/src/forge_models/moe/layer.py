@@ -1,5 +1,6 @@
 """A layer of experts, in the place of a block's feed-forward part."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,9 +95,8 @@ class ExpertLayer(nn.Module):
         experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
         drops = config.capacity is not None and not cached
         kept = limited(experts, routing.weights, config.capacity or 0, config.experts) if drops else experts
-        y = self.dispatch(flat, kept, routing.weights, self.experts, config.experts, drops or mask is not None).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
+        slots = None if drops or mask is not None else experts.numel()
+        y = self.dispatch(flat, kept, routing.weights, self.experts, config.experts, slots, self._beside(x)).view_as(x)
         if not self.training:
             return y, None
         counts, loss = loads(experts, x.shape[0], config.experts), None
@@ -110,6 +110,11 @@ class ExpertLayer(nn.Module):
             dropped = load - loads(kept, 1, config.experts)[0] if drops else torch.zeros_like(load)
             scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
             return y, torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
+
+    def _beside(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """What shared experts add, to be computed while tokens travel to the others."""
+        shared = self.shared
+        return None if shared is None else lambda: shared(x).flatten(0, -2)
 
     def observe(self, counted: Tensor) -> None:
         """Adds what a forward counted to this step's sum."""
@@ -141,5 +146,5 @@ class ExpertLayer(nn.Module):
         return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.config.losses.global_batch else {}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the hidden states that enter and leave, beside the counts."""
-        return {"": ModuleSpec((STREAM,), (STREAM,))}
+        """Layout of the hidden states, and of the two tensors that enter beside them."""
+        return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from forge_core.protocols.model import Placed, PlacedCore
 from forge_parallel.attention.alone import Alone, attend_alone, prepare_alone
-from forge_parallel.attention.collectives import gathered
 from forge_parallel.attention.order import SequenceOrder
 from forge_parallel.attention.placed import gathered_documents, gathered_places, held_places
+from forge_parallel.collectives import GatherWide, Ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,20 +24,18 @@ class AllGatherAttention:
     Attributes:
         inner: the model's own core.
         order: which places each rank holds.
-        rank: this rank's index in the group.
-        group: name of the group that shares a row.
+        ranks: the group that shares a row.
     """
 
     inner: PlacedCore
     order: SequenceOrder
-    rank: int
-    group: str
+    ranks: Ranks
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
         """What `inner` needs for the T = `length` queries of this rank against the keys of all ranks."""
         order, where = self.order, torch.device(device)
-        whole = gathered_documents(documents, order.ranks, self.group)
-        queries = Placed(held_places(order, self.rank, length * order.ranks, where), documents)
+        whole = gathered_documents(documents, self.ranks)
+        queries = Placed(held_places(order, self.ranks.rank, length * order.ranks, where), documents)
         keys = Placed(gathered_places(order, length * order.ranks, where), whole)
         return self.inner.prepare_placed(queries, keys, window)
 
@@ -51,6 +49,6 @@ class AllGatherAttention:
         if isinstance(shared, Alone):
             return attend_alone(self.inner, q, k, v, shared, scale, *capped)
         joined = torch.cat((k.movedim(2, 0), v.movedim(2, 0)), dim=-1)
-        whole = gathered(joined, self.order.ranks, self.group).movedim(0, 2)
+        whole = GatherWide.apply(joined, self.ranks).movedim(0, 2)
         k, v = whole.split([k.shape[-1], v.shape[-1]], dim=-1)
         return self.inner(q, k, v, shared, scale, *capped)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from forge_parallel.attention.collectives import gather
 from forge_parallel.attention.order import SequenceOrder
+from forge_parallel.collectives import Ranks, all_gather
 
 
 def held_places(order: SequenceOrder, rank: int, length: int, device: torch.device) -> Tensor:
@@ -17,9 +17,9 @@ def gathered_places(order: SequenceOrder, length: int, device: torch.device) -> 
     return torch.cat([held_places(order, rank, length, device) for rank in range(order.ranks)])
 
 
-def gathered_documents(documents: Tensor | None, ranks: int, group: str) -> Tensor | None:
+def gathered_documents(documents: Tensor | None, ranks: Ranks) -> Tensor | None:
     """(B, T) of each rank -> (B, ranks * T) of all, in rank order."""
-    return None if documents is None else gather(documents.t(), ranks, group).t()
+    return None if documents is None else all_gather(documents.t(), ranks, 0).t()
 
 
 def held(order: SequenceOrder, rank: int, tensor: Tensor) -> Tensor:

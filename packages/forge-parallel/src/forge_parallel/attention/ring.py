@@ -21,6 +21,7 @@ from forge_parallel.attention import flash_cpu, flex_blocks
 from forge_parallel.attention.alone import Alone, attend_alone, prepare_alone
 from forge_parallel.attention.order import SequenceOrder
 from forge_parallel.attention.placed import gathered_documents, held_places
+from forge_parallel.collectives import Ranks
 
 
 class Masks(NamedTuple):
@@ -57,7 +58,7 @@ class RingAttention:
     """Online softmax over the blocks that pass by.
 
     For R ranks, rows of S places, B rows, n = B * S / R * kv_heads * (head_dim + width), a rank receives (R - 1) * n numbers
-    per layer in the forward, in the backward again and R * n more for the gradients, in at least fp32; it keeps nothing
+    per layer in the forward, in the backward again and as many more for the gradients, in at least fp32; it keeps nothing
     but its own q, k, v, output and one number per query and head. While one block is worked on, the next one is on its way.
 
     Soft caps are not offered: calls do not take one.
@@ -65,37 +66,33 @@ class RingAttention:
     Attributes:
         inner: the model's own core, for calls with a cache.
         order: which places each rank holds; balanced.
-        rank: this rank's index in the group.
-        group: name of the group that shares a row.
+        ranks: the group that shares a row.
     """
 
     inner: AttentionCore
     order: SequenceOrder
-    rank: int
-    group: str
+    ranks: Ranks
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Masks:
         """Masks of this rank's T = `length` queries against each block."""
-        where, ranks = torch.device(device), self.order.ranks
+        where, rank, ranks = torch.device(device), self.ranks.rank, self.ranks.size
         kernel = _kernel(where)
-        whole = gathered_documents(documents, ranks, self.group)
+        whole = gathered_documents(documents, self.ranks)
         if window is not None and window >= ranks * length:
             window = None
-        held = [
-            Placed(held_places(self.order, rank, ranks * length, where), _share(whole, rank, length)) for rank in range(ranks)
-        ]
+        held = [Placed(held_places(self.order, one, ranks * length, where), _share(whole, one, length)) for one in range(ranks)]
         tensors: list[Tensor] = []
         counts = []
-        for step in steps(self.rank, ranks, length):
-            own = step.source == self.rank
+        for step in steps(rank, ranks, length):
+            own = step.source == rank
             # So far apart are the nearest two pieces; on its own places a rank's query sees itself.
-            apart = (abs(step.source - self.rank) - 1) * (length // 2) + 1
+            apart = (abs(step.source - rank) - 1) * (length // 2) + 1
             if window is not None and apart >= window:
                 counts.append(-1)
             elif whole is None and window is None and not (own and kernel.CAUSAL_IS_A_MASK):
                 counts.append(0)
             else:
-                made = kernel.mask_between(_cut(held[self.rank], step.rows), _cut(held[step.source], step.columns), window)
+                made = kernel.mask_between(_cut(held[rank], step.rows), _cut(held[step.source], step.columns), window)
                 tensors += made
                 counts.append(len(made))
         return Masks(tensors, counts)
@@ -108,7 +105,8 @@ class RingAttention:
         """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width)."""
         if isinstance(shared, Alone):
             return attend_alone(self.inner, q, k, v, shared, scale)
-        return attend(q, k, v, shared.tensors, shared.counts, scale, self.rank, self.order.ranks, self.group)[0]
+        ranks = self.ranks
+        return attend(q, k, v, shared.tensors, shared.counts, scale, ranks.rank, ranks.size, ranks.name)[0]
 
 
 def _kernel(device: torch.device) -> Any:
@@ -198,12 +196,14 @@ def attend_backward(
     ranks: int,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of keys and values travel with them and come home at the end."""
+    """Gradients of q, k and v. Those of keys and values travel with them from the next rank on and come home at the end, where
+    this rank's own share waits for them."""
     grad = grad.contiguous()
     dq = torch.zeros_like(q, dtype=_wide(q.dtype), memory_format=torch.contiguous_format)
     held = torch.cat((k, v), dim=-1)
     collected = torch.zeros_like(held, dtype=_wide(k.dtype))
     collecting: _Journey | None = None
+    own: tuple[Tensor, ...] | None = None
     for index, (step, mask) in enumerate(zip(steps(rank, ranks, q.shape[2]), _split(masks, counts), strict=True)):
         journey = None if index == ranks - 1 else _Journey(held, rank, ranks, group)
         keys, values = held[:, :, step.columns].split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -212,16 +212,23 @@ def attend_backward(
         if mask is not None:
             mine = grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], sums[:, :, rows]
             part = _kernel(q.device).backward(*mine, mask, index == 0, scale)
-        if collecting is not None:
-            collected = collecting.end()
         if part is not None:
             dq[:, :, rows] += part[0]
-            collected[:, :, step.columns] += torch.cat(part[1:], dim=-1)
-        collecting = _Journey(collected, rank, ranks, group)
+        if index == 0:
+            own = None if part is None else part[1:]
+        else:
+            if collecting is not None:
+                collected = collecting.end()
+            if part is not None:
+                collected[:, :, step.columns] += torch.cat(part[1:], dim=-1)
+            collecting = _Journey(collected, rank, ranks, group)
         if journey is not None:
             held = journey.end()
-    assert collecting is not None
-    dk, dv = collecting.end().to(k.dtype).split([k.shape[-1], v.shape[-1]], dim=-1)
+    if collecting is not None:
+        collected = collecting.end()
+    if own is not None:
+        collected += torch.cat(own, dim=-1)
+    dk, dv = collected.to(k.dtype).split([k.shape[-1], v.shape[-1]], dim=-1)
     return dq.to(q.dtype), dk.contiguous(), dv.contiguous()
 
 

@@ -21,11 +21,14 @@ class Shard(Component):
     reduce: Literal["last", "each"] = "last"
     """Reduce gradients after the last micro-batch (fast) or after each one (no unsharded gradient is ever kept). A pipeline
     always reduces a stage once, after its last micro-batch."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in the host's memory: a block's parameters come to the GPU when it is
+    gathered, and the optimizer runs on the host. For models that fit no other way; needs CUDA."""
 
     def build(self) -> "Transform":
         from forge_parallel.transforms.shard import Shard as Transformed
 
-        return Transformed(reshard=self.reshard, reduce=self.reduce)
+        return Transformed(reshard=self.reshard, reduce=self.reduce, on_host=self.offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,8 @@ class Float8(Component):
     """Multiplies hidden matrices in float8 (torchao), with weights, gradients and optimizer as before: faster on GPUs from Ada
     and Hopper on. Needs `pip install "forge-parallel[float8]"`.
 
-    Converted are linear layers whose weight is a hidden matrix: not the embedding, the output head, experts or routers. The
-    dimensions that a rank holds of a layer, and its tokens of a micro-batch, have to be multiples of 16.
+    Converted are linear layers whose weight is a hidden matrix, and with `experts` stacked experts: not the embedding, the output
+    head or routers. The dimensions that a rank holds of a layer, and its tokens of a micro-batch, have to be multiples of 16.
     """
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
@@ -49,6 +52,9 @@ class Float8(Component):
     where there is no hardware for float8; with false such a device is refused."""
     all_gather: bool | None = None
     """Gather the weights of sharded layers in float8 instead of `precision.compute`. Unset: yes with `tensorwise`."""
+    experts: bool = False
+    """Multiply stacked experts in float8, in the place of `model.moe.kernel`. With either recipe they are rowwise and gathered
+    in `precision.compute`; an expert may have any number of tokens. Needs Hopper GPUs, or Blackwell ones of data centers."""
 
     def __post_init__(self) -> None:
         if self.recipe == "rowwise" and self.all_gather:
@@ -59,7 +65,8 @@ class Float8(Component):
         from forge_parallel.transforms.float8 import Float8 as Transformed
 
         check_installed()
-        return Transformed(self.recipe, tuple(self.include), tuple(self.exclude), self.emulate, self.all_gather is not False)
+        gathers = self.all_gather is not False
+        return Transformed(self.recipe, tuple(self.include), tuple(self.exclude), self.emulate, gathers, self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,31 @@ class ContextParallel(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expert(Component):
+    """Shares experts over `parallel.ep` ranks, to which tokens travel, and each expert's width over `parallel.etp` (expert
+    parallelism)."""
+
+    dispatcher: Literal["all_to_all", "all_gather", "hierarchical"] = "all_to_all"
+    """How tokens travel. `all_to_all` sends each token to the ranks that have its experts; `all_gather` sends all to all;
+    `hierarchical` sends each token at most once to each other node, and there on to its experts."""
+    ranks_per_node: Annotated[int, Gt(1)] | None = None
+    """For `hierarchical`: neighboring ranks of `ep` that are in one node."""
+    overlap: bool = True
+    """Compute shared experts while tokens travel."""
+
+    def __post_init__(self) -> None:
+        if self.dispatcher == "hierarchical" and self.ranks_per_node is None:
+            raise ValueError("dispatcher = 'hierarchical' needs ranks_per_node, the neighboring ranks of ep that are in one node")
+        if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
+            raise ValueError(f"dispatcher = '{self.dispatcher}' knows no nodes: leave out ranks_per_node, or use 'hierarchical'")
+
+    def build(self) -> "Transform":
+        from forge_parallel.transforms.expert import Expert as Transformed
+
+        return Transformed(self.dispatcher, self.ranks_per_node, self.overlap)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recompute(Component):
     """Keeps less between forward and backward and computes the rest again: memory for time.
 
@@ -127,7 +159,7 @@ class Compile(Component):
     """torch.compile, block by block; blocks of one shape share one graph."""
 
     fullgraph: bool = True
-    """A graph break is an error instead of a silent loss of speed."""
+    """A graph break is an error instead of a silent loss of speed; but for the one around experts that are shared over ranks."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How long the compiler may look for fast kernels."""
     budget: Annotated[float, Gt(0), Le(1)] = 1.0

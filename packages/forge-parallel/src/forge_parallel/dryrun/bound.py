@@ -3,9 +3,10 @@
 What is counted may exceed it: uneven shards are padded, and code may send more than it needs.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from forge_parallel.boxes import chunk
 from forge_parallel.model import ParallelModel
 from forge_parallel.topology import SHARD_AND_CP
 from forge_parallel.traffic import axis_of
+from forge_parallel.transforms.context import ContextParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor
@@ -31,28 +33,83 @@ class Bound:
     wire: int
 
 
-def bounds(model: ParallelModel, micro_batches: int, tokens: int) -> Iterator[Bound]:
-    """For each axis and kind of collective for which a closed form is known; `tokens` are those of a micro-batch.
+def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: bool = False) -> Iterator[Bound]:
+    """For each axis and kind of collective for which a closed form is known.
 
-    None is, yet, for a pipeline, for experts, and for what ranks that share rows (`cp`) exchange in attention.
+    None is, yet, for a pipeline, for experts, and for an attention that makes keys and values in another way than from the
+    residual stream, head by head.
+
+    Args:
+        model: on one rank.
+        micro_batches: per step.
+        tokens: of a micro-batch, in whole rows.
+        documents: rows hold several documents, of which ranks that share a row tell each other.
     """
     layout = model.topology.layout
     if layout.pp * layout.ep > 1:
         return
+    found: list[Bound] = []
+    open_end = False
     for transform in model.plan.transforms:
-        # Where only rows are shared, parameters and attention exchange over the same ranks, and are counted as one.
-        if isinstance(transform, Shard) and (layout.cp == 1 or layout.dp_shard > 1):
-            yield from _sharded(model, transform, micro_batches)
+        if isinstance(transform, Shard):
+            found += _sharded(model, transform, micro_batches)
         elif isinstance(transform, Tensor):
-            yield from _split(model, transform, micro_batches, tokens)
+            found += _split(model, transform, micro_batches, tokens // layout.cp)
+        elif isinstance(transform, ContextParallel) and layout.cp > 1:
+            attended = list(_attended(model, transform, micro_batches, tokens, documents))
+            found += attended
+            open_end = not attended
+    # Where only rows are shared, parameters and attention exchange over the same ranks, and are counted as one.
+    total = Counter[tuple[str, str]]()
+    for bound in found:
+        total[bound.axis, bound.kind] += bound.wire
+    yield from (Bound(*key, wire) for key, wire in total.items() if not (open_end and key[0] == "cp"))
+
+
+def _attended(
+    model: ParallelModel, context: ContextParallel, micro_batches: int, tokens: int, documents: bool
+) -> Iterator[Bound]:
+    """Attention over n ranks that share rows: each token's keys and values have to reach every rank, and their gradients to
+    come back (`all_gather`; Llama 3, 2024), the latter as sums that grow on their way (`ring`; Liu et al., 2023); or each token's
+    heads the rank that works on them (`ulysses`; Jacobs et al., 2023), key-value heads as often as ranks need them.
+    """
+    layout, specs = model.topology.layout, model.specs
+    ranks, size = layout.cp, model.compute.itemsize
+    again = any(isinstance(transform, Recompute) and transform.keep is None for transform in model.plan.transforms)
+    widths = Counter[tuple[str | None, ...]]()
+    for name, spec in specs.tensors.items():
+        if name.startswith(tuple(f"{path}." for path in specs.blocks)) and len(spec.dims) == 2:
+            widths[spec.dims] += model.shapes[name][spec.dims[0] == "embed"] if name in model.shapes else 0
+    queries, outputs, pairs = (widths[dims] for dims in (("heads", "embed"), ("embed", "heads"), ("kv_heads", "embed")))
+    if again or not (queries and outputs and pairs):
+        return
+    heads, kv_heads = specs.units["heads"], specs.units["kv_heads"]
+    held = ceil(kv_heads / layout.tp)  # key-value heads of a tp rank
+    pair = pairs // kv_heads  # of one key-value head in all layers
+    mine = tokens // ranks  # places of this rank
+    if documents:
+        yield Bound("cp", "all_gather", micro_batches * (ranks - 1) * mine * torch.int32.itemsize)
+    if context.kind == "all_gather":
+        for kind in ("all_gather", "all_to_all"):
+            yield Bound("cp", kind, micro_batches * (ranks - 1) * mine * held * pair * size)
+    elif context.kind == "ring":
+        wide = torch.promote_types(model.compute, torch.float32).itemsize
+        yield Bound("cp", "send", micro_batches * (ranks - 1) * mine * held * pair * (2 * size + wide))
+    else:
+        share = heads // layout.tp // ranks
+        others = (first for rank, first in enumerate(range(0, share * ranks, share)) if rank != model.topology.coordinates["cp"])
+        needed = sum(len({head * kv_heads // heads for head in range(first, first + share)}) for first in others)
+        apart = (ranks - 1) * share * (queries + outputs) // heads + needed * pair
+        yield Bound("cp", "all_to_all", micro_batches * 2 * mine * apart * size)
 
 
 def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int) -> Iterator[Bound]:
     """Tensor and sequence parallelism over n ranks (Korthikanti et al., 2022).
 
     The stream is gathered before each pair of cut matrices and scattered after it, in the forward and, the other way round,
-    in the backward; the table of the embedding scatters once, the head gathers once. Where recomputation keeps nothing, a block
-    does its forward's exchanges again, and no closed form is given.
+    in the backward; the table of the embedding scatters once, the head gathers once, and three numbers of each token's loss; all
+    of these again for each further token that the model predicts. Where recomputation keeps nothing, a block does its forward's
+    exchanges again, and no closed form is given.
     """
     size = model.topology.layout.tp
     again = any(isinstance(transform, Recompute) and transform.keep is None for transform in model.plan.transforms)
@@ -60,8 +117,10 @@ def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int)
         return
     pairs = sum(spec.dims in (("embed", "heads"), ("embed", "ffn")) for spec in model.specs.tensors.values())
     stream = tokens * model.specs.units["embed"] * model.compute.itemsize
-    for kind in ("all_gather", "reduce_scatter"):
-        yield Bound("tp", kind, micro_batches * (2 * pairs + 2) * _share(stream, size))
+    numbers = 3 * tokens * torch.promote_types(model.compute, torch.float32).itemsize
+    scored = 1 + model.specs.horizon  # tokens that the head is called for
+    for kind, further in (("all_gather", (size - 1) * numbers), ("reduce_scatter", 0)):
+        yield Bound("tp", kind, micro_batches * (2 * (pairs + scored) * _share(stream, size) + scored * further))
 
 
 def _sharded(model: ParallelModel, shard: Shard, micro_batches: int) -> Iterator[Bound]:

@@ -2,7 +2,8 @@
 
 So bytes of parameters, gradients, optimizer state and collectives are those of a real run, exactly. What activations and
 temporaries take is read from the same step: exact for the tensors that operators of a CPU ask for, hence an estimate for
-other devices, whose kernels may keep more or less. Blocks are taken uncompiled: a compiler keeps at most as much.
+other devices, whose kernels may keep more or less. Blocks are taken uncompiled: a compiler keeps at most as much. Experts
+have an even load (`dryrun.even`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,12 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_core.protocols.model import LossTerms, Objective, Optimizer, Transform
+from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
 from forge_parallel.boxes import local_box
 from forge_parallel.clipping import clip
 from forge_parallel.dryrun.bound import Bound, bounds
+from forge_parallel.dryrun.even import evenly
 from forge_parallel.dryrun.ledger import Ledger, held
 from forge_parallel.dryrun.world import Weightless, fake_world
+from forge_parallel.experts.stack import stacks
 from forge_parallel.model import ParallelModel
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.plan import Phase, Plan
@@ -173,6 +176,11 @@ def _run(
         return _estimate(workload, model, watch), tuple(watch.metrics)
 
 
+def _experts(stacked: nn.Module) -> int:
+    """How many there are over all ranks."""
+    return next(len(parameter) for parameter in stacked.parameters())
+
+
 def _nothing(_: ParallelModel) -> None:
     """Stands for initial weights."""
 
@@ -209,6 +217,10 @@ class _Watch(Transform):
         if detect_fake_mode() is None:  # another part of a pipeline was here before
             # Whatever made a mesh came before: meshes are made of real integers.
             self.stack.enter_context(Weightless())
+        for path in stacks(context.specs):
+            layer: Any = part.get_submodule(path.rpartition(".")[0])
+            if isinstance(getattr(layer, "dispatch", None), ExpertDispatcher):
+                layer.dispatch = evenly(layer.dispatch, _experts(part.get_submodule(path)))
         cast = "communication" if isinstance(part, FSDPModule) else "parameters in compute precision"
         part.register_forward_pre_hook(lambda *_: self._begins(cast))
         part.register_forward_hook(lambda *_: self._ends())
@@ -230,6 +242,12 @@ class _Watch(Transform):
         notes = self.steps[-1]
         notes.forwards.append((notes.begun.pop(), notes.ledger.here()))
 
+    def agreed(self, names: list[str]) -> list[str]:
+        """Names of a step's metrics, as the last stage would tell them; this rank's own are `names`."""
+        if names:
+            self.metrics[:] = names
+        return self.metrics
+
     def listening(self, objective: Objective) -> Objective:
         """The objective, with notes of where it begins and ends."""
 
@@ -238,7 +256,6 @@ class _Watch(Transform):
             first = notes.ledger.here()
             terms = objective(head, hidden, labels)
             notes.heads.append((first, notes.ledger.here()))
-            self.metrics[:] = sorted(terms.metrics)
             return terms
 
         return noted
@@ -263,7 +280,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     step = Step(model, watch.listening(workload.objective))
     if stages > 1:
         assert step._pipeline is not None, "a layout with stages has a pipeline"
-        step._pipeline._agreed = lambda names: names or watch.metrics  # as the last stage would tell
+        step._pipeline._agreed = watch.agreed
     sizes = (wanted,) if wanted <= 2 * fewest else (fewest, 2 * fewest) if stages > 1 else (2,)
     # The first step of a run does more than the others: stages meet, and layouts of operators are worked out.
     first = workload if stages > 1 else workload.shortened(model.topology.layout)
@@ -277,8 +294,10 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     elif wanted > sizes[-1]:
         flows = _continued(flows, counted[0].flows, flows, added=fewest, further=wanted - 2 * fewest)
         peak = _linear(counted[0].notes.ledger.peak(), peak, sizes, wanted)
-    heads = [ledger.growth(*span) for span in last.notes.heads[:1]]
-    work = [ledger.rise(*span) for span in last.notes.heads[:1]]
+    # A forward of the last part scores once for the next token, and once for each further one.
+    scored = last.notes.heads[: 1 + model.specs.horizon]
+    heads = [ledger.growth(*span) for span in scored]
+    work = [ledger.rise(*span) for span in scored]
     parts, state = model.parts, optimizer.state()
     return Estimate(
         rank=model.topology.rank,
@@ -290,12 +309,12 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
         buffers=held(buffer for part in parts for buffer in part.buffers()),
         activations=sum(ledger.growth(*span) for span in last.notes.forwards[: len(parts)]) - sum(heads),
         head=sum(heads),
-        head_work=sum(work),
+        head_work=max(work, default=0),
         gathered=last.gathered,
         reduced=last.reduced,
         peak=peak,
         flows=flows,
-        bounds=tuple(bounds(model, wanted, workload.rows * workload.length)),
+        bounds=tuple(bounds(model, wanted, workload.rows * workload.length, workload.documents)),
     )
 
 

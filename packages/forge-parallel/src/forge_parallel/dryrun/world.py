@@ -59,6 +59,8 @@ class Weightless(FakeTensorMode):
                 return True if args[0].dtype == torch.bool else 1
             if func is aten.equal.default:
                 return True
+            if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+                return super().__torch_dispatch__(aten.new_empty.default, types, (args[0], _grouped(*args, **(kwargs or {}))))
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
@@ -67,6 +69,13 @@ class Weightless(FakeTensorMode):
         if func in ARANGE and all(isinstance(bound, int) and abs(bound) <= SMALL for bound in args) and _integral(given):
             return func(*args, **given)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped(rows: torch.Tensor, others: torch.Tensor, offs: torch.Tensor, **_: Any) -> list[int]:
+    """The shape of a product of groups, of which torch knows without memory that of bf16 only."""
+    if rows.dim() == others.dim() == 2:
+        return [len(offs), rows.shape[0], others.shape[1]]
+    return [rows.shape[-2], others.shape[-1]]
 
 
 def _counts(tensor: torch.Tensor) -> bool:

@@ -72,6 +72,31 @@ def check_shapes(shapes: Mapping[str, tuple[int, int]], specs: Specs, tp: int) -
         )
 
 
+def check_experts(shapes: Mapping[str, tuple[int, int]], specs: Specs, etp: int) -> None:
+    """Whether stacked experts can be multiplied in float8 as every one of `etp` ranks will hold them.
+
+    Args:
+        shapes: (outputs, inputs) of one expert by name of the parameter, not cut.
+        specs: the part's.
+        etp: ranks over which each expert's width is cut.
+
+    Raises:
+        PlanError: names every stack that cannot, with the shapes that ranks hold.
+    """
+    bad: dict[str, None] = {}
+    for name, shape in shapes.items():
+        width = specs.tensors[name].dims[1:]
+        sizes = [size // etp if dim == "ffn" else size for size, dim in zip(shape, width, strict=True)]
+        if any(size % MULTIPLE for size in sizes):
+            bad[f"{collapsed([name])[0]}: {sizes[0]} x {sizes[1]}"] = None
+    if bad:
+        cut = f" (cut by parallel.etp = {etp})" if etp > 1 else ""
+        raise PlanError(
+            f"float8 needs outputs and inputs of every expert to be multiples of {MULTIPLE}, but: {', '.join(bad)}{cut}. Choose "
+            "other sizes, or transforms.float8.experts = false"
+        )
+
+
 def held(path: str, shape: tuple[int, int], specs: Specs, tp: int) -> tuple[tuple[int, int], ...]:
     """The different shapes that tp ranks hold of a layer and multiply."""
     if tp == 1:

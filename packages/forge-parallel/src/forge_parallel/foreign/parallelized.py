@@ -145,8 +145,8 @@ class Parallelized(ParallelModel):
         return value if speaks else torch.zeros_like(value)
 
     def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
-        """Parameters and persistent buffers under the module's own names: this rank's, or with `whole` complete copies on the
-        host of every rank (small models, exports)."""
+        """Parameters and persistent buffers under the module's own names: this rank's (packed experts with a dimension for what
+        is packed), or with `whole` complete copies on the host of every rank (small models, exports)."""
         mine = dict(self.tensors())
         if not whole:
             return mine
@@ -169,10 +169,11 @@ class Parallelized(ParallelModel):
         if missing := sorted(set(mine) - set(state)):
             raise PlanError(f"load_state_dict: the state lacks {', '.join(missing)}")
         for name, tensor in mine.items():
-            if state[name].shape != tensor.shape:
-                raise PlanError(f"load_state_dict: {name} is {tuple(tensor.shape)} here and {tuple(state[name].shape)} there")
+            shape = self.shapes.get(name, tuple(tensor.shape))
+            if tuple(state[name].shape) != shape:
+                raise PlanError(f"load_state_dict: {name} is {shape} here and {tuple(state[name].shape)} there")
             box = local_box(tensor)
-            box.local.copy_(box.within(state[name]))
+            box.local.copy_(box.within(state[name].reshape(box.shape)))
 
 
 def parallelize(

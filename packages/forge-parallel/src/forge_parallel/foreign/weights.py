@@ -57,7 +57,7 @@ class Skeleton:
                 for name, whole in values.items():
                     if name in live:
                         box = local_box(live[name])
-                        box.local.copy_(box.within(whole))
+                        box.local.copy_(box.within(whole.view(box.shape)))
                         filled.append(name)
         if sorted(filled) != sorted(live):
             wrong = sorted(set(live) ^ set(filled)) or sorted({name for name in filled if filled.count(name) > 1})

@@ -34,6 +34,9 @@ class AdamW:
     @torch.no_grad()
     def step(self, skip: torch.Tensor | None = None) -> None:
         """One update; where `skip` is 1 nothing changes, the step count included."""
+        if skip is not None and self._named:
+            # torch would copy it without waiting, and the kernel on a host read what is not there yet.
+            skip = skip.to(self._named[0].tensor.device)
         # The fused kernel reads this attribute, which torch's gradient scaler sets for the same purpose.
         self._adamw.found_inf = skip  # type: ignore[attr-defined]
         self._adamw.step()

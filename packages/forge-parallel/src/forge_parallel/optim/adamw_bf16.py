@@ -32,7 +32,7 @@ class AdamWBf16:
     @torch.no_grad()
     def step(self, skip: torch.Tensor | None = None) -> None:
         """One update; where `skip` is 1 nothing changes, the step count included."""
-        taken = torch.ones_like(self._step) if skip is None else (1 - skip).to(torch.int64)
+        taken = torch.ones_like(self._step) if skip is None else (1 - skip).to(self._step.device, torch.int64)
         self._step += taken
         for name, tensor, group in self._named:
             gradient = tensor.grad

@@ -51,19 +51,28 @@ class Cut:
         """Cuts a described module for rank `rank` of `ranks`.
 
         Raises:
-            PlanError: the specs do not say what runs before and after the blocks, a tensor belongs to no stage, or there
-                are too few blocks.
+            PlanError: the specs do not say what runs before and after the blocks, a tensor belongs to no stage, there are too
+                few blocks, or the schedule cannot do with what the model predicts.
         """
         if not (specs.blocks and specs.entry and specs.exit):
             raise PlanError(
                 "a pipeline needs specs() to name the modules before the first block (`entry`), the blocks, and those after the "
                 f"last one (`exit`); they are {specs.entry}, {specs.blocks}, {specs.exit}"
             )
+        if pipeline.schedule.splits_backward and specs.horizon > 1:
+            # A table that two modules look into, of which one builds on the other, takes a backward that is whole.
+            raise PlanError(
+                f"the pipeline schedule {pipeline.schedule.name!r} computes gradients of inputs and of weights apart, which a "
+                f"model that predicts {specs.horizon} further tokens does not stand; predict one, or take the schedule 1f1b or "
+                "interleaved"
+            )
         placement = pipeline.placement(ranks)
         before, after = (sum(_cost(module, specs, path) for path in paths) for paths in (specs.entry, specs.exit))
-        sizes = split(pipeline.split, [_cost(module, specs, path) for path in specs.blocks], before, after, len(placement))
+        behind = tuple(f"{path}." for path in specs.exit)
+        blocks = tuple(path for path in specs.blocks if not path.startswith(behind))
+        sizes = split(pipeline.split, [_cost(module, specs, path) for path in blocks], before, after, len(placement))
         ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
-        stages = [specs.blocks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        stages = [blocks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         stages[0] = (*specs.entry, *stages[0])
         stages[-1] = (*stages[-1], *specs.exit)
         at = {path: stage for stage, paths in enumerate(stages) for path in paths}
@@ -111,10 +120,21 @@ class Cut:
 
 
 def _cost(module: nn.Module, specs: Specs, path: str) -> int:
-    """Multiplications per token in one module, experts counted in full."""
+    """Multiplications per token in one module, experts counted in full; those of a head once for every token that it scores."""
     found = module.get_submodule(path).named_parameters(remove_duplicate=False)
-    names = ((f"{path}.{name}", parameter) for name, parameter in found)
-    return sum(p.numel() for name, p in names if name in specs.ties or specs.tensors[name].group in MULTIPLIED)
+    return sum(p.numel() * _uses(f"{path}.{name}", specs) for name, p in found)
+
+
+def _uses(name: str, specs: Specs) -> int:
+    """How often a token is multiplied with a tensor."""
+    if name not in specs.ties and specs.tensors[name].group not in MULTIPLIED:
+        return 0
+    around = specs.modules.get(name.rpartition(".")[0])
+    if around is None:
+        return 1
+    if around.inputs[0] == ("batch", "sequence"):  # a tied copy that is looked up
+        return 0
+    return 1 + specs.horizon if around.outputs[0][-1] == "vocab" else 1
 
 
 def _stage_of(name: str, at: Mapping[str, int]) -> int | None:

@@ -13,26 +13,24 @@ from torch import Tensor
 
 from forge_core.batch import Batch
 from forge_core.errors import ForgeError, PlanError
-from forge_core.protocols.model import Head, LossTerms, Objective
+from forge_core.protocols.model import LossTerms, Objective
 from forge_parallel.model import ParallelModel
 from forge_parallel.pipeline.stage import Stage
 
 
 @dataclass
 class _Scored:
-    """The objective of a training step: keeps the terms of each micro-batch and returns what backward starts from.
+    """A training step: keeps the terms of each micro-batch by its number, and returns what backward starts from.
 
     A stage returns a tensor with a dimension, so the loss has shape (1,).
     """
 
-    objective: Objective
     divisor: Tensor
     batches: Sequence[Batch]
-    terms: list[LossTerms] = field(default_factory=list)
+    terms: dict[int, LossTerms] = field(default_factory=dict)
 
-    def __call__(self, head: Head, hidden: Tensor, labels: Tensor) -> Tensor:
-        terms = self.objective(head, hidden, labels)
-        self.terms.append(LossTerms(terms.sum.detach(), terms.tokens, terms.metrics))
+    def __call__(self, number: int, terms: LossTerms) -> Tensor:
+        self.terms[number] = terms._replace(sum=terms.sum.detach())
         return torch.stack([terms.sum / self.divisor])
 
 
@@ -59,7 +57,7 @@ class Runner:
         Raises:
             PlanError: micro-batches differ in shape, or the schedule cannot run that many.
         """
-        self._work = work = _Scored(self._objective, divisor, batches)
+        self._work = work = _Scored(divisor, batches)
         numbers = torch.arange(len(batches))
         schedule = self._schedule(batches)
         try:
@@ -71,7 +69,7 @@ class Runner:
                 raise error.__cause__ from None
             raise
         self._work = None
-        return work.terms
+        return [terms for _, terms in sorted(work.terms.items())]
 
     def metric_names(self, terms: Sequence[LossTerms]) -> list[str]:
         """Names of the objective's metrics: all ranks learn them from the last stage, in the first step and once."""
@@ -148,13 +146,14 @@ class Runner:
         part, batch = self._parts[stage], work.batches[number]
         for transform in self._model.plan.transforms:
             transform.before_micro_batch(part, number == len(work.batches) - 1)
-        out = self._call(stage, part, hidden, batch, work)
-        return out if stage == len(self._cut.placement) - 1 else self._checked(stage, out, batch)
+        out = self._call(stage, part, hidden, batch, self._objective)
+        return work(number, out) if stage == len(self._cut.placement) - 1 else self._checked(stage, out, batch)
 
     def _call(self, stage: int, part: Any, hidden: Tensor | None, batch: Batch, objective: Any) -> Any:
         given: dict[str, Any] = {"positions": batch.positions, "documents": batch.documents, **batch.extras}
         if stage == len(self._cut.placement) - 1:
             given |= {"labels": batch.labels, "objective": objective}
+            given |= {} if batch.further is None else {"further": batch.further}
         if hidden is not None:
             length = batch.tokens.shape[1]
             if batch.positions is None and hidden.shape[1] != length:  # cut along the sequence, so they do not tell its length

@@ -85,13 +85,14 @@ def _move(
         return
     if cut.rank not in (source, target):
         return
-    group = model.topology.group("pp")
+    group, device = model.topology.group("pp"), model.topology.device
     if cut.rank == source:
-        dist.send(give().contiguous(), dist.get_global_rank(group, target), group)
+        dist.send(give().contiguous().to(device), dist.get_global_rank(group, target), group)
     else:
-        value = torch.empty_like(_local(model.everything[like]), memory_format=torch.contiguous_format)
+        here = _local(model.everything[like])
+        value = torch.empty_like(here, memory_format=torch.contiguous_format, device=device)
         dist.recv(value, dist.get_global_rank(group, source), group)
-        take(value)
+        take(value.to(here.device))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,15 @@ share follow as in one process: d loss / d c = softmax * (1 + 2 * z_loss * L) - 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
-from forge_parallel.tensor.collectives import Ranks, all_gather
-
-LOGITS = 2**24
-"""Logits of one chunk on one rank at most, unless that is fewer than 256 rows."""
+from forge_core.logits import block_rows, chunk_rows
+from forge_parallel.collectives import Ranks, all_gather
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class SplitCrossEntropy:
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(total with graph, nll, z): the same on all ranks. The gradient of `hidden` is this rank's summand.
+        """(total with graph, nll (N,), z (N,)): the same on all ranks. The gradient of `hidden` is this rank's summand.
 
         Args:
             hidden: (N, embed), the same on all ranks.
@@ -55,11 +53,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
         soft_cap: float | None,
         place: SplitCrossEntropy,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sums, hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, place, gradients=True)
+        losses, hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, place, gradients=True)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(*sums[1:])
-        return sums
+        ctx.mark_non_differentiable(*losses[1:])
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -77,40 +75,81 @@ def _chunked(
     place: SplitCrossEntropy,
     gradients: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
-    """The three sums; with `gradients` also those of the total with respect to `hidden` (a summand) and `weight`."""
+    """(total, nll, z); with `gradients` also those of the total with respect to `hidden` (a summand) and `weight`."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    rows = max(256, min(512, LOGITS // weight.shape[0]))
-    nll = torch.zeros((), dtype=wide, device=hidden.device)
-    z = torch.zeros_like(nll)
+    count, share, device = hidden.shape[0], weight.shape[0], hidden.device
+    nll = torch.empty(count, dtype=wide, device=device)
+    z = torch.empty_like(nll)
     hidden_grad = torch.empty_like(hidden) if gradients else None
     weight_grad = torch.zeros_like(weight, dtype=wide) if gradients else None
-    for start in range(0, hidden.shape[0], rows):
-        x, label = hidden[start : start + rows], labels[start : start + rows]
-        logits = torch.mm(x, weight.T).to(wide)
-        slope = None
-        if soft_cap is not None:
-            bounded = (logits / soft_cap).tanh()
-            slope, logits = 1 - bounded.square(), bounded * soft_cap
-        valid = label != IGNORE
+    # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
+    rows = max(1, min(chunk_rows(share, hidden.element_size()), count))
+    size = block_rows(rows, share, device.type)
+    buffer = torch.empty(rows, share, dtype=hidden.dtype, device=device)
+    scratch = torch.empty(size, share, dtype=wide, device=device)
+    product = torch.empty_like(weight) if gradients and weight.dtype != wide else None
+    for start in range(0, count, rows):
+        here = slice(start, min(start + rows, count))
+        x, label = hidden[here], labels[here]
+        products = torch.mm(x, weight.T, out=buffer[: len(x)])
         index = label - place.first
-        here = valid & (index >= 0) & (index < weight.shape[0])
-        index = index.where(here, 0).unsqueeze(1)
-        chosen = logits.gather(1, index).squeeze(1) * here
-        top = logits.amax(1)
-        logits = logits.sub_(top.unsqueeze(1)).exp_()
-        tops, sums, picked = all_gather(torch.stack((top, logits.sum(1), chosen))[None], place.ranks, 0).unbind(1)
+        mine = (label != IGNORE) & (index >= 0) & (index < share)
+        index = index.where(mine, 0).unsqueeze(1)
+        blocks = [slice(at, min(at + size, len(x))) for at in range(0, len(x), size)]
+        held = [_exponentiate(products[at], scratch, index[at], mine[at], soft_cap, alone=len(blocks) == 1) for at in blocks]
+        stated = [torch.stack((block.top, block.sum, block.chosen)) for block in held]
+        tops, sums, picked = all_gather(torch.cat(stated, dim=1)[None], place.ranks, 0).unbind(1)
         highest = tops.amax(0)
         partition = (sums * (tops - highest).exp()).sum(0)
         log_partition = highest + partition.log()
-        nll += ((log_partition - picked.sum(0)) * valid).sum()
-        z += (log_partition.square() * valid).sum()
+        valid = (label != IGNORE).to(wide)
+        nll[here] = (log_partition - picked.sum(0)) * valid
+        z[here] = log_partition.square() * valid
         if hidden_grad is None or weight_grad is None:
             continue
-        factor = valid * (1 + 2 * z_loss * log_partition) * (top - highest).exp() / partition
-        logits.mul_(factor.unsqueeze(1)).scatter_add_(1, index, -here.to(wide).unsqueeze(1))
-        if slope is not None:
-            logits.mul_(slope)
-        narrow = logits.to(hidden.dtype)
-        torch.mm(narrow, weight, out=hidden_grad[start : start + rows])
-        weight_grad += torch.mm(narrow.T, x)
-    return (nll + z_loss * z, nll, z), hidden_grad, weight_grad
+        factor = valid * (1 + 2 * z_loss * log_partition) / partition
+        for at, block in zip(blocks, held, strict=True):
+            if len(blocks) > 1:  # the next one was computed in the same memory
+                block = _exponentiate(products[at], scratch, index[at], mine[at], soft_cap, alone=True)
+            gradient = block.exponents.mul_((factor[at] * (block.top - highest[at]).exp()).unsqueeze(1))
+            gradient.scatter_add_(1, index[at], -mine[at].to(wide).unsqueeze(1))
+            products[at].copy_(gradient if block.slope is None else gradient.mul_(block.slope))
+        torch.mm(products, weight, out=hidden_grad[here])
+        _add(weight_grad, products, x, product)
+    return ((nll + z_loss * z).sum(), nll, z), hidden_grad, weight_grad
+
+
+class _Block(NamedTuple):
+    """Some rows of this rank's logits c, each with its largest: exp(c - top), their sum, the logit of the label or 0, and the
+    derivative of the cap."""
+
+    exponents: Tensor
+    top: Tensor
+    sum: Tensor
+    chosen: Tensor
+    slope: Tensor | None
+
+
+def _exponentiate(products: Tensor, scratch: Tensor, index: Tensor, mine: Tensor, soft_cap: float | None, alone: bool) -> _Block:
+    """The block of `products`, worked out in `scratch`; only its numbers a row are kept where it is not `alone`."""
+    logits, slope = scratch[: len(products)].copy_(products), None
+    if soft_cap is not None:
+        bounded = logits.div_(soft_cap).tanh_()
+        slope = 1 - bounded.square() if alone else None
+        logits.mul_(soft_cap)
+    chosen = logits.gather(1, index).squeeze(1) * mine
+    top = logits.amax(1)
+    exponents = logits.sub_(top.unsqueeze(1)).exp_()
+    return _Block(exponents, top, exponents.sum(1), chosen, slope)
+
+
+def _add(total: Tensor, gradient: Tensor, x: Tensor, product: Tensor | None) -> None:
+    """Adds gradient.T @ x to `total`, by way of `product` where that is wider than the factors."""
+    if product is None:
+        torch.addmm(total, gradient.T, x, out=total)
+        return
+    torch.mm(gradient.T, x, out=product)
+    # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
+    size = block_rows(len(total), x.shape[1], x.device.type)
+    for some, part in zip(total.split(size), product.split(size), strict=True):
+        some += part

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge_parallel.tensor.collectives import Copy, Gather, Join, Ranks, Scatter, Sum, all_gather
+from forge_parallel.collectives import Copy, Gather, Join, Ranks, Scatter, Sum, all_gather
 from forge_parallel.tensor.rules import Role
 
 SEQUENCE = 1
@@ -76,6 +76,15 @@ class Gathered(Split):
         return Join.apply(padded, self.tp, self.width)
 
 
+class Experts(Split):
+    """Stacked experts, each cut along its features. What a token's experts make of it is summed over them, so also over ranks."""
+
+    def forward(self, *args: Any) -> Tensor:
+        """(N, embed), expert indices, weights, the same on all ranks -> (N, embed)."""
+        entered = (Copy.apply(x, self.tp) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+        return Sum.apply(super().forward(*entered), self.tp)
+
+
 class Row(Split):
     """Sums the products of all ranks. The bias is added once, to the sum."""
 
@@ -126,6 +135,19 @@ class Across(Split):
         return super().forward(whole.flatten(-2)).unflatten(-1, (-1, x.shape[-1]))[..., self.tp.rank // self.copies, :]
 
 
+class Beside(Split):
+    """Takes its own part of tensors (B, T, ...) that come whole beside the residual stream."""
+
+    def forward(self, x: Tensor, *args: Any) -> Any:
+        """As the module's own, on this rank's part of the sequence."""
+        if self.sequence:
+            args = tuple(self._own(arg, x.shape[SEQUENCE]) if isinstance(arg, Tensor) else arg for arg in args)
+        return super().forward(x, *args)
+
+    def _own(self, whole: Tensor, length: int) -> Tensor:
+        return whole.narrow(SEQUENCE, self.tp.rank * length, length)
+
+
 class KVCopy(Split):
     """Uses the rows of one key-value head of a whole weight."""
 
@@ -136,7 +158,9 @@ _MIXINS = {
     Role.REGION: Region,
     Role.ENTERING: Entering,
     Role.GATHERED: Gathered,
+    Role.EXPERTS: Experts,
     Role.ROW: Row,
+    Role.BESIDE: Beside,
     Role.TABLE: Table,
     Role.HEAD: Head,
     Role.KV_COPY: KVCopy,
@@ -145,14 +169,18 @@ _MIXINS = {
 
 
 @cache
-def split_class(original: type[nn.Module], role: Role, parameters: tuple[str, ...], summed: bool = False) -> type[nn.Module]:
+def split_class(
+    original: type[nn.Module], role: Role, parameters: tuple[str, ...], summed: bool = False, packed: tuple[str, ...] = ()
+) -> type[nn.Module]:
     """The class of a module of class `original` in a role. One class per kind, so that compiled blocks share a graph.
 
-    With `summed`, gradients of the module's parameters are summed over ranks inside each backward.
+    With `summed`, gradients of the module's parameters are summed over ranks inside each backward. `packed` parameters have a
+    dimension more than their module knows.
     """
     mixin = _MIXINS.get(role, Split)
     local: Any = _rows_of if role is Role.KV_COPY else _summed_of if summed else _whole_of
     views = {name: property(_hidden if role is Role.ROW and name == "bias" else local(name)) for name in parameters}
+    views |= {name: property(_packed_of(name)) for name in packed}
     return type(f"{original.__name__}{role.name.title().replace('_', '')}", (mixin, original), views)
 
 
@@ -183,6 +211,15 @@ def _summed_of(name: str) -> Any:
         parameter = self._parameters[name]
         local = None if parameter is None else _local(parameter)
         return local if local is None or local is parameter else Copy.apply(local, self.tp)
+
+    return read
+
+
+def _packed_of(name: str) -> Any:
+    def read(self: nn.Module) -> Tensor | None:
+        parameter = self._parameters[name]
+        local = None if parameter is None else _local(parameter)
+        return local if local is None or local is parameter else local.flatten(1, 2)
 
     return read
 

@@ -6,7 +6,7 @@ outputs (column), one that consumes them by its inputs (row); what lies between 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from forge_core.errors import PlanError
@@ -30,6 +30,8 @@ class Role(Enum):
     ACROSS = "works across all heads, such as a norm: takes all ranks' shares, keeps its own of what it makes"
     ENTERING = "a column that takes the residual stream itself, without a region around it"
     GATHERED = "an entering column whose outputs are brought together"
+    EXPERTS = "runs all experts on this rank's share of their features, and sums what ranks make of each token"
+    BESIDE = "takes the residual stream, and its own part of the tensors that come whole beside it"
     STREAM = "works on the residual stream, or inside a region on what every rank has"
 
 
@@ -42,12 +44,17 @@ class Rules:
         roles: per path of a module; a region may be a head at the same time, then it is listed as the head.
         partial: parameters whose gradients are complete only as a sum over tp ranks, made once a step.
         summed: such parameters whose gradients are summed inside each backward, for loops that know nothing of steps.
+        apart: parameters that stack experts; their tokens differ from rank to rank, so they are kept as by data ranks.
+        packed: parameters whose dimension 1 holds so many matrices one after the other (gate and up). That counts as two, so that
+            `cut` names the inner one, and each rank has its rows of every one.
     """
 
     cut: Mapping[str, int | None]
     roles: Mapping[str, Role]
     partial: frozenset[str]
     summed: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+    packed: Mapping[str, int] = field(default_factory=dict)
 
 
 def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
@@ -60,10 +67,21 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     copied = kv_copies(specs, tp) > 1
     cut: dict[str, int | None] = {}
     roles: dict[str, Role] = {}
+    apart: set[str] = set()
+    if sequence and specs.whole_stream:
+        raise PlanError(
+            f"tensor: sequences are cut between blocks, but the model needs them whole: {'; '.join(specs.whole_stream)}"
+        )
     for name, spec in specs.tensors.items():
         path = name.rpartition(".")[0]
         if "expert" in spec.dims:
-            raise PlanError(f"tensor: {name} stacks experts, which no rule of tensor parallelism covers yet; set parallel.tp = 1")
+            if not sequence:
+                raise PlanError(
+                    f"tensor: {name} stacks experts, whose ranks have to see different tokens; "
+                    "set transforms.tensor.sequence_parallel = true, or parallel.tp = 1"
+                )
+            apart.add(name)
+            continue
         dim = _dimension(spec)
         if dim is None:
             cut[name] = None
@@ -77,16 +95,22 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
             raise PlanError(f"tensor: the parameters of {path} ask for different roles: {roles[path].name} and {role.name}")
         cut[name] = None if role is Role.KV_COPY else dim
     heads = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and module.outputs[0][-1] == "vocab")
+    beside = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and len(module.inputs) > 1)
+    roles |= dict.fromkeys(beside, Role.BESIDE)
     roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no tensor of its own
+    for copy, original in specs.ties.items():  # neither has a table that is looked up under a second name
+        path = copy.rpartition(".")[0]
+        if path in specs.modules and roles.get(original.rpartition(".")[0]) is Role.TABLE:
+            roles.setdefault(path, _role(copy, specs.tensors[original], specs.modules[path]))
     if not roles and specs.blocks:
         raise PlanError("tensor: no parameter has a dimension to cut (heads, kv_heads, ffn, vocab); set parallel.tp = 1")
     regions = {_region(path, specs) for path, role in roles.items() if role in (Role.COLUMN, Role.KV_COPY)}
-    for name in specs.tensors:
+    for name in cut:
         roles.setdefault(name.rpartition(".")[0], Role.STREAM)
     roles |= dict.fromkeys(regions, Role.REGION)
     whole = {name for name, dim in cut.items() if dim is None}
     partial = whole if sequence else {name for name in whole if _inside(name, regions, roles)}
-    return Rules(cut, roles, frozenset(partial))
+    return Rules(cut, roles, frozenset(partial), apart=frozenset(apart))
 
 
 def kv_copies(specs: Specs, tp: int) -> int:
@@ -133,14 +157,15 @@ def _across(module: ModuleSpec | None) -> bool:
 
 def _region(path: str, specs: Specs) -> str:
     """The innermost module around `path` through which the residual stream passes."""
-    for ancestor in _ancestors(path):
+    for ancestor in ancestors(path):
         module = specs.modules.get(ancestor)
         if module is not None and module.inputs[0] == STREAM and module.outputs[0] == STREAM:
             return ancestor
     raise PlanError(f"tensor: {path} is cut by its outputs, but no module around it is known to take the residual stream")
 
 
-def _ancestors(path: str) -> Iterator[str]:
+def ancestors(path: str) -> Iterator[str]:
+    """Paths of the modules around `path`, innermost first."""
     while path:
         path = path.rpartition(".")[0]
         if path:

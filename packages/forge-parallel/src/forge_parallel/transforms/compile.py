@@ -2,6 +2,9 @@
 
 Only a block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
 no module or parameter changes its name.
+
+Experts that are sharded over ranks of their own are gathered, and given tokens whose number is known at run time only, in the
+middle of a block. Their dispatcher, and all that it runs, stays outside the graphs: one before it and one behind it.
 """
 
 from collections.abc import Callable
@@ -14,6 +17,7 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from forge_core.protocols.model import Transform
+from forge_parallel.experts.stack import apart
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
@@ -39,9 +43,14 @@ class Compile(Transform):
 
     def apply(self, part: nn.Module, context: "Context") -> nn.Module:
         """Replaces the forward of each block of `part` in place."""
+        outside = apart(context.specs, context.topology.layout)
+        for stack in outside:
+            layer: Any = part.get_submodule(stack.rpartition(".")[0])
+            layer.dispatch = torch.compiler.disable(layer.dispatch)
         for path in context.specs.blocks:
             block = part.get_submodule(path)
-            compiled = torch.compile(block.forward, fullgraph=self.fullgraph, dynamic=False, mode=self.mode)
+            whole = self.fullgraph and not any(stack.startswith(f"{path}.") for stack in outside)
+            compiled = torch.compile(block.forward, fullgraph=whole, dynamic=False, mode=self.mode)
             block.forward = compiled if self.budget == 1.0 else partial(self._within, compiled)  # type: ignore[method-assign]
         return part
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from forge_core.batch import Batch
+from forge_core.batch import Batch, Further
 from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import AttentionCore, PlacedCore, Transform
 from forge_parallel.attention.all_gather import AllGatherAttention
@@ -19,6 +19,7 @@ from forge_parallel.attention.order import SequenceOrder
 from forge_parallel.attention.placed import held, held_places
 from forge_parallel.attention.ring import RingAttention
 from forge_parallel.attention.ulysses import UlyssesAttention
+from forge_parallel.collectives import Ranks
 from forge_parallel.plan import Phase
 
 if TYPE_CHECKING:
@@ -64,20 +65,19 @@ class ContextParallel(Transform):
 
     def _replacement(self, context: "Context") -> Callable[[str, Any], Any]:
         topology, layout = context.topology, context.topology.layout
-        ranks, rank, group = layout.cp, topology.coordinates["cp"], str(topology.group("cp").group_name)
-        order = self.order(ranks)
+        ranks, order = Ranks.of(topology.group("cp")), self.order(layout.cp)
         if self.kind == "ulysses":
             heads = context.specs.units.get("heads", 0)
-            if heads % (ranks * layout.tp):
+            if heads % (layout.cp * layout.tp):
                 others = f" * parallel.tp = {layout.tp}" if layout.tp > 1 else ""
                 raise PlanError(
-                    f"transforms.context.kind = 'ulysses': parallel.cp = {ranks}{others} does not divide {heads} heads; "
+                    f"transforms.context.kind = 'ulysses': parallel.cp = {layout.cp}{others} does not divide {heads} heads; "
                     "use 'all_gather' or 'ring'"
                 )
-            return lambda _, core: UlyssesAttention(core, ranks, group)
+            return lambda _, core: UlyssesAttention(core, ranks)
         if self.kind == "ring":
-            return lambda name, core: RingAttention(_uncapped(name, core), order, rank, group)
-        return lambda name, core: AllGatherAttention(_placed(name, core), order, rank, group)
+            return lambda name, core: RingAttention(_uncapped(name, core), order, ranks)
+        return lambda name, core: AllGatherAttention(_placed(name, core), order, ranks)
 
     def local_batch(self, batch: Batch, context: "Context") -> Batch:
         """This rank's places of each row. Positions are made explicit: they no longer follow from the index.
@@ -107,7 +107,9 @@ class ContextParallel(Transform):
         else:
             positions = cut(positions)
         documents = None if batch.documents is None else cut(batch.documents)
-        return replace(batch, tokens=cut(batch.tokens), labels=cut(batch.labels), positions=positions, documents=documents)
+        further = None if batch.further is None else Further(*map(cut, batch.further))
+        kept = replace(batch, positions=positions, documents=documents, further=further)
+        return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
 
 
 def _placed(name: str, core: Any) -> PlacedCore:

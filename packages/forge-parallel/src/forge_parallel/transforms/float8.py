@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_core.protocols.model import Transform
+from forge_core.protocols.model import ExpertStack, Transform
+from forge_parallel.collectives import Ranks
+from forge_parallel.experts.stack import stacks
 from forge_parallel.float8 import layers, library
 from forge_parallel.plan import Phase
-from forge_parallel.tensor.collectives import Ranks
-from forge_parallel.tensor.rules import Role, rules
+from forge_parallel.tensor.rules import Role, ancestors, rules
 
 if TYPE_CHECKING:
     from forge_parallel.context import Context
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Float8(Transform):
-    """Converts the hidden layers that `include` and not `exclude` names. Their weights stay what they are.
+    """Converts the hidden layers that `include` and not `exclude` names, and stacked experts. Their weights stay what they are.
 
     Attributes:
         recipe: one scale per tensor, or one per row of each operand.
         include, exclude: patterns over global paths of modules.
         emulate: compute products in fp32 from rounded operands; `auto` does where the device has no float8 products.
         all_gather: FSDP gathers the weights in float8; tensorwise only.
+        experts: convert stacked experts, too; always rowwise.
     """
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
@@ -39,6 +41,7 @@ class Float8(Transform):
     exclude: tuple[str, ...] = ()
     emulate: Literal["auto"] | bool = "auto"
     all_gather: bool = True
+    experts: bool = False
     name: str = "float8"
     phase: int = Phase.QUANTIZE
     axes: frozenset[str] = frozenset()
@@ -54,7 +57,11 @@ class Float8(Transform):
             raise PlanError("transforms.float8 with precision.compute = 'fp64' has no meaning; use 'bf16', or 'fp32' for tests")
         modules = {path: part.get_submodule(path) for path in layers.candidates(context.specs)}
         known = _without(modules, layers.candidates(context.whole or context.specs))
-        chosen = layers.selected(known, self.include, self.exclude)
+        stacked = stacks(context.whole or context.specs) if self.experts else ()
+        chosen = layers.selected([*known, *stacked], self.include, self.exclude)
+        if self.experts and chosen.isdisjoint(stacked):
+            there = "include and exclude leave none of them" if stacked else "the model has none"
+            raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {there}; leave it out")
         linear = {path: _plain(path, module) for path, module in modules.items() if path in chosen}
         layout = context.topology.layout
         layers.check_shapes({path: (m.out_features, m.in_features) for path, m in linear.items()}, context.specs, layout.tp)
@@ -66,9 +73,30 @@ class Float8(Transform):
         for path, module in linear.items():
             module.__class__ = float8_class(type(module))
             module.casting = self._shared(casting, path, context)  # type: ignore[assignment]
+        self._convert_experts({path: part.get_submodule(path) for path in stacks(context.specs) if path in chosen}, context)
         if self.all_gather and self.recipe == "tensorwise" and layout.dp_replicate * layout.dp_shard * layout.cp > 1:
             _gather_in_float8(part, list(linear.values()), casting, context)
         return part
+
+    def _convert_experts(self, modules: Mapping[str, nn.Module], context: "Context") -> None:
+        """Cuts over `ep` and `etp` come later, and derive from what the class is then."""
+        if not modules:
+            return
+        emulate = library.emulates_experts(self.emulate, context.topology.device, context.compute)
+        shapes: dict[str, tuple[int, int]] = {}
+        for path, module in modules.items():
+            if not isinstance(module, ExpertStack):
+                raise PlanError(
+                    f"transforms.float8.experts: {path} is a {type(module).__name__} without `products` (ExpertStack); "
+                    f'add "{path}" to transforms.float8.exclude'
+                )
+            shapes |= {f"{path}.{name}": (p.shape[1], p.shape[2]) for name, p in module.named_parameters() if p.ndim == 3}
+        layers.check_experts(shapes, context.specs, context.topology.layout.etp)
+        from forge_parallel.float8 import experts
+
+        for module in modules.values():
+            module.__class__ = experts.float8_experts_class(type(module))
+            module.multiply = experts.emulated if emulate else experts.native  # type: ignore[assignment]
 
     def before_micro_batch(self, part: nn.Module, last: bool) -> None:
         """Finds the scales of all weights that will be gathered, at once."""
@@ -94,7 +122,10 @@ class Float8(Transform):
             return casting
         tokens = (Ranks.of(topology.group("cp")),) if layout.cp > 1 else ()
         features = (Ranks.of(topology.group("tp")),) if layout.tp > 1 else ()
-        role = rules(context.specs, layout.tp, True).roles[path] if features else None
+        roles = rules(context.specs, layout.tp, True).roles if features else {}
+        role = roles.get(path)
+        if role is Role.STREAM and not any(roles.get(above) is Role.REGION for above in ancestors(path)):
+            tokens = features + tokens  # a layer on the residual stream itself, which is cut along the sequence
         if role is Role.ROW:
             return replace(casting, input=features + tokens, weight=features, gradient=tokens)
         if role in (Role.COLUMN, Role.KV_COPY):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 KEPT = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "linear"),
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "linear"),
     "attention": (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",

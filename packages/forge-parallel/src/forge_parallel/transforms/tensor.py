@@ -18,10 +18,10 @@ from forge_core.errors import PlanError
 from forge_core.protocols.model import Transform
 from forge_core.specs import Specs
 from forge_parallel.boxes import chunk
+from forge_parallel.collectives import Ranks
 from forge_parallel.context import Context
 from forge_parallel.plan import Phase
 from forge_parallel.reduce import local_gradient
-from forge_parallel.tensor.collectives import Ranks
 from forge_parallel.tensor.loss import SplitCrossEntropy
 from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies, rules
@@ -55,15 +55,17 @@ class Tensor(Transform):
         ranks, mesh = Ranks.of(topology.group("tp")), topology.dense["tp"]
         made: dict[nn.Parameter, nn.Parameter] = {}
         for path, module in list(part.named_modules()):
-            slots = {name: p for name, p in module._parameters.items() if p is not None}
+            parameters = {name: p for name, p in module._parameters.items() if p is not None}
+            slots = {name: p for name, p in parameters.items() if f"{path}.{name}" not in table.apart}
             for slot, parameter in slots.items():
                 if parameter not in made:
                     made[parameter] = _cut(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
                 module._parameters[slot] = made[parameter]
             role = table.roles.get(path)
-            if role is Role.REGION or (role is not None and slots):  # another stage may have the parameters
+            if role in (Role.REGION, Role.BESIDE) or (role is not None and slots):  # another stage may have the parameters
                 summed = any(f"{path}.{slot}" in table.summed for slot in slots)
-                module.__class__ = split_class(type(module), role, tuple(slots), summed)
+                packed = tuple(slot for slot in slots if f"{path}.{slot}" in table.packed)
+                module.__class__ = split_class(type(module), role, tuple(slots), summed, packed)
                 module.partial = tuple(slot for slot in slots if f"{path}.{slot}" in table.partial)  # type: ignore[assignment]
                 _settle(module, path, role, ranks, context.specs, self.sequence)
         return part
@@ -93,7 +95,7 @@ class Tensor(Transform):
         gradients = [gradient for gradient in found if gradient is not None]
         if not gradients:
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(topology.device)
         dist.all_reduce(flat, group=topology.group("tp"))
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
@@ -121,16 +123,19 @@ def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> 
     """The parameter on the meta device, as this rank will hold it."""
     if name not in table.cut:
         raise PlanError(f"tensor: no spec covers {name}")
-    dim, shape = table.cut[name], list(parameter.shape)
+    whole = parameter.detach()
+    if name in table.packed:
+        whole = whole.unflatten(1, (table.packed[name], -1))
+    dim, shape = table.cut[name], list(whole.shape)
     if dim is not None:
         size, last = shape[dim], mesh.size() - 1
         if chunk(size, mesh.size(), last)[1] == 0:
             raise PlanError(f"tensor: {name} has {size} rows to cut, which leaves none for the last of {mesh.size()} ranks")
         shape[dim] = chunk(size, mesh.size(), mesh.get_local_rank())[1]
-    local = parameter.detach().new_empty(shape)  # keeps the class of a tensor that another strategy wrapped
+    local = whole.new_empty(shape)  # keeps the class of a tensor that another strategy wrapped
     placement = Replicate() if dim is None else Shard(dim)
-    whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    laid_out = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(laid_out, requires_grad=parameter.requires_grad)
 
 
 def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequence: bool) -> None:

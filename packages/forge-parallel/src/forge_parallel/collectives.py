@@ -1,15 +1,20 @@
-"""Collectives with gradients over a group of ranks, traceable by the compiler.
+"""Collectives over a group of ranks that a compiler can trace, with and without gradients.
 
-Each pairs a collective with its transpose (p ranks, sums over them):
+Functions named as torch's have no gradient. Those with one pair a collective with its transpose (p ranks, sums over them):
 
-    forward                         backward
-    gather along a dimension        sum, keep the own part of that dimension
-    sum, keep the own part          gather
-    identity                        sum
-    sum                             identity
-    join: gather for one use        keep the own part
+                    forward                         backward
+    Gather          gather along a dimension        sum, keep the own part of that dimension
+    GatherWide      gather along dimension 0        the same, summed in at least fp32
+    Scatter         sum, keep the own part          gather
+    Copy            identity                        sum
+    Sum             sum                             identity
+    Join            gather for one use              keep the own part
+    all_to_all      send rows to every rank         send them back
+
+Every result is waited for: one that is still on its way may not enter a compiled block.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +37,7 @@ class Ranks:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Ranks":
         """The group that this rank is in."""
-        return cls(group.group_name, group.size(), group.rank())
+        return cls(str(group.group_name), group.size(), group.rank())
 
 
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -55,6 +60,26 @@ def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks.name))
 
 
+def all_to_all_single(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
+    """(sum(send), ...) -> (sum(receive), ...): the next send[i] rows go to rank i, receive[i] rows come from it, in rank order.
+    No gradient."""
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), list(receive), list(send), ranks.name))
+
+
+def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
+    """`all_to_all_single` with its gradient, which goes back the same way.
+
+    Splits may be uneven, and 0. What a rank sends to another one must be what that one expects: ranks see to that themselves,
+    a difference is an error or a hang of the backend.
+    """
+    return _AllToAll.apply(x, tuple(send), tuple(receive), ranks)
+
+
+def evenly(x: Tensor, ranks: Ranks) -> list[int]:
+    """Splits of dimension 0, which the number of ranks divides, into equal shares."""
+    return [x.shape[0] // ranks.size] * ranks.size
+
+
 class Gather(torch.autograd.Function):
     """All-gather; backward: reduce-scatter."""
 
@@ -67,6 +92,23 @@ class Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return reduce_scatter(grads[0], ctx.ranks, ctx.dim), None, None
+
+
+class GatherWide(torch.autograd.Function):
+    """All-gather along dimension 0; backward: shares are exchanged and summed here, in at least fp32, which moves the bytes of a
+    reduce-scatter and rounds once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return all_gather(x, ranks, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        splits = evenly(grads[0], ctx.ranks)
+        shares = all_to_all_single(grads[0], splits, splits, ctx.ranks).unflatten(0, (ctx.ranks.size, -1))
+        return shares.sum(0), None  # torch sums low precision in fp32
 
 
 class Scatter(torch.autograd.Function):
@@ -124,3 +166,15 @@ class Join(torch.autograd.Function):
         start = ctx.ranks.rank * ctx.share
         mine = grads[0][..., start : start + ctx.share]
         return torch.nn.functional.pad(mine, (0, ctx.share - mine.shape[-1])), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: tuple[int, ...], receive: tuple[int, ...], ranks: Ranks) -> Tensor:
+        ctx.send, ctx.receive, ctx.ranks = send, receive, ranks
+        return all_to_all_single(x, send, receive, ranks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return all_to_all_single(grads[0], ctx.receive, ctx.send, ctx.ranks), None, None, None

@@ -1,0 +1,120 @@
+"""Multi-token prediction (DeepSeek-V3, 2024, section 2.2): what comes behind the next token, for training and for drafting.
+
+With h^0 the stream after the last block and t the tokens of a row, module k = 1, 2, ... computes at place i
+
+    h^k_i = block_k(projection_k [norm(h^(k-1)_i) ; norm(embedding(t_(i+k)))])
+
+and scores its own norm of h^k_i with the model's head against t_(i+k+1). Embedding and head are the model's; each norm,
+projection and block is the module's own. What is minimised is
+
+    sum of nll / D  +  weight / depth * sum over k of (sum of module k's nll / D)
+
+with D the labels of the next token in the whole step: the paper divides each module's loss by the length of the row too,
+not by the fewer labels that are left to it. So every layout gives the same numbers without another exchange.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from forge_core.protocols.model import LossTerms
+from forge_core.specs import Dim, ModuleSpec, TensorSpec
+from forge_models.blocks.block import Block
+from forge_models.blocks.layers import Embedding, Linear, linear_specs
+from forge_models.blocks.rope import Rotation
+from forge_models.cache import LayerCache
+from forge_models.components.decoder import Decoder
+
+STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
+
+
+class Depth(nn.Module):
+    """Module k. Its block is made as that of layer `layers + k - 1` would be."""
+
+    def __init__(self, config: Decoder, depth: int) -> None:
+        super().__init__()
+        norm: Any = config.resolved_norm
+        self.std = config.init_std
+        self.stream_norm: nn.Module = norm.build(config.dim)
+        self.token_norm: nn.Module = norm.build(config.dim)
+        self.projection = Linear(2 * config.dim, config.dim)
+        self.block = Block(config, config.layers + depth - 1)
+        self.norm: nn.Module = norm.build(config.dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        embedded: Tensor,
+        turn: Rotation,
+        shared: Any,
+        cache: LayerCache | None = None,
+        real: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, what experts counted or None).
+
+        The other arguments are those of a block.
+        """
+        x = self.projection(torch.cat((self.stream_norm(x), self.token_norm(embedded)), dim=-1))
+        counted: Tensor | None = None
+        if self.block.sparse:
+            x, counted = self.block(x, turn, shared, cache, real, tokens)
+        else:
+            x = self.block(x, turn, shared, cache)
+        return x, self.norm(x), counted
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The projection; norms and block have their own."""
+        return linear_specs("projection", self.projection, ("embed", None), self.std)
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Layout of projection and norms, which strategies may split along the sequence."""
+        norms = ("stream_norm", "token_norm", "norm")
+        pair: tuple[Dim, ...] = ("batch", "sequence", None)
+        return {"projection": ModuleSpec((pair,), (STREAM,))} | {name: ModuleSpec((STREAM,), (STREAM,)) for name in norms}
+
+
+class Prediction(nn.Module):
+    """All modules of a decoder. `embed` is the model's table under a second name, for a pipeline part that has no other.
+
+    `weight` is that of the current step.
+    """
+
+    def __init__(self, config: Decoder, embed: Embedding) -> None:
+        super().__init__()
+        assert config.prediction is not None
+        self.config = config.prediction
+        self.weight = self.config.weight
+        self.embed = Embedding(config.vocab_size, config.dim)
+        self.embed.weight = embed.weight
+        self.depths = nn.ModuleDict({str(k): Depth(config, k) for k in range(1, self.config.depth + 1)})
+
+    def at_step(self, step: int, steps: int) -> None:
+        """The weight of optimizer step `step` of a run of `steps`."""
+        schedule: Any = self.config.schedule
+        factor = 1.0 if schedule is None else schedule.build(steps)(step)
+        self.weight = self.config.weight * factor
+
+    def added(self, terms: LossTerms, depths: list[LossTerms]) -> LossTerms:
+        """`terms` of the next token, through whose sum the gradient of all depths flows; its value is as before.
+
+        Metrics `prediction_1`, ...: what each depth's loss is before it is weighted.
+        """
+        further = sum((depth.sum for depth in depths[1:]), depths[0].sum) * (self.weight / len(depths))
+        metrics = {f"prediction_{k}": depth.sum.detach() for k, depth in enumerate(depths, 1)}
+        return terms._replace(sum=_Attached.apply(terms.sum, further), metrics={**terms.metrics, **metrics})
+
+
+class _Attached(torch.autograd.Function):
+    """The first argument, with the gradient of the sum of both."""
+
+    @staticmethod
+    def forward(_: Any, value: Tensor, further: Tensor) -> Tensor:  # noqa: ARG004 (only its gradient counts)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grads[0], grads[0]

@@ -1,0 +1,236 @@
+"""The gate of experts: five steps in every layout against one process.
+
+Other rows on each data rank, uneven valid tokens, padding at the ends of rows, one row of padding alone, one micro-batch without
+any label. Compared are loss, norm, every gradient of the first step, weights after the last one, the statistics of every layer
+and the biases that follow from them after each step, and the loss of an evaluation. Replicas have to be equal bit by bit.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from forge_core.batch import IGNORE, PADDING, Batch
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_core.protocols.model import Observer
+from forge_core.registry import Registry
+from forge_models.components.decoder import Decoder
+from forge_models.components.moe import Losses, MoE
+from forge_models.components.objectives import CrossEntropy
+from forge_models.components.routers import Hash, SigmoidTopK
+from forge_parallel.clipping import clip
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.gather import gathered
+from forge_parallel.parity import Case, Measurement, compare, share, synthetic
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.plan import Plan
+from forge_parallel.realization import Blueprint, realize
+from forge_parallel.replicas import Drift, drifted
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_parallel.transforms.context import ContextParallel
+from forge_parallel.transforms.expert import Expert, Kind
+from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.tensor import Tensor
+from harness.pool import World
+
+VOCAB, ROWS, STEPS = 61, 8, 5
+BALANCED = MoE(
+    experts=8,
+    top_k=3,
+    shared=1,
+    ffn_dim=8,
+    first_dense=1,
+    router=SigmoidTopK(bias_rate=0.01),
+    losses=Losses(global_batch=0.1, z=0.01),
+)
+BY_TOKEN = replace(BALANCED, router=Hash(), losses=Losses())
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+class Lived(NamedTuple):
+    """What one rank has seen: `layers` holds, by path, bias and statistics after each step."""
+
+    measured: Measurement
+    evaluated: float
+    layers: dict[str, list[torch.Tensor]]
+    drift: Drift | None
+
+
+def case_of(moe: MoE) -> Case:
+    decoder = Decoder(dim=16, ffn_dim=24, heads=4, kv_heads=2, layers=4, vocab_size=VOCAB, max_length=32, moe=moe)
+    return Case(decoder.build, CrossEntropy(z_loss=1e-2).build(), AdamW(lr=1e-2).build, VOCAB, rows=ROWS, steps=STEPS)
+
+
+def padded(batch: Batch, token: int) -> Batch:
+    """Row r ends with r tokens of padding, and the last but one is nothing else."""
+    assert batch.documents is not None
+    length = batch.tokens.shape[1]
+    begins = length - torch.arange(ROWS)
+    begins[ROWS - 2] = 0
+    padding = torch.arange(length) >= begins[:, None]
+    return replace(
+        batch,
+        tokens=batch.tokens.masked_fill(padding, token),
+        labels=batch.labels.masked_fill(padding, IGNORE),
+        documents=batch.documents.masked_fill(padding, PADDING),
+    )
+
+
+def lived(
+    layout: str, kind: Kind = "all_to_all", schedule: str = "1f1b", again: bool = False, moe: MoE = BALANCED, pad: int = 0
+) -> tuple[Any, ...]:
+    """One rank's `Lived`, as a plain tuple."""
+    case, at, cpu = case_of(moe), Layout.parse(layout), torch.device("cpu")
+    topology = Topology.of(at, cpu)
+    transforms: list[Any] = [Shard(), Tensor(), ContextParallel(), Expert(kind, 2 if kind == "hierarchical" else None)]
+    transforms += [Recompute(("matmul", "attention"))] if again else []
+    pipeline = Pipeline(Registry().load("forge.pipeline_schedules", schedule)().build()) if at.pp > 1 else None
+    model = realize(Blueprint.of(case.build), Plan.of(transforms, at, pipeline), topology, 0, "fp64", "fp64")
+    optimizer, step = case.optimizer(model), Step(model, case.objective)
+    named = [(path, module) for part in model.parts for path, module in part.named_modules() if isinstance(module, Observer)]
+    layers: dict[str, list[torch.Tensor]] = {path: [] for path, _ in named}
+    rows, gradients, numbers = topology.data_rank, {}, []
+
+    def mine(number: int) -> list[Batch]:
+        return share(padded(synthetic(case, number), pad), rows, topology.data_size, 1)
+
+    evaluated = step.evaluate(mine(0)).loss
+    for number in range(STEPS):
+        result = step(mine(number))
+        if number == 0:
+            gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
+        clip(model, result.norm, 0.5)
+        optimizer.step(result.skip)
+        optimizer.zero_grad()
+        numbers.append(result.numbers())
+        for path, module in named:
+            bias = getattr(module.router, "bias", torch.zeros(0)).double()
+            layers[path].append(torch.cat([bias, *(total.flatten() for total in module.totals)]))
+    weights = gathered(model, {name: tensor for name, tensor, _ in model.trainable()})
+    column = [[row[key] for row in numbers] for key in ("loss", "grad_norm", "tokens")]
+    return Measurement(*column, {}, gradients, weights), evaluated, layers, drifted(model)
+
+
+@cache
+def alone(by_token: bool = False) -> Lived:
+    return Lived(*lived("1", moe=BY_TOKEN if by_token else BALANCED))
+
+
+def on(world: World, layout: str, **settings: Any) -> list[Lived]:
+    return [Lived(*found) for found in world.run(lived, Layout.parse(layout).world, layout, timeout=300, **settings)]
+
+
+def equals_one_process(expected: Lived, found: list[Lived]) -> None:
+    for rank in found:
+        difference = compare(expected.measured, rank.measured)
+        assert difference.accepted("fp64"), difference
+        assert rank.evaluated == pytest.approx(expected.evaluated, rel=1e-12)
+        assert rank.drift is None
+        for path, steps in rank.layers.items():
+            for one, other in zip(expected.layers[path], steps, strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-13)
+                assert torch.equal(other[:-2], one[:-2]), "biases, loads and numbers of tokens are exact"
+    assert {path for rank in found for path in rank.layers} == expected.layers.keys()
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        slow("dp2ep2"),
+        slow("dp4ep2"),
+        "dp4ep4",
+        "tp2ep2",
+        slow("dp2tp2ep2"),
+        slow("dp2cp2ep2"),
+        "hsdp2x2ep2",
+        "dp2tp2ep2etp2",
+        slow("tp2"),
+        slow("tp2etp2"),
+        slow("cp2tp2ep4"),
+        slow("dp2"),
+    ],
+)
+def test_a_layout_equals_one_process(world: World, layout: str) -> None:
+    equals_one_process(alone(), on(world, layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_equals_one_process(world: World, schedule: str) -> None:
+    equals_one_process(alone(), on(world, "dp2pp2ep2", schedule=schedule))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("dp4ep4", "all_gather"), ("dp4ep4", "hierarchical"), ("dp2tp2ep4", "hierarchical"), ("dp2pp2ep2", "all_gather")],
+)
+def test_every_dispatcher(world: World, layout: str, kind: Kind) -> None:
+    equals_one_process(alone(), on(world, layout, kind=kind))
+
+
+@pytest.mark.parametrize("layout", ["dp2ep2", slow("dp2pp2ep2"), slow("dp2tp2ep2etp2")])
+def test_recomputation_changes_no_statistic(world: World, layout: str) -> None:
+    equals_one_process(alone(), on(world, layout, again=True))
+
+
+def test_a_stage_without_experts(world: World) -> None:
+    """Its ranks have nothing to count, and open no group of their own accord."""
+    later = replace(BALANCED, first_dense=2)
+    equals_one_process(Lived(*lived("1", moe=later)), on(world, "dp2pp2ep2", moe=later))
+
+
+def refused(layout: str, transforms: list[Any]) -> str:
+    topology = Topology.of(Layout.parse(layout), torch.device("cpu"))
+    try:
+        realize(Blueprint.of(case_of(BALANCED).build), Plan.of(transforms, topology.layout), topology, 0)
+    except PlanError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_what_would_be_wrong_is_refused(world: World) -> None:
+    """Nobody would sum the gradients of experts over ranks that see different tokens, or they would see the same ones."""
+    for message in world.run(refused, 2, "tp2", [Tensor()]):
+        assert "no transform sums the gradients of blocks.1.mlp.experts" in message
+        assert "[transforms.shard]" in message
+    for message in world.run(refused, 2, "tp2", [Tensor(False), Shard()]):
+        assert "sequence_parallel = true" in message
+    for message in world.run(refused, 2, "dp2ep2", [Shard(), Expert("hierarchical", 2)]):
+        assert "more than one node" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2pp2ep2", "cp2tp2ep2"])
+def test_routers_that_look_at_tokens(world: World, layout: str) -> None:
+    equals_one_process(alone(True), on(world, layout, moe=BY_TOKEN))
+
+
+def test_padding_changes_nothing(world: World) -> None:
+    """Other tokens in its place give the same numbers: also of the rows of the table that it looks up."""
+    equals_one_process(alone(), on(world, "dp2ep2", pad=7))
+
+
+def test_the_gate_has_what_it_says() -> None:
+    expected = alone()
+    assert expected.evaluated == pytest.approx(expected.measured.loss[0], rel=1e-12), "outputs do not depend on the mode"
+    batch = padded(synthetic(case_of(BALANCED), 0), 0)
+    assert batch.documents is not None
+    real = (batch.documents != PADDING).sum(1).tolist()
+    assert real == [16, 15, 14, 13, 12, 11, 0, 9]
+    for steps in expected.layers.values():
+        bias, load, dropped, rest = steps[0].split([8, 8, 8, 3])
+        assert float(load.sum()) == 3 * sum(real)
+        assert float(rest[0]) == sum(real)
+        assert float(dropped.sum()) == 0
+        assert torch.equal(bias, 0.01 * (load.mean() - load).sign())
+        assert len({tuple(step[:8].tolist()) for step in steps}) > 2, "biases move"

@@ -1,0 +1,101 @@
+"""Models that predict further tokens, on every layout that is offered, against one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.errors import ConfigError, PlanError
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_models.components.objectives import CrossEntropy
+from forge_models.components.prediction import Prediction
+from forge_parallel import proven
+from forge_parallel.checks import features
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
+from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.pipeline.cut import Cut
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.proven import FEATURES, PREDICTION_RUNS, SLOW_PREDICTION_RUNS
+from forge_train.recipe import load
+from harness.pool import World
+from parallel.test_compositions import DECODER, _name, equals_one_process, layout_of
+
+
+@pytest.mark.parametrize("run", PREDICTION_RUNS, ids=_name)
+def test_a_run_equals_one_process(world: World, run: frozenset[str]) -> None:
+    equals_one_process(world, run, tied=PREDICTION_RUNS.index(run) % 2 == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", SLOW_PREDICTION_RUNS, ids=_name)
+def test_the_remaining_pairs_equal_one_process(world: World, run: frozenset[str]) -> None:
+    equals_one_process(world, run, tied=SLOW_PREDICTION_RUNS.index(run) % 2 == 1)
+
+
+def test_the_table_is_what_it_says() -> None:
+    for run in (*PREDICTION_RUNS, *SLOW_PREDICTION_RUNS):
+        assert "prediction" in run
+        assert run <= FEATURES.keys()
+        assert layout_of(run).world <= 4
+        assert "accumulate" in run or layout_of(run).pp == 1, "a pipeline always has several micro-batches"
+    for test in (proven.PREDICTION_TEST, proven.SLOW_PREDICTION_TEST):
+        file, _, name = test.partition("::")
+        assert Path(__file__).match(file)
+        assert name in globals()
+    left = {name for name in FEATURES if frozenset({name, "prediction"}) not in proven.PROVEN}
+    assert left <= {"tp_asynchronous", "offload", "float8_experts"}, "all else is offered"
+
+
+def cut(schedule: Any, ranks: int = 2, depth: int = 2, split: str = "balanced", **fields: Any) -> Cut:
+    with torch.device("meta"):
+        module = replace(DECODER, prediction=Prediction(depth=depth), **fields).build()
+    return Cut.of(module, module.specs(), Pipeline(schedule.build(), split), ranks, ranks - 1)
+
+
+def test_modules_stay_beside_the_head_with_a_table_that_follows() -> None:
+    found = cut(OneForwardOneBackward())
+    assert found.stages[-1][-3:] == ("norm", "head", "prediction")
+    assert sum(path.startswith("blocks.") for stage in found.stages for path in stage) == 4
+    assert [(one.copy, one.original) for one in found.followers] == [("prediction.embed.weight", "embed.weight")]
+    assert len(cut(OneForwardOneBackward(), tied_embeddings=True).followers) == 2
+
+
+def test_a_balanced_split_counts_modules_and_every_use_of_the_head() -> None:
+    """By hand: a block has 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 = 1920 weights in products, the head 61 * 16 = 976."""
+    for layers, depth, expected in ((4, 1, [3, 1]), (8, 1, [5, 3]), (8, 2, [6, 2])):
+        # A module has 1920 + 2 * 16 * 16: what is behind the blocks weighs 2 * 976 + 2432 with one, 3 * 976 + 2 * 2432 with two.
+        found = cut(GPipe(), depth=depth, layers=layers)
+        assert [sum(path.startswith("blocks.") for path in stage) for stage in found.stages] == expected
+
+
+def test_two_further_tokens_do_not_go_with_split_backwards() -> None:
+    with pytest.raises(PlanError, match=r"'zbv'.*predicts 2 further tokens"):
+        cut(ZeroBubbleV(), split="1,1,1,1")
+    assert cut(ZeroBubbleV(), depth=1, split="1,1,1,1").last is False
+    recipe = ["--model.prediction.depth=2", "--parallel.pp=2", "--parallel.pipeline.schedule={name='zbv'}", "--model.layers=4"]
+    with pytest.raises(ConfigError) as refusal:
+        load("debug", [*recipe, "--hooks=[]"], 2, Registry())
+    assert {fault.key for fault in refusal.value.faults} == {"model.prediction.depth"}
+    resolved = load("debug", ["--model.prediction.depth=2"], 1, Registry())
+    assert "prediction" in features(resolved.job, Layout())
+    assert "prediction" not in features(load("debug", [], 1, Registry()).job, Layout())
+
+
+def test_a_dry_run_knows_every_use_of_the_head() -> None:
+    """What heads keep are gradients: of each one's input (rows x length x width), and of the weight (vocabulary x width)."""
+    workload = Workload(
+        replace(DECODER, prediction=Prediction(depth=2)).build,
+        CrossEntropy().build(),
+        AdamW().build,
+        rows=2,
+        length=16,
+        compute="fp32",
+    )
+    estimate = dry_run(workload, Layout(), [])
+    assert estimate.head == pytest.approx(3 * 4 * (2 * 16 * 16 + 61 * 16), abs=1024)
+    plain = dry_run(replace(workload, build=DECODER.build), Layout(), [])
+    assert estimate.head_work == pytest.approx(plain.head_work, rel=0.2)

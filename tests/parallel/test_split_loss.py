@@ -1,0 +1,107 @@
+"""The loss over a vocabulary that is split over ranks: against torch's cross-entropy, and what it holds while it runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge_core import logits as chunking
+from forge_parallel.boxes import chunk
+from forge_parallel.collectives import Ranks
+from forge_parallel.dryrun.ledger import Ledger
+from forge_parallel.tensor.loss import SplitCrossEntropy
+from harness.pool import World
+
+VOCAB, DIM, ROWS, Z_LOSS = 23, 6, 600, 0.3
+
+
+def _problem(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the projection, labels of which a third is ignored."""
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(n, DIM, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, vocab))
+    labels = torch.randint(vocab, (rows,), generator=generator)
+    return hidden, weight, labels.where(torch.rand(rows, generator=generator) > 0.3, -100)
+
+
+def _head(vocab: int, weight: Tensor) -> tuple[SplitCrossEntropy, Tensor]:
+    assert dist.group.WORLD is not None
+    ranks = Ranks.of(dist.group.WORLD)
+    first, share = chunk(vocab, ranks.size, ranks.rank)
+    return SplitCrossEntropy(ranks, first), weight[first : first + share].clone()
+
+
+def _found(soft_cap: float | None, dtype: torch.dtype, block: int | None, bytes_of_a_chunk: int) -> list[Tensor]:
+    """Total, nll, z, the sum over ranks of the hidden states' gradient, and the weight's."""
+    hidden, weight, labels = _problem(ROWS, VOCAB, dtype)
+    head, share = _head(VOCAB, weight)
+    before = chunking.CHUNK, chunking.BLOCK
+    chunking.CHUNK, chunking.BLOCK = bytes_of_a_chunk, chunking.BLOCK if block is None else block
+    try:
+        total, nll, z = head(hidden.requires_grad_(), share.requires_grad_(), labels, Z_LOSS, soft_cap)
+        (2 * total).backward()
+    finally:
+        chunking.CHUNK, chunking.BLOCK = before
+    assert hidden.grad is not None
+    assert share.grad is not None
+    dist.all_reduce(hidden.grad)
+    shares = [
+        torch.zeros(chunk(VOCAB, dist.get_world_size(), rank)[1], DIM, dtype=dtype) for rank in range(dist.get_world_size())
+    ]
+    for rank, one in enumerate(shares):
+        one.copy_(share.grad if rank == dist.get_rank() else one)
+        dist.broadcast(one, rank)
+    return [total.detach(), nll, z, hidden.grad, torch.cat(shares)]
+
+
+def _expected(soft_cap: float | None, dtype: torch.dtype) -> list[Tensor]:
+    hidden, weight, labels = (x.double() if x.is_floating_point() else x for x in _problem(ROWS, VOCAB, dtype))
+    logits = F.linear(hidden.requires_grad_(), weight.requires_grad_())
+    logits = logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
+    nll = F.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+    z = logits.logsumexp(1).square() * (labels != -100)
+    total = (nll + Z_LOSS * z).sum()
+    (2 * total).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [x.detach() for x in (total, nll, z, hidden.grad, weight.grad)]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("block", [None, 37 * 8], ids=["one block", "blocks"])
+def test_it_equals_torch(world: World, soft_cap: float | None, block: int | None) -> None:
+    """23 words over 3 ranks, which do not divide; 600 rows in chunks of 256 or 512, of which blocks have 37 or all."""
+    for dtype, tolerance, size in ((torch.float64, 1e-12, 0), (torch.float64, 1e-12, 2**25), (torch.bfloat16, 2**-7, 0)):
+        expected = _expected(soft_cap, dtype)
+        for found in world.run(_found, 3, soft_cap, dtype, block, size):
+            for name, one, other in zip(("total", "nll", "z", "hidden", "weight"), found, expected, strict=True):
+                error = (one.double() - other).abs().max() / other.abs().max()
+                assert error <= tolerance, (name, dtype, float(error))
+
+
+def _held(rows: int, vocab: int, soft_cap: float | None, block: int) -> tuple[int, int]:
+    """Bytes above those of its arguments that a forward holds at most, and those of this rank's logits of all rows."""
+    hidden, weight, labels = _problem(rows, vocab, torch.bfloat16)
+    head, share = _head(vocab, weight)
+    before, chunking.BLOCK = chunking.BLOCK, block
+    ledger = Ledger()
+    try:
+        ledger.name("arguments", (hidden, share, labels))
+        start = ledger.here()
+        with ledger.open():
+            head(hidden.requires_grad_(), share.requires_grad_(), labels, 0.0, soft_cap)
+        return ledger.rise(start, ledger.here()), rows * len(share) * 2
+    finally:
+        chunking.BLOCK = before
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_only_a_chunk_of_logits_exists_and_only_a_block_in_fp32(world: World, soft_cap: float | None) -> None:
+    rows, vocab, block = 4096, 4000, 16
+    share = vocab // 2
+    gradients = rows * DIM * 2 + share * DIM * (4 + 2)  # of hidden states; of the weight in fp32, and one product
+    chunk_and_block = 512 * share * 2 + block * share * 4 * (1 if soft_cap is None else 3)  # the cap and its derivative
+    numbers = rows * 2 * 4 + 64 * 512 * 8  # nll and z; what a chunk has per row
+    for peak, all_logits in world.run(_held, 2, rows, vocab, soft_cap, block * share):
+        assert gradients + 512 * share * 2 < peak < gradients + chunk_and_block + numbers
+        assert peak < all_logits / 4
