@@ -23,12 +23,14 @@ def opened(data: Data, *, batch: int, ranks: int = 1, rank: int = 0, micro: int 
 
 
 def rows_of(batches: list[Batch]) -> list[Row]:
-    """Every row with its sample number and all that a model sees."""
+    """Every row with its sample number, all that a model sees, and its source where there are several."""
     rows = []
     for batch in batches:
+        names = None if batch.sources is None else [batch.sources.names[number] for number in batch.sources.rows.tolist()]
         for index, sample in enumerate(batch.samples):
             parts = (batch.tokens, batch.labels, batch.positions, batch.documents)
-            rows.append((sample, *(None if part is None else tuple(part[index].tolist()) for part in parts)))
+            seen = (None if part is None else tuple(part[index].tolist()) for part in parts)
+            rows.append((sample, *seen, names[index] if names else None))
     return rows
 
 

@@ -207,6 +207,31 @@ def test_another_corpus_or_global_batch_is_refused(recipe: Data, numbered: Calla
         stream(recipe).from_cursor({"sample": "7"})
 
 
+def test_a_changed_corpus_is_taken_when_it_is_named_and_nothing_else_is(
+    recipe: Data, numbered: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    cursor = take(recipe, 2)[1][-1]
+    swapped = [Store(path=str(numbered("c", 3001)), weight=0.7, label="a"), *recipe.sources[1:]]
+    changed = dataclasses.replace(recipe, sources=swapped)
+    expected = [rows_of(step) for step in take(changed, 4)[0]][2:]
+    for named in ("sources.a.fingerprint", "sources.a", "sources"):
+        caplog.clear()
+        found, cursors = take(dataclasses.replace(changed, changed=(named,)), 2, cursor)
+        assert [rows_of(step) for step in found] == expected, "it reads on at the same number of a sample"
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "sources.a.fingerprint was" in caplog.text
+    take(changed, 1, cursors[-1])  # from now on it is the run's own
+    assert len(caplog.records) == 1
+    for named in ("sources.b", "sources.a.share", "sources.a.fingerprin", "seed", ""):
+        with pytest.raises(DataError, match=r"sources\.a\.fingerprint was .* name in data\.changed what may differ"):
+            stream(dataclasses.replace(changed, changed=(named,))).from_cursor(cursor)
+    with pytest.raises(DataError, match="was 5, is 6") as refused:
+        stream(dataclasses.replace(changed, changed=("sources.a",), seed=6)).from_cursor(cursor)
+    assert "sources.a" not in str(refused.value)
+    with pytest.raises(DataError, match="fingerprints differ"):
+        stream(dataclasses.replace(recipe, changed=("sources",))).from_cursor(dict(cursor) | {"fingerprint": "0"})
+
+
 def test_bad_sizes_are_refused(recipe: Data) -> None:
     with pytest.raises(DataError, match="no multiple of 12 = 4 data ranks x micro_batch 3"):
         stream(recipe, ranks=4, micro=3)

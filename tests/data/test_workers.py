@@ -103,8 +103,17 @@ def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, 
     found = [batches for batches, _ in itertools.islice(reading, 6)]  # all are kept
     reading.close()
     assert [rows_of(batches) for batches in found] == expected
-    assert len(pinned) == 4 * 6
+    assert len(pinned) == 5 * 6  # tokens, labels, positions, documents and sources of a step
     assert found[0][1].tokens.untyped_storage().data_ptr() in {tensor.data_ptr() for tensor in pinned[:4]}
+
+
+def test_nothing_is_pinned_without_an_accelerator(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locked memory is scarce, and asking for it initialises a device."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda *_: pytest.fail("pinned"))
+    for initialised, available in ((False, True), (True, False)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda found=initialised: found)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
+        assert steps_of(data, 1, batch=G)[0]
 
 
 @pytest.mark.gpu

@@ -52,20 +52,33 @@ def sample_of(cursor: Cursor) -> int:
     return int(cursor["sample"])
 
 
-def refuse_other(cursor: Cursor, identity: Mapping[str, Any]) -> None:
+def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
     """Refuses a cursor of other data.
 
+    Args:
+        cursor: a position.
+        identity: of the data that it is to be a position in.
+        allowed: settings that may differ, and whatever is below them.
+
+    Returns:
+        A line for each difference that was allowed.
+
     Raises:
-        DataError: names each difference.
+        DataError: names each other difference.
     """
-    if cursor.get("fingerprint") != fingerprint_of(identity):
-        found = cursor.get("identity")
-        differences = _differences(found if isinstance(found, Mapping) else {}, identity)
+    if cursor.get("fingerprint") == fingerprint_of(identity):
+        return []
+    found = cursor.get("identity")
+    differences = differences_of(found if isinstance(found, Mapping) else {}, identity)
+    lines = {name: f"{name} was {was}, is {now}" for name, (was, now) in differences.items()}
+    refused = [line for name, line in lines.items() if not any(f"{name}.".startswith(f"{other}.") for other in allowed)]
+    if refused or not lines:
         raise DataError(
             "the checkpoint's data position is of other data, so going on would repeat or skip samples: "
-            + "; ".join(differences or ["fingerprints differ"])
-            + ". Restore these settings, or start a new run"
+            + "; ".join(refused or ["fingerprints differ"])
+            + ". Restore these settings, start a new run, or name in data.changed what may differ"
         )
+    return list(lines.values())
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
@@ -98,13 +111,13 @@ def _united(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: {key: value for part in parts for key, value in part.get(name, {}).items()} for name in names}
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    lines: list[str] = []
+def differences_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings in which two identities differ, with both values; "nothing" where one has none."""
+    found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += _differences(old, new, f"{prefix}{key}.")
+            found |= {f"{key}.{name}": values for name, values in differences_of(old, new).items()}
         elif old != new:
-            was, is_now = ("nothing" if value is None else value for value in (old, new))
-            lines.append(f"{prefix}{key} was {was}, is {is_now}")
-    return lines
+            found[key] = ("nothing" if old is None else old, "nothing" if new is None else new)
+    return found

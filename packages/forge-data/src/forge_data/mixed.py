@@ -4,8 +4,11 @@ Step s consumes a fixed range of samples of one global sequence. Rank r of n tak
 micro-batches. So ranks, micro-batch and loader workers change who reads a sample, never which samples a step has.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
@@ -18,6 +21,8 @@ from forge_data.phases import batch_faults, lr_scale_at, refuse_faults
 from forge_data.reading import Reading
 from forge_data.rows import Rows
 from forge_data.streaming import refuse_ranks
+
+_log = logging.getLogger(__name__)
 
 
 class MixedStream:
@@ -57,7 +62,8 @@ class MixedStream:
         """
         sample, timeline = sample_of(cursor), self.reading.timeline
         step = timeline.steps_in(sample)
-        refuse_other(cursor, self.reading.identity_at(step))
+        for difference in refuse_other(cursor, self.reading.identity_at(step), self.data.changed):
+            _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
         if timeline.first_of(step) != sample:
             raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
         return self._steps_from(step, self._own_positions(cursor, step))
@@ -124,7 +130,7 @@ class MixedStream:
     def _steps_from(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[list[Batch], Cursor]]:
         make = self._made_ahead if self.data.loader_workers else self._made_here
         for rows, after in make(step, positions):
-            batches = rows.batches(self.micro_batch, self._first_row(step), pin=_on_cuda())
+            batches = rows.batches(self.micro_batch, self._first_row(step), _on_cuda(), self._sources(step))
             del rows  # else its memory would count as held while the next step looks for free memory
             step += 1
             yield batches, self._cursor(step, after)
@@ -170,6 +176,13 @@ class MixedStream:
         """Virtual readers of this rank."""
         each = self.reading.readers // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
+
+    def _sources(self, step: int) -> tuple[tuple[str, ...], np.ndarray] | None:
+        """Of this rank's rows in a step, where there are several sources to tell apart."""
+        if len(self.labels) == 1:
+            return None
+        own = self._shape(step)[0]
+        return self.labels, self.reading.rows_of(step, self.rank * own, (self.rank + 1) * own)[0]
 
     def _first_row(self, step: int) -> int:
         return self.reading.timeline.first_row_of(step) + self.rank * self._shape(step)[0]

@@ -12,6 +12,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source, StreamedSource
 from forge_data.assembling import Assembler
 from forge_data.components.section import Data
+from forge_data.documents import place_of
 from forge_data.opening import Opened
 from forge_data.pack_plan import planned
 from forge_data.packing import Concatenated, Packing, refuse_short
@@ -92,6 +93,11 @@ class Reading:
 
         Rows of streams are read on: a step after the last one, and each reader's rows as often as once.
         """
+        sources, numbers = self.rows_of(step, start, stop)
+        self._assembler(self.timeline.span_at(step).length).fill(rows, at, sources, numbers)
+
+    def rows_of(self, step: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, numbers of rows in them), each (stop - start,) int64, of rows [start, stop) of the global batch of a step."""
         span = self.timeline.span_at(step)
         pieces = self.unit // span.length
         first, after = start // pieces, -(-stop // pieces)
@@ -105,7 +111,15 @@ class Reading:
             part = slice(start - first * pieces, stop - first * pieces)
             sources = np.repeat(sources, pieces)[part]
             numbers = (numbers[:, None] * pieces + np.arange(pieces)).reshape(-1)[part]
-        self._assembler(span.length).fill(rows, at, sources, numbers)
+        return sources, numbers
+
+    def place_of(self, step: int, row: int, column: int) -> tuple[str, str]:
+        """(label of the source, where in it the token lies) of a token of the global batch of a step, for messages."""
+        (source,), (number,) = (found.tolist() for found in self.rows_of(step, row, row + 1))
+        packing = self._assembler(self.timeline.span_at(step).length).packings[source]
+        if isinstance(packing, Streamed):
+            return self.labels[source], packing.source.name
+        return self.labels[source], place_of(packing.source, packing.token_at(number, column))
 
     def positions(self, readers: Iterable[int]) -> dict[str, dict[str, Position]]:
         """Of these virtual readers, by source."""

@@ -1,10 +1,11 @@
 """Model inputs of some rows in one piece of memory, and the batches that are cut from it."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge_core.batch import IGNORE, PADDING, Batch
+from forge_core.batch import IGNORE, PADDING, Batch, Sources
 from forge_data import labels as label_shift
 from forge_data.buffers import Buffers
 from forge_data.packing import Cut, places
@@ -55,29 +56,29 @@ class Rows:
             self.positions[row, column:] = np.arange(self.positions.shape[1] - column)
             self.documents[row, column:] = PADDING
 
-    def batches(self, micro_batch: int, first: int, pin: bool = False) -> list[Batch]:
+    def batches(
+        self, micro_batch: int, first: int, pin: bool = False, sources: "tuple[tuple[str, ...], np.ndarray] | None" = None
+    ) -> list[Batch]:
         """Batches of `micro_batch` rows that share the rows' memory; row i is sample `first` + i.
 
         With `pin`, in page-locked memory of torch's own allocator instead, which waits for copies to the device before it
-        gives memory out again; the rows' memory is free at once.
+        gives memory out again; the rows' memory is free at once. `sources` are the names of all, and the number of each
+        row's.
         """
-        return [
-            self.batch(start, start + micro_batch, tuple(range(first + start, first + start + micro_batch)), parts)
-            for parts in [self.tensors(pin)]
-            for start in range(0, len(self.tokens), micro_batch)
-        ]
+        parts = self.tensors(pin)
+        names, origins = (sources[0], _tensor(sources[1].copy(), pin)) if sources else ((), None)
+        found = []
+        for start in range(0, len(self.tokens), micro_batch):
+            stop = start + micro_batch
+            batch = self.batch(start, stop, tuple(range(first + start, first + stop)), parts)
+            found.append(batch if origins is None else replace(batch, sources=Sources(names, origins[start:stop])))
+        return found
 
     def tensors(self, pin: bool = False) -> "tuple[Tensor, Tensor, Tensor | None, Tensor | None]":
         """(tokens, labels, positions, documents)."""
-        import torch
-
-        def tensor(array: np.ndarray) -> "Tensor":
-            shared = torch.from_numpy(array)
-            return shared.pin_memory() if pin else shared
-
-        positions = None if self.positions is None else tensor(self.positions)
-        documents = None if self.documents is None else tensor(self.documents)
-        return tensor(self.tokens), tensor(self.labels), positions, documents
+        positions = None if self.positions is None else _tensor(self.positions, pin)
+        documents = None if self.documents is None else _tensor(self.documents, pin)
+        return _tensor(self.tokens, pin), _tensor(self.labels, pin), positions, documents
 
     def batch(
         self,
@@ -95,3 +96,10 @@ class Rows:
             documents=None if documents is None else documents[start:stop],
             samples=samples,
         )
+
+
+def _tensor(array: np.ndarray, pin: bool) -> "Tensor":
+    import torch
+
+    shared = torch.from_numpy(array)
+    return shared.pin_memory() if pin else shared

@@ -152,18 +152,29 @@ def convert(
 
 @app.command()
 def diff(
-    one: Where,
-    other: Where,
+    one: Annotated[str, typer.Argument(help="A corpus, a run's directory, a checkpoint, or a recipe.", show_default=False)],
+    other: Annotated[str, typer.Argument(help="What to compare it with: another of the same kind.", show_default=False)],
     dtype: Dtype = None,
     eos: Eos = None,
     bos: Bos = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of two runs: how many, whatever they have done.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The first token and the first document border at which two corpora differ, whatever their formats."""
-    from forge_data.commands import comparing
+    """The first difference of two corpora, whatever their formats, or of the samples that two runs read.
 
-    found = comparing.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
-    typer.echo(json.dumps(found) if as_json else comparing.as_text(found, (one, other)))
+    Runs are compared up to the step that both have reached, recipes up to train.max_steps.
+    """
+    from forge_data.commands import comparing, comparing_runs
+
+    if comparing_runs.is_run(one) or comparing_runs.is_run(other):
+        found = comparing_runs.diff(one, other, steps, _say(as_json))
+        text = comparing_runs.as_text
+    elif steps is not None:
+        raise DataError(f"--steps is for runs, but {one} is none: it is no recipe and has no config.toml and no checkpoint")
+    else:
+        found = comparing.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
+        text = comparing.as_text
+    typer.echo(json.dumps(found) if as_json else text(found, (one, other)))
     if not found["equal"]:
         raise typer.Exit(1)
 

@@ -1,44 +1,15 @@
 """What `data mix --plan` says: tokens and epochs of every source in every phase, before the run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Gt
-
-from forge_core.config.layers import load_layers
-from forge_core.config.tree import Table
-from forge_core.config.validate import resolve
-from forge_core.errors import ConfigError, DataError
-from forge_core.registry import Registry
-from forge_data.components.section import Data
+from forge_core.errors import DataError
+from forge_data.commands.recipes import read
 
 MANY_EPOCHS = 4
 """Repeating data more often than this teaches little more (Muennighoff et al., 2023)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    name: str = "run"
-    dir: str | None = None
-    seed: Annotated[int, Ge(0)] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Train:
-    max_steps: Annotated[int, Gt(0)] = 1000
-    global_batch: Annotated[int, Gt(0)] = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """The keys of a recipe that its data depend on; the others are the trainer's affair."""
-
-    job: _Job = field(default_factory=_Job)
-    data: Data = field(default_factory=Data)
-    train: _Train = field(default_factory=_Train)
 
 
 def mix(
@@ -56,16 +27,15 @@ def mix(
     Raises:
         ForgeError: as `open_stream`.
     """
-    found = _read(recipe, overrides)
+    found = read(recipe, overrides)
     from forge_data.loader import MixedStream, open_stream
     from forge_data.phases import faults_of, refuse_faults
 
     steps = steps or found.train.max_steps
     refuse_faults(faults_of(found.data, found.train.global_batch, steps))
-    folder = Path(found.job.dir) if found.job.dir else Path("runs") / found.job.name
     stream = open_stream(
         found.data,
-        workspace=workspace or folder / "data",
+        workspace=workspace or found.workspace,
         seed=found.job.seed,
         global_batch=found.train.global_batch,
         micro_batch=1,
@@ -132,16 +102,3 @@ def as_text(plan: dict[str, Any]) -> str:
             )
             lines.append(f"  {label:20} {entry['share']:7.2%} {entry['tokens']:>20,} tokens   {epochs}")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan["warnings"])])
-
-
-def _read(recipe: str, overrides: Sequence[str]) -> _Recipe:
-    registry = Registry()
-    layered = load_layers(recipe, overrides, _Recipe, registry)
-    if layered.faults:
-        raise ConfigError(layered.faults)
-    tables = {name: layered.tree.items[name] for name in ("job", "data", "train") if name in layered.tree.items}
-    for name, section in (("job", _Job), ("train", _Train)):
-        if isinstance(table := tables.get(name), Table):
-            known = section.__dataclass_fields__
-            tables[name] = Table({key: item for key, item in table.items.items() if key in known}, table.origin)
-    return resolve(_Recipe, Table(tables, layered.tree.origin), registry).value

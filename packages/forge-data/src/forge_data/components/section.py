@@ -63,6 +63,10 @@ class Data:
     the largest power of two up to 64 that divides the rows of a step."""
     seed: Annotated[int, Ge(0)] | None = None
     """Fixes the order of samples; by default the seed of the job."""
+    changed: tuple[str, ...] = ()
+    """Settings in which the data may differ from those of the checkpoint that a run goes on from, by the names that its
+    refusal gives, such as `sources.web.fingerprint`. The run then reads on from the same number of a sample, whatever
+    samples that repeats or skips."""
     epochs: Annotated[int, Gt(0)] | None = None
     """The stream ends before any source would be read more often than this; by default it never ends."""
     workers: Annotated[int, Gt(0)] | None = None

@@ -93,12 +93,12 @@ class Delimited:
     def __init__(self, shards: Shards, eos: int | None = None, bos: int | None = None) -> None:
         self._shards = shards
         self._eos, self._bos = eos, bos
-        self._files = np.array(shards.firsts[1:] if bos is None else [shards.tokens], dtype=np.int64)
+        self._files = np.array(shards.firsts[1:] if bos is None else [shards.tokens], dtype=np.uint64)
 
     def ends(self, start: int, stop: int) -> np.ndarray:
         stop = min(stop, self._shards.tokens)
-        low, high = np.searchsorted(self._files, [start, stop], side="right")
-        found = self._files[low:high]
+        low, high = np.searchsorted(self._files, np.array([start, stop], dtype=np.uint64), side="right")
+        found = self._files[low:high].astype(np.int64)
         if self._eos is not None:
             marked = np.flatnonzero(self._shards.read(start, stop) == self._eos) + (start + 1)
             found = np.union1d(marked, found) if len(found) else marked
@@ -109,9 +109,19 @@ class Delimited:
         return found.astype(np.uint64)
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        found = [self.ends(start, start + length).astype(np.int64) - start for start in starts.astype(np.int64).tolist()]
-        rows = np.repeat(np.arange(len(found)), [len(columns) for columns in found])
-        return rows, np.concatenate([*found, np.empty(0, dtype=np.int64)])
+        rows, columns = borders_in(self._files, starts, length)
+        delimiter, ahead = (self._eos, 0) if self._eos is not None else (self._bos, 1)
+        if delimiter is None:
+            return rows, columns
+        marked = np.zeros((len(starts), length), dtype=bool)
+        for row, start in enumerate((starts.astype(np.int64) + ahead).tolist()):
+            tokens = self._shards.read(min(start, self._shards.tokens), min(start + length, self._shards.tokens))
+            np.equal(tokens, delimiter, out=marked[row, : len(tokens)])
+        places = np.flatnonzero(marked)  # one search over all windows: a call for each costs more than the comparison
+        if len(rows):
+            places = np.union1d(places, rows * length + columns - 1)
+        rows, columns = np.divmod(places, length)
+        return rows, columns + 1
 
 
 def _by_row(rows: list[np.ndarray], columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -178,7 +178,7 @@ def encode(documents: Iterable[str], tokenizer: Tokenizer) -> Encoded:
     for text in documents:
         ids = [*(tokenizer.encode(piece) for piece in pieces(text)), *closing]
         length = sum(len(part) for part in ids)
-        size += len(text.encode("utf-8"))
+        size += len(text) if text.isascii() else len(text.encode("utf-8"))
         if length:
             parts += ids
             lengths.append(length)

@@ -25,8 +25,8 @@ from forge_data.workspace import locked
 SMALLEST_PART, LARGEST_PART = 4 << 20, 128 << 20
 """Bytes of input in one part: small ones spread well over workers, large ones keep their number in the thousands."""
 MANY_PARTS = 4096
-PROCESSES_FROM = 64 << 20
-"""A smaller corpus is tokenised by threads: processes cost a third of a second each to begin."""
+PROCESSES_FROM = 16 << 20
+"""A smaller corpus is tokenised by threads: processes cost a third of a second each to begin, and threads share one lock."""
 _PORTION = 1 << 22
 
 

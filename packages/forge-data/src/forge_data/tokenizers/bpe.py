@@ -1,5 +1,6 @@
 """Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -12,6 +13,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.components.tokenizers import Bpe
 from forge_data.sources.text import text_files
+from forge_data.tokenizers.words import Words, cuts_into_words
 from forge_data.workspace import locked
 
 if TYPE_CHECKING:
@@ -44,9 +46,12 @@ class BpeTokenizer:
             raise DataError(f"{where} has no token {eos!r}; set data.tokenizer.eos to its end-of-document token")
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = sha256(content).hexdigest()
+        self._words = Words(self._backend) if cuts_into_words(json.loads(content)) else None
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64, without special tokens."""
+        if self._words is not None:
+            return self._words.encode(text)
         # The batched form gives the same ids without computing the offset of each token: about a third less time.
         return np.array(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64)
 
