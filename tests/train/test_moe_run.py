@@ -1,5 +1,6 @@
 """A run with experts: resumes to the bit, generates from its checkpoint, and starts from another library's folder."""
 
+import json
 from itertools import chain
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from forge_core.registry import Registry
 from forge_models.generation import generate
 from forge_parallel.gather import full
+from forge_train.cli import main
 from forge_train.inference import loaded, opened
 from forge_train.weights import Cast
 from models.hf.zoo import CASES, random_model, saved
@@ -81,3 +83,19 @@ def test_a_run_starts_from_a_folder_with_experts(tmp_path: Path) -> None:
     with torch.no_grad():
         rows = torch.arange(20)[None]
         torch.testing.assert_close(run.model.part.eval()(rows), reference(rows).logits, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_the_parity_command_measures_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rows", "4", "--length", "16", "--steps", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["parity", "debug-moe", "--layouts", "dp2ep2,tp2ep2,dp2pp2ep2", "--json", *sizes])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert [entry["layout"] for entry in found] == ["dp2ep2", "tp2ep2", "dp2pp2ep2"]
+    assert all(entry["passed"] and entry["initial"] and entry["gradients"] < 1e-12 for entry in found)
+    by_row = "--model.moe.losses.sequence=0.1"
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "debug-moe", "--world", "2", "--parallel.tp=2", by_row])
+    assert ended.value.code == 2
+    assert "model.moe.losses.sequence" in capsys.readouterr().err

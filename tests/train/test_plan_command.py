@@ -1,15 +1,19 @@
 """`forge-train plan`: what a user reads, and what a program reads, of a dry run."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from forge_core.layout import Layout
-from forge_train.plan_page import listed, size
-from forge_train.planning import groups_of
+from forge_core.registry import Registry
+from forge_train.plan_page import draw, listed, size
+from forge_train.planning import groups_of, planned
+from forge_train.recipe import load
 from train.runs import TINY
 from train.test_cli import ENVIRONMENT, forge
 
@@ -55,6 +59,32 @@ def test_ranks_can_be_chosen(here: Path) -> None:
     refused = forge(here, "plan", "tiny.toml", "--world", "4", "--rank", "4")
     assert refused.returncode == 2
     assert "ranks of 4 processes are 0 to 3" in refused.stderr
+
+
+def test_experts_in_a_plan() -> None:
+    """The map names the places that experts borrow; what travels to them has an axis of its own and a stated assumption."""
+    registry = Registry()
+    keys = ["--parallel.ep=2", "--train.micro_batch=1", "--train.global_batch=4", "--model.layers=2"]
+    resolved = load("debug-moe", keys, 4, registry)
+    assert resolved.layout is not None
+    planning = planned(resolved.job, resolved.layout, registry, per_node=2, ranks=[3])
+    page = io.StringIO()
+    draw(planning, "debug-moe", Console(file=page, width=200))
+    words = ("dp4ep2", "s = dp_shard, f = efsdp, e = ep; ranks of one colour exchange over ep", "node 1 f1 │ 2 s2 e0 │ 3 s3 e1 │")
+    for word in (*words, "equal chance", "all-to-all"):
+        assert word in page.getvalue(), word
+    plan = planning.as_json()
+    assert "equal chance" in plan["method"]
+    (rank,) = plan["ranks"]
+    places = {"pp": 0, "dp_replicate": 0, "dp_shard": 3, "cp": 0, "tp": 0, "efsdp": 1, "ep": 1, "etp": 0}
+    assert rank["at"] == places
+    (travel,) = (flow for flow in rank["flows"] if flow["axis"] == "ep")
+    # 64 tokens, 2 of 8 experts: 50 of them have one of 4 experts on each of two ranks, 64 (1 - 4/8 3/7) = 50.3.
+    rows = 2 * 50
+    told = 2 * 2 * 4  # two weights and two experts in fp32
+    row = 2 * (2 * 64 * 4 + told)  # with the token and its sum in fp32, and the gradients of all
+    assert travel["kind"] == "all_to_all"
+    assert travel["payload"] == rows * row + 2 * 2 * 8  # and counts of rows and slots
 
 
 def test_what_a_run_would_refuse_is_refused(here: Path) -> None:

@@ -21,7 +21,8 @@ EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
 SIZED = sorted(set(EVERY) - {"debug", "debug-moe", "demo"})
 
 PUBLISHED = {"1b": 1_235_814_400, "7b": 8_030_261_248, "13b": 13_015_864_320, "30b": 32_528_943_616, "70b": 70_553_706_496}
-"""Of Llama-3.2-1B, Llama-3-8B, Llama-2-13B, LLaMA-30B and Llama-3-70B, as their model cards' tensors add up."""
+PUBLISHED |= {"8x7b": 46_702_792_704}
+"""Of Llama-3.2-1B, Llama-3-8B, Llama-2-13B, LLaMA-30B, Llama-3-70B and Mixtral-8x7B, as their model cards' tensors add up."""
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +37,19 @@ def stated(name: str, what: str) -> list[int]:
     return [int(number.replace(",", "")) for number in line[1].split(", ")]
 
 
-def closed_form(model: dict[str, Any]) -> int:
-    """Weights of a decoder of the Llama family, term by term."""
+def closed_form(model: dict[str, Any], active: bool = False) -> int:
+    """Weights of a decoder of the Llama family, term by term; with experts, of the Mixtral family."""
     dim, layers, heads, ffn = (model[key] for key in ("dim", "layers", "heads", "ffn_dim"))
     head_dim = dim // heads
     attention = dim * heads * head_dim * 2 + dim * model.get("kv_heads", heads) * head_dim * 2
     tables = 1 if model.get("tied_embeddings") else 2
-    return tables * model["vocab_size"] * dim + layers * (attention + 3 * dim * ffn + 2 * dim) + dim
+    each = 3 * dim * ffn
+    chosen = each if "moe" not in model else model["moe"]["top_k" if active else "experts"] * each + model["moe"]["experts"] * dim
+    return tables * model["vocab_size"] * dim + layers * (attention + chosen + 2 * dim) + dim
 
 
 def test_the_sizes_that_are_promised_exist() -> None:
-    assert set(SIZED) == {"20m", "125m", "350m", "1b", "7b", "13b", "30b", "70b"}
+    assert set(SIZED) == {"20m", "125m", "350m", "1b", "7b", "8x7b", "13b", "30b", "70b"}
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -55,6 +58,9 @@ def test_parameters_are_those_stated(name: str, registry: Registry) -> None:
     assert stated(name, "Parameters") == [closed_form(model)]
     assert count(load(name, registry=registry).job.model).parameters == closed_form(model)
     assert closed_form(model) == PUBLISHED.get(name, closed_form(model))
+    if "moe" in model:
+        found = count(load(name, registry=registry).job.model).active
+        assert stated(name, "Active") == [closed_form(model, active=True)] == [found]
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -63,6 +69,7 @@ def test_check_takes_the_stated_worlds_and_refuses_others(name: str, registry: R
     for world in worlds:
         layout = load(name, world=world, registry=registry).layout
         assert layout is not None and layout.dp_shard == world
+        assert layout.ep == load(name, registry=registry).job.parallel.ep
     assert load(name, ["--parallel.dp_replicate=2"], worlds[-1], registry).layout is not None
     for world, key in ((3 * worlds[0], "train.global_batch"), (2 * worlds[-1], None)):
         with pytest.raises(ConfigError) as refusal:
@@ -85,8 +92,8 @@ def test_state_fits_from_the_smallest_stated_world_on(name: str, registry: Regis
 def test_a_run_is_about_twenty_tokens_a_parameter(name: str, registry: Registry) -> None:
     job = load(name, registry=registry).job
     tokens = job.train.max_steps * job.train.global_batch * job.data.sequence_length
-    assert tokens == pytest.approx(20 * stated(name, "Parameters")[0], rel=0.05)
-    if name in ("7b", "13b", "30b", "70b"):
+    assert tokens == pytest.approx(20 * count(job.model).active, rel=0.05)
+    if name in ("7b", "8x7b", "13b", "30b", "70b"):
         assert job.train.global_batch * job.data.sequence_length == 2**22
 
 

@@ -1,6 +1,7 @@
 """The hook `routing`: numbers of a layer by hand, the file for the report, the heat map, and what it refuses."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -10,10 +11,19 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
+from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.pipeline import OneForwardOneBackward
+from forge_parallel.parity import Case, share, synthetic
+from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
+from forge_parallel.step import Step
 from forge_parallel.topology import Topology
+from forge_parallel.transforms.expert import Expert
+from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.tensor import Tensor
 from forge_train.components.routing import Routing
 from forge_train.hooks.routing import ROUTING
 from forge_train.report.heat import heat
@@ -60,6 +70,38 @@ def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, route
     drawn = page({"routing": kept}, [])
     assert "Load of experts" in drawn and "blocks.1, expert 2: 0.75" in drawn
     assert "Load of experts" not in page({"routing": None}, [])
+
+
+def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
+    """What a rank logs after two steps on its share of the same rows."""
+    config = Decoder(**SIZES | {"layers": 4}, moe=MoE(experts=4, first_dense=1, router=SigmoidTopK(bias_rate=0.5)))
+    at = Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    pipeline = Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None
+    model = realize(Blueprint.of(config.build), Plan.of([Shard(), Tensor(), Expert()], at, pipeline), topology, 0)
+    case, step = Case(config.build, CrossEntropy().build(), AdamW().build, 53), Step(model, CrossEntropy().build())
+    logged: list[dict[str, float]] = []
+    job, state = SimpleNamespace(model=config), SimpleNamespace(step=10)
+    run = SimpleNamespace(
+        job=job, model=model, topology=topology, directory=directory, state=state, paused=0.0, log=logged.append
+    )
+    for number in range(2):
+        step(share(synthetic(case, number), topology.data_rank, topology.data_size, 1))
+    Routing(every=10).build(run).after_step(run, None)
+    return logged
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2pp2ep2", "dp2tp2ep4"])
+def test_one_rank_logs_the_layers_of_all(world, tmp_path, layout):
+    """Every stage has layers of its own, every rank counted other tokens."""
+    (alone,) = _looked_at("1", tmp_path)
+    whole = json.loads((tmp_path / ROUTING).read_text())
+    assert {key.split("/")[1] for key in alone} == {"blocks.1", "blocks.2", "blocks.3"}
+    (tmp_path / ROUTING).unlink()
+    first, *others = world.run(_looked_at, Layout.parse(layout).world, layout, tmp_path)
+    assert others == [[]] * len(others)
+    assert first == [{key: pytest.approx(value, rel=1e-5) for key, value in alone.items()}]
+    assert json.loads((tmp_path / ROUTING).read_text()) == whole
 
 
 def test_shades_are_half_the_load():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_train.checks import schedule_fits
-from forge_train.components.schedules import Constant, Cosine, Linear, Schedule, Wsd
+from forge_train.components.schedules import Constant, Cosine, Linear, MultiStep, Schedule, Wsd
 
-EVERY = [Constant, Cosine, Linear, Wsd]
+EVERY = [Constant, Cosine, Linear, MultiStep, Wsd]
 
 
 def torch_curve(make, steps):
@@ -118,3 +118,18 @@ def test_checks_and_components_import_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_multi_step_equals_torch() -> None:
+    expected = torch_curve(lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[20, 30], gamma=0.1), 40)
+    factor = MultiStep(at=(0.5, 0.75), factors=(0.1, 0.01)).build(40)
+    assert [factor(s) for s in range(40)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_multi_step_names_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="give one for each"):
+        MultiStep(at=(0.5,), factors=(0.1, 0.2))
+    with pytest.raises(ValueError, match="must ascend"):
+        MultiStep(at=(0.5, 0.5), factors=(0.1, 0.2))
+    assert [fault.key for fault in MultiStep(warmup=6, at=(0.5,), factors=(0.1,)).faults(10)] == ["schedule.at"]
+    assert MultiStep(warmup=5, at=(0.5,), factors=(0.1,)).faults(10) == []

@@ -1,5 +1,6 @@
 """Rules that no single key can show: functions of (job, layout) that return faults. They run before torch is imported."""
 
+from dataclasses import replace
 from typing import Any
 
 from forge_core.errors import Fault
@@ -15,6 +16,19 @@ def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG0
     """
     faults = getattr(job.schedule, "faults", None)
     return faults(job.train.max_steps) if faults else []
+
+
+def prediction_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """Further tokens: a schedule of their weight that does not fit the run, rows that are too short to have any."""
+    prediction = getattr(job.model, "prediction", None)
+    if prediction is None:
+        return []
+    faults = getattr(prediction.schedule, "faults", None)
+    found = [replace(fault, key=f"model.prediction.{fault.key}") for fault in (faults(job.train.max_steps) if faults else ())]
+    if prediction.depth >= job.data.sequence_length:
+        message = f"{prediction.depth} further tokens leave no label in rows of {job.data.sequence_length} tokens"
+        found.append(Fault("model.prediction.depth", message, hint="lower it, or raise data.sequence_length"))
+    return found
 
 
 def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)

@@ -12,9 +12,11 @@ from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
 from forge_models.sampling import Sampling
+from forge_models.speculation import Tally
 from forge_train.weights import ForgeWeights, job_of
 
 FOREIGN = "config.json"
+SENTENCEPIECE = ".model"
 
 
 def opened(path: Path, registry: Registry) -> Weights:
@@ -60,7 +62,6 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     Raises:
         ForgeError: there is none; says how to give one.
     """
-    from forge_data.components.tokenizers import Bpe  # the component that reads a tokenizer.json
     from forge_data.opening import context_of, open_sources
 
     if path is None and weights.facts.tokenizer is not None:
@@ -68,10 +69,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
         if not path.is_file():
             raise DataError(f"{path.parent} has no tokenizer.json; give one with --tokenizer")
     if path is not None:
-        from forge_core.protocols.data import SourceContext
-
-        context = SourceContext(path.parent, None, 0, report)
-        return Bpe(path=str(path), eos=_end(path, weights)).build(context)
+        return _read(path, weights)
     if isinstance(weights, ForgeWeights) and weights.place.run is not None:
         job = job_of(weights.meta, registry, "data")
         context = context_of(job.data, weights.place.run / "data", report)
@@ -79,6 +77,21 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
         if found is not None:
             return found
     raise DataError(f"nothing says how {weights.facts.origin} writes text; give a tokenizer.json with --tokenizer")
+
+
+def _read(path: Path, weights: Weights) -> Tokenizer:
+    """A `tokenizer.json`, of the tokenizers library or as a store carries it, or a `.model` of sentencepiece."""
+    from forge_data.tokenizers.restoring import restore
+    from forge_data.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    try:
+        content = path.read_bytes()
+    except OSError as cause:
+        raise DataError(f"tokenizer {path} cannot be read: {cause.strerror}") from cause
+    if path.suffix == SENTENCEPIECE:
+        ids = weights.facts.special_tokens.get("eos_token_id")
+        return SentencePieceTokenizer(content, ids if isinstance(ids, int) else None, str(path))
+    return restore(content, _end(content, path, weights), str(path))
 
 
 def kept_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
@@ -105,11 +118,19 @@ def kept_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
 
 
 def opening(weights: Weights, path: Path | None = None) -> list[int]:
-    """Special tokens that a text begins with, as the `tokenizer.json` beside imported weights says; none for our own runs."""
+    """Special tokens that a text begins with, as the `tokenizer.json` beside imported weights says; none for our own runs.
+
+    A model of sentencepiece does not say; there the `tokenizer_config.json` beside it does, if there is one.
+    """
     if path is None:
         if weights.facts.tokenizer is None:
             return []
         path = weights.facts.tokenizer / "tokenizer.json"
+    if path.suffix == SENTENCEPIECE:
+        settings = path.with_name("tokenizer_config.json")
+        first = weights.facts.special_tokens.get("bos_token_id")
+        wanted = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token")
+        return [first] if wanted and isinstance(first, int) else []
     try:
         processor = json.loads(path.read_text(encoding="utf-8")).get("post_processor") or {}
     except (OSError, ValueError, AttributeError) as cause:
@@ -125,20 +146,24 @@ def opening(weights: Weights, path: Path | None = None) -> list[int]:
     return found
 
 
-def _end(path: Path, weights: Weights) -> str:
-    """The text of the token that ends a document in a `tokenizer.json`."""
+def _end(content: bytes, path: Path, weights: Weights) -> int | None:
+    """Id of the token that ends a document in a `tokenizer.json` of the tokenizers library; our own files say it themselves."""
     try:
-        added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", [])
-    except (OSError, ValueError, AttributeError) as cause:
+        parsed = json.loads(content)
+        added = parsed.get("added_tokens", [])
+    except (ValueError, AttributeError) as cause:
         raise DataError(f"{path} is no tokenizer.json: {cause}") from cause
+    if "model" not in parsed or "type" in parsed:
+        return None
     texts = {entry["id"]: entry["content"] for entry in added}
     ids = weights.facts.special_tokens.get("eos_token_id")
     for wanted in ids if isinstance(ids, list) else [ids]:
         if wanted in texts:
-            return texts[wanted]
+            return wanted
     for text in ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"):
-        if text in texts.values():
-            return text
+        for index, own in texts.items():
+            if own == text:
+                return index
     raise DataError(f"{path} has no token that is known to end a text; the checkpoint should say eos_token_id")
 
 
@@ -159,28 +184,25 @@ class Continuation:
         ends: frozenset[int] = frozenset(),
         begin: Sequence[int] = (),
         prefill: int | None = None,
+        speculate: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.max_tokens, self.prefill = max_tokens, prefill
         self.stops, self.ends, self.begin = tuple(stops), ends, list(begin)
         self.tokens = 0
+        self.drafts = Tally() if speculate else None
+        if speculate and (sampling.temperature != 0 or sampling.repetition_penalty != 1):
+            raise ForgeError("--speculate makes the most likely tokens; add --temperature 0, and leave out --repetition-penalty")
         if any(not text for text in self.stops):
             raise ForgeError("--stop takes a text that is not empty")
 
     def __call__(self, text: str) -> Iterator[str]:
         """The continuation of `text` in pieces."""
-        from forge_models.generation import stream
-
         prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
         if not prompt and self.tokenizer.eos is not None:
             prompt = [self.tokenizer.eos]  # documents follow the end of another
-        model: Any = self.model
         self.tokens, shown, made = 0, 0, []
-        steps = stream(model, [prompt], self.sampling, max_tokens=self.max_tokens, eos=self.ends, prefill=self.prefill)
-        for step in steps:
-            token = step[0]
-            if token is None:
-                break
+        for token in self._new(prompt):
             self.tokens += 1
             if token in self.ends:
                 break
@@ -195,6 +217,22 @@ class Continuation:
                 yield whole[shown:ready]
                 shown = ready
         yield self.tokenizer.decode(made)[shown:]
+
+    def _new(self, prompt: list[int]) -> Iterator[int]:
+        """The tokens behind a prompt."""
+        from forge_models.generation import stream
+        from forge_models.speculation import speculate
+
+        model: Any = self.model
+        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "eos": self.ends, "prefill": self.prefill}
+        if self.drafts is not None:
+            for made in speculate(model, [prompt], tally=self.drafts, **limits):
+                yield from made[0]
+            return
+        for step in stream(model, [prompt], self.sampling, **limits):
+            if step[0] is None:
+                return
+            yield step[0]
 
     def _decided(self, whole: str) -> int:
         """How much of a text no further token can change or cut off."""

@@ -15,7 +15,7 @@ def fit(run: Run) -> str:
     for batches, cursor in run.data.from_cursor(run.state.cursor):
         if reason := run.stop.reason(run.state):
             break
-        run.seed_step()
+        run.begin_step()
         for hook in run.hooks:
             hook.before_step(run)
         result = run.step(batches, stop=run.stop.asked)

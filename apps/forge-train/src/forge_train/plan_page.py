@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge_core.layout import DENSE, Layout
+from forge_core.layout import DENSE, SPARSE, Layout
 from forge_parallel.dryrun.estimate import Estimate
 from forge_parallel.traffic import Flow
-from forge_train.planning import METHOD, Planned
+from forge_train.planning import Planned
 
-LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"}
+LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t", "efsdp": "f", "ep": "e", "etp": "w"}
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 SHOWN = 4
 """Nodes drawn of many, and columns of many stages."""
@@ -36,7 +36,7 @@ def draw(plan: Planned, recipe: str, out: Console) -> None:
         for item in part:
             out.print(item)
     out.print()
-    out.print(Text(METHOD, style="dim"))
+    out.print(Text(plan.method, style="dim"))
 
 
 def _map(layout: Layout, per_node: int) -> Iterator[Text]:
@@ -45,12 +45,16 @@ def _map(layout: Layout, per_node: int) -> Iterator[Text]:
     nodes = [range(start, min(start + per_node, layout.world)) for start in range(0, layout.world, per_node)]
     shown = range(len(nodes)) if len(nodes) <= SHOWN + 1 else [*range(SHOWN - 1), len(nodes) - 1]
     at = {rank: layout.coordinates(rank) for number in shown for rank in nodes[number]}
-    varying = [axis for axis in active if any(len({at[rank][axis] for rank in nodes[n]}) > 1 for n in shown)]
-    fixed = [axis for axis in active if axis not in varying]
-    inner = active[-1] if active else None
-    named = [f"{LETTERS[axis]} = {axis}" for axis in active]
+    # The places that experts borrow: a second name for the same ranks.
+    borrowed = [axis for axis in SPARSE if axis not in DENSE and layout.ep * layout.etp > 1 and layout.size(axis) > 1]
+    drawn = [*active, *borrowed]
+    varying = [axis for axis in drawn if any(len({at[rank][axis] for rank in nodes[n]}) > 1 for n in shown)]
+    fixed = [axis for axis in drawn if axis not in varying]
+    inner = borrowed[-1] if borrowed else active[-1] if active else None
+    named = [f"{LETTERS[axis]} = {axis}" for axis in drawn]
     if inner is not None:
         yield Text(f"{', '.join(named)}; ranks of one colour exchange over {inner}", style="dim")
+    others = [axis for axis in (SPARSE if borrowed else DENSE) if layout.size(axis) > 1 and axis != inner]
     width = max(len(_cell(rank, at[rank], varying)) for rank in at)
     heads = {number: _head(number, at[nodes[number][0]], fixed) for number in shown}
     margin = max(map(len, heads.values()))
@@ -60,7 +64,7 @@ def _map(layout: Layout, per_node: int) -> Iterator[Text]:
             yield Text(f"{'⋮':>{margin}}   {number - before - 1:,} more nodes", style="dim")
         line = Text(f"{heads[number]:<{margin}} │")
         for rank in nodes[number]:
-            style = "" if inner is None else COLOURS[_group(at[rank], active[:-1], layout) % len(COLOURS)]
+            style = "" if inner is None else COLOURS[_group(at[rank], others, layout) % len(COLOURS)]
             line.append(f" {_cell(rank, at[rank], varying):<{width}} ", style=style).append("│")
         yield line
         before = number

@@ -15,6 +15,10 @@ METHOD = (
     "that is not there. Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less, and "
     "its allocator takes some more. Blocks are taken uncompiled, and rows as single documents."
 )
+EVEN = (
+    " Experts are taken to be chosen with equal chance: with a router that prefers some, their ranks receive and keep more, so "
+    "what travels to experts, and what they keep, is an estimate, too."
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Planned:
         micro_batches: of a rank and step; `rows` sequences of `length` tokens each.
         groups: for each axis larger than 1.
         ranks: estimates, one rank of each pipeline stage unless others were asked for.
+        experts: whether the model has some.
     """
 
     layout: Layout
@@ -49,6 +54,7 @@ class Planned:
     length: int
     groups: tuple[Group, ...]
     ranks: tuple[Estimate, ...]
+    experts: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Everything, bytes as integers."""
@@ -56,7 +62,7 @@ class Planned:
         for estimate in self.ranks:
             entry = asdict(estimate)
             entry["peak"] = {"bytes": sum(estimate.peak.values()), "of": dict(estimate.peak)}
-            ranks.append(entry | {"at": {axis: estimate.at[axis] for axis in DENSE}})
+            ranks.append(entry | {"at": {axis: estimate.at[axis] for axis in self.axes}})
         step = {"micro_batches": self.micro_batches, "rows": self.rows, "length": self.length}
         return {
             "layout": self.layout.sizes(),
@@ -66,8 +72,18 @@ class Planned:
             "step": step,
             "axes": [asdict(group) | {"first": list(group.first)} for group in self.groups],
             "ranks": ranks,
-            "method": METHOD,
+            "method": self.method,
         }
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """On which ranks have places; those of experts where they borrow ranks."""
+        return tuple(dict.fromkeys(DENSE + SPARSE)) if self.layout.ep * self.layout.etp > 1 else DENSE
+
+    @property
+    def method(self) -> str:
+        """What is exact in the numbers, and what is not."""
+        return METHOD + (EVEN if self.experts else "")
 
 
 def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: Sequence[int] = ()) -> Planned:
@@ -93,7 +109,8 @@ def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: 
     estimates = dry_runs(workload, layout, transforms, chosen, pipeline)
     names = tuple(transform.name for transform in sorted(transforms, key=lambda transform: transform.phase))
     groups = groups_of(layout, per_node)
-    return Planned(layout, per_node, names, workload.micro_batches, workload.rows, workload.length, groups, tuple(estimates))
+    step = workload.micro_batches, workload.rows, workload.length
+    return Planned(layout, per_node, names, *step, groups, tuple(estimates), getattr(job.model, "moe", None) is not None)
 
 
 def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:

@@ -70,10 +70,12 @@ class Run:
         """The rate of the newest step, where the optimizer has a single one."""
         return getattr(self.optimizer, "lr", None)
 
-    def seed_step(self) -> None:
-        """Random numbers of a step depend on (seed, step, data rank) only, so a resumed run draws the same ones."""
+    def begin_step(self) -> None:
+        """Before a step's first forward: random numbers depend on (seed, step, data rank) only, so a resumed run draws the
+        same ones; and a model whose loss changes over the run is told the step."""
         key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
         torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
+        self.model.at_step(self.state.step, self.job.train.max_steps)
 
     @torch.no_grad()
     def update(self, result: StepResult) -> None:

@@ -6,7 +6,8 @@ step after the last: no step of a run has the factor 0, not even with `floor` = 
 """
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 Factor = Callable[[int], float]
@@ -38,6 +39,15 @@ def decayed(shape: str, *, start: int, stop: int, floor: float) -> Factor:
         if step >= stop:
             return floor
         return floor + (1.0 - floor) * curve((step - start) / length)
+
+    return factor
+
+
+def stepped(starts: Sequence[int], factors: Sequence[float]) -> Factor:
+    """1 before the first start, then `factors[i]` from step `starts[i]` on; starts ascend."""
+
+    def factor(step: int) -> float:
+        return ([1.0, *factors])[bisect_right(starts, step)]
 
     return factor
 

@@ -93,6 +93,9 @@ class ForgeWeights:
             tokenizer=kept if kept.is_dir() else None,
             origin=str(place.store / place.name),
             family=str(self.meta.get("family", "")),
+            run=place.run,
+            recipe=self.meta.get("config", {}),
+            cursor=self.meta.get("cursor", {}),
         )
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:

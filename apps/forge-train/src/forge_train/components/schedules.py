@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from forge_core.component import Component
 from forge_core.errors import ConfigError, Fault
@@ -126,3 +127,38 @@ class Wsd(Schedule):
         self.refuse(steps)
         start = steps - self.decay_steps(steps)
         return warmed(self.warmup, decayed(self.shape, start=start, stop=steps, floor=self.min_ratio))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiStep(Schedule):
+    """Constant pieces: the full rate after the warm-up, and from each part of the run on another one (DeepSeek LLM, 2024)."""
+
+    at: tuple[Annotated[float, Gt(0), Lt(1)], ...] = (0.8, 0.9)
+    """Where the pieces after the first one begin, as parts of the whole run, warm-up included; rounded to a step."""
+    factors: tuple[Annotated[float, Gt(0)], ...] = (0.316, 0.1)
+    """Factor of each of these pieces, relative to the full rate."""
+
+    def __post_init__(self) -> None:
+        if len(self.at) != len(self.factors):
+            raise ValueError(f"factors has {len(self.factors)} numbers, but at has {len(self.at)}; give one for each")
+        if any(later <= before for before, later in pairwise(self.at)):
+            raise ValueError(f"at {list(self.at)} must ascend")
+
+    def starts(self, steps: int) -> tuple[int, ...]:
+        """The first step of each piece after the first one, in a run of `steps`."""
+        return tuple(round(part * steps) for part in self.at)
+
+    def faults(self, steps: int) -> list[Fault]:
+        """Those of every schedule, and a piece that would begin inside the warm-up."""
+        faults = super().faults(steps)
+        starts = self.starts(steps)
+        if not faults and starts and starts[0] < self.warmup:
+            message = f"a piece begins at step {starts[0]}, inside of the warm-up of {self.warmup} (train.max_steps = {steps})"
+            faults.append(Fault("schedule.at", message, hint="raise schedule.at or lower schedule.warmup"))
+        return faults
+
+    def build(self, steps: int) -> Factor:
+        from forge_train.schedules import stepped, warmed
+
+        self.refuse(steps)
+        return warmed(self.warmup, stepped(self.starts(steps), self.factors))

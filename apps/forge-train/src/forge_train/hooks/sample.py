@@ -42,7 +42,14 @@ class SampleHook(Periodic):
         )
         prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in config.prompts]
         with run.model.inference(whole_sequences=True):
-            generated = generate(run.model.part, prompts, sampling, max_tokens=config.max_tokens, eos=tokenizer.eos)
+            generated = generate(
+                run.model.part,
+                prompts,
+                sampling,
+                max_tokens=config.max_tokens,
+                eos=tokenizer.eos,
+                agree=run.topology.from_first,
+            )
         if run.topology.rank != 0:
             return
         texts = [tokenizer.decode([int(token) for token in tokens]) for tokens in generated]

@@ -85,18 +85,29 @@ def _set_of(key: str) -> str:
     return key.removeprefix("evaluation/").removesuffix("/loss")
 
 
+def _sparse(key: str) -> bool:
+    return key.startswith("evaluation/")
+
+
+def _sources(entries: Entries) -> list[tuple[str, str, str]]:
+    """(label, key, "") of the training loss of every source of a mixture, in the order of appearance."""
+    keys = {key: None for entry in entries for key in entry if key.startswith("source/") and key.endswith("/loss")}
+    return [(key.removeprefix("source/").removesuffix("/loss"), key, "") for key in keys]
+
+
 def _charts(summary: Mapping[str, Any], entries: Entries) -> str:
     losses = [("training", "loss", ""), *_evaluated(entries)]
     entropy = summary.get("unigram_entropy")
     references = [] if entropy is None else [Reference(f"unigram entropy {entropy:.3f}", entropy)]
 
     def drawn(title: str, y: str, curves: Sequence[tuple[str, str, str]], x: str = "step", **more: Any) -> str:
-        lines = [Line(name, _points(entries, x, key), dots=key != "loss" and len(curves) > 1) for name, key, _ in curves]
+        lines = [Line(name, _points(entries, x, key), dots=_sparse(key) and len(curves) > 1) for name, key, _ in curves]
         return chart(title, [line for line in lines if line.points], x=x, y=y, **more)
 
     charts = [
         drawn("Loss against step", "nats per token", losses, references=references),
         drawn("Loss against tokens seen", "nats per token", losses, x="tokens", references=references),
+        drawn("Loss by source", "nats per token", _sources(entries)),
         drawn("Learning rate", "rate", [("rate", "lr", "")], from_zero=True),
         drawn("Gradient norm before clipping", "norm", [("norm", "grad_norm", "")], from_zero=True),
         drawn("Throughput", "tokens per second", [("rate", "tokens_per_second", "")], from_zero=True),
