@@ -107,7 +107,8 @@ def compare(path: Path, length: int, rows: int, seconds: float, documents: str) 
 
 
 def seek(folder: Path, length: int = 4096, rows: int = 122_000_000) -> dict[str, float]:
-    """Milliseconds to open a sparse file of `rows` rows, to find sample 10^8 and to read it, beside a small file.
+    """Milliseconds to open a sparse file of `rows` rows, to find sample 10^8 and to read it, beside a small file; and megabytes
+    of memory that one such stream takes, in this process and without the pages of mapped files.
 
     The small file (41 M tokens) is scanned for its largest id when it is opened and then lies in the page cache; rows
     of the large one are touched for the first time.
@@ -118,9 +119,9 @@ def seek(folder: Path, length: int = 4096, rows: int = 122_000_000) -> dict[str,
         with path.open("wb") as file:
             file.truncate(2 * (count * length + 1))
         data = Data(sequence_length=length, sources=[Tokens(path=str(path), dtype="uint16")])
-        opening, seeking, reading = [], [], []
+        opening, seeking, reading, taken = [], [], [], []
         for repeat in range(9):
-            began = time.perf_counter()
+            before, began = own_memory(), time.perf_counter()
             stream = open_stream(data, workspace=folder, seed=repeat, global_batch=8, micro_batch=8)
             between = time.perf_counter()
             assert isinstance(stream, MixedStream)
@@ -130,11 +131,19 @@ def seek(folder: Path, length: int = 4096, rows: int = 122_000_000) -> dict[str,
             opening.append(between - began)
             seeking.append(located - between)
             reading.append(time.perf_counter() - located)
+            taken.append(own_memory() - before)
         found[f"{name}_open_ms"] = 1e3 * statistics.median(opening)
         found[f"{name}_seek_ms"] = 1e3 * statistics.median(seeking)
         found[f"{name}_first_batch_ms"] = 1e3 * statistics.median(reading)
+        found[f"{name}_memory_mb"] = max(taken) / 1e6
         path.unlink()
     return found
+
+
+def own_memory() -> int:
+    """Bytes of anonymous memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def quartiles(values: list[float]) -> list[float]:

@@ -18,23 +18,18 @@ Each float8 configuration is compared with the bf16 one of the same name without
 should cost nothing against the configuration without them.
 """
 
-import argparse
-import json
 import platform
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from shutil import which
 from typing import Any
+
+from driver import drive, peak
 
 LENGTH, TOKENS, WARM_UP, STEPS = 4096, 32768, 5, 10
 PUBLISHED = 10_471
 """Tokens/s of the predecessor on one H200: full recomputation, all-bf16 state, compiled, micro-batch 4."""
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 operations per second of the SXM parts; another GPU gets no MFU rather than a guess."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,8 @@ CONFIGURATIONS = (
     Configuration("bf16", "full", True, 4, float8="rowwise"),
     Configuration("bf16", "selective", True, 2, float8="tensorwise", every_transform=True),
 )
+
+NAMED = {configuration.name: configuration for configuration in CONFIGURATIONS}
 
 
 def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
@@ -151,14 +148,14 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
         "causal": 6 * (parameters - embedding) + 6 * attention,
     }
     gpu = "none" if smoke else torch.cuda.get_device_name()
-    peak = next((value for name, value in PEAK.items() if name in gpu), None)
+    most = peak(gpu)
     return {
         "configuration": asdict(configuration),
         "tokens_per_second": rate,
         "spread": [tokens_a_step / max(times), tokens_a_step / min(times)],
         "over_published": rate / PUBLISHED,
         "peak_gib": 0.0 if smoke else torch.cuda.max_memory_allocated() / 2**30,
-        "mfu": {name: rate * flops / peak for name, flops in work.items()} if peak else None,
+        "mfu": {name: rate * flops / most for name, flops in work.items()} if most else None,
         "parameters": parameters,
         "build_seconds": built,
         "first_step_seconds": first,
@@ -168,58 +165,16 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     }
 
 
-def line(name: str, result: dict[str, Any], baseline: dict[str, Any] | None = None) -> str:
-    """One configuration; with the one that it is to be compared with, the ratio of their tokens/s."""
-    if "error" in result:
-        return f"{name:56} {result['error']}"
+def line(name: str, results: Mapping[str, dict[str, Any]]) -> str:
+    """One configuration; where the one that it is to be compared with has run, the ratio of their tokens/s."""
+    result, other = results[name], NAMED[name].baseline.name
     mfu = " ".join(f"{value:5.1%}" for value in result["mfu"].values()) if result["mfu"] else "GPU unknown"
     speed = f"{result['tokens_per_second']:8,.0f} tokens/s ({result['over_published']:.2f} x published)"
     against = ""
-    if baseline is not None and "error" not in baseline:
-        against = f"  {result['tokens_per_second'] / baseline['tokens_per_second']:.2f} x without"
+    if other != name and "tokens_per_second" in results.get(other, {}):
+        against = f"  {result['tokens_per_second'] / results[other]['tokens_per_second']:.2f} x without"
     return f"{name:56} {speed}  {result['peak_gib']:6.1f} GiB  MFU {mfu}{against}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", default="all")
-    parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="whether every configuration runs, on a CPU; measures nothing")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.alone:
-        print(json.dumps(run(Configuration(**json.loads(arguments.alone)))))
-        return
-    named = {configuration.name: configuration for configuration in CONFIGURATIONS}
-    chosen = list(named) if arguments.configurations == "all" else arguments.configurations.split(",")
-    if arguments.smoke:
-        for name in chosen:
-            print(f"{name:56} loss {run(named[name], smoke=True)['losses'][0]:.3f}", flush=True)
-        return
-    if which("nvidia-smi") is None or subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
-        parser.exit(2, "this benchmark needs a CUDA GPU, and nvidia-smi shows none\n")
-    deadline, results, skipped = time.monotonic() + arguments.seconds, {}, []
-    print(f"command: {' '.join(sys.argv)}", flush=True)
-    for name in chosen:
-        left = deadline - time.monotonic()
-        if left < 45:
-            skipped.append(name)
-            continue
-        command = [sys.executable, __file__, "--alone", json.dumps(asdict(named[name]))]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-            error = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            results[name] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": error[0][:300]}
-        except subprocess.TimeoutExpired:
-            results[name] = {"error": "out of time"}
-        other = named[name].baseline.name
-        print(line(name, results[name], results.get(other) if other != name else None), flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps({"command": sys.argv, "results": results}, indent=1))
-    if skipped:
-        print(f"not run for want of time: {','.join(skipped)}")
-
-
 if __name__ == "__main__":
-    main()
+    drive(__doc__, __file__, NAMED, run, line, lambda result: f"loss {result['losses'][0]:.3f}")

@@ -1,22 +1,26 @@
 """Bytes that a rank sends in a step, per axis, over the least that would do; counted in a fake world, so exact on any machine.
 
-    python benchmarks/parallel/bytes.py [--layouts dp8,hsdp4x8] [--micro-batches 1,4] [--shape 1b] [--even]
+    python benchmarks/parallel/bytes.py [--layouts dp8,hsdp4x8] [--micro-batches 1,4] [--kinds ring] [--shape 1b] [--even]
 
-The shape is that of a preset's model in fewer layers, which changes no ratio by much. `--even` takes a vocabulary that divides,
-so that what is left above 1 is not padding.
+Layouts with cp are counted with every kind of attention over cut rows; a line named `cp` has what sharding exchanges over these
+ranks in it, too. The shape is that of a preset's model in fewer layers, which changes no ratio by much. `--even` takes a
+vocabulary that divides, so that what is left above 1 is not padding.
 """
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.transforms.context import ContextParallel, Kind
 from forge_train.assemble import transforms_of
 from forge_train.recipe import load
 
-LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8"
+LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8,cp2,cp8,dp8cp4,dp2cp4tp2"
+KINDS = ",".join(get_args(Kind))
 
 
 def workload(job: Any, layers: int, length: int, micro_batches: int, even: bool) -> Workload:
@@ -34,11 +38,21 @@ def workload(job: Any, layers: int, length: int, micro_batches: int, even: bool)
     )
 
 
+def variants(transforms: list[Any], layout: Layout, kinds: list[str]) -> Iterator[tuple[str, list[Any]]]:
+    """The transforms with each kind of attention, where rows are cut."""
+    if layout.cp == 1:
+        yield "", transforms
+        return
+    for kind in kinds:
+        yield f" {kind}", [replace(one, kind=kind) if isinstance(one, ContextParallel) else one for one in transforms]
+
+
 def main() -> None:
     """One line per layout, number of micro-batches, axis and collective."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=LAYOUTS)
     parser.add_argument("--micro-batches", default="1,4")
+    parser.add_argument("--kinds", default=KINDS, help="of attention over cut rows")
     parser.add_argument("--shape", default="1b", help="a preset")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
@@ -47,17 +61,18 @@ def main() -> None:
     registry = Registry()
     job = load(options.shape, registry=registry).job
     heads = f"{'axis':12} {'collective':14} {'calls':>6} {'sent MiB':>10} {'least MiB':>10} {'ratio':>7}"
-    print(f"{'layout':>10} {'micro-batches':>13}  {heads}")
+    print(f"{'layout':>20} {'micro-batches':>13}  {heads}")
     for text in options.layouts.split(","):
         layout = Layout.parse(text)
-        transforms = transforms_of(job, layout, registry)
-        for count in map(int, options.micro_batches.split(",")):
-            estimate = dry_run(workload(job, options.layers, options.length, count, options.even), layout, transforms)
-            sent = {(flow.axis, flow.kind): flow for flow in estimate.flows}
-            for bound in estimate.bounds:
-                flow = sent[bound.axis, bound.kind]
-                figures = f"{flow.wire / 2**20:10.1f} {bound.wire / 2**20:10.1f} {flow.wire / bound.wire:7.4f}"
-                print(f"{text:>10} {count:13}  {flow.axis:12} {flow.kind:14} {flow.count:6} {figures}", flush=True)
+        for kind, transforms in variants(transforms_of(job, layout, registry), layout, options.kinds.split(",")):
+            for count in map(int, options.micro_batches.split(",")):
+                estimate = dry_run(workload(job, options.layers, options.length, count, options.even), layout, transforms)
+                sent = {(flow.axis, flow.kind): flow for flow in estimate.flows}
+                for bound in estimate.bounds:
+                    flow = sent[bound.axis, bound.kind]
+                    figures = f"{flow.wire / 2**20:10.1f} {bound.wire / 2**20:10.1f} {flow.wire / bound.wire:7.4f}"
+                    named = f"{text + kind:>20} {count:13}  {flow.axis:12}"
+                    print(f"{named} {flow.kind:14} {flow.count:6} {figures}", flush=True)
 
 
 if __name__ == "__main__":
