@@ -22,6 +22,7 @@ def cursor_at(
     draws: Sequence[int],
     identity: Mapping[str, Any],
     readers: Mapping[str, Any] | None = None,
+    fingerprint: str | None = None,
 ) -> Cursor:
     """The position before sample number `sample`.
 
@@ -30,13 +31,14 @@ def cursor_at(
         labels, draws: how many of them came from each source: where a changed mixture would go on.
         identity: see `fingerprint_of`.
         readers: positions of the virtual readers of each streamed source, as far as this rank knows them.
+        fingerprint: of `identity`, where it is known already.
     """
     found: dict[str, Any] = {
         "version": VERSION,
         "sample": sample,
         "draws": dict(zip(labels, draws, strict=True)),
         "identity": dict(identity),
-        "fingerprint": fingerprint_of(identity),
+        "fingerprint": fingerprint_of(identity) if fingerprint is None else fingerprint,
     }
     return found if readers is None else found | {"readers": readers}
 

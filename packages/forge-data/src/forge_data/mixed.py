@@ -45,6 +45,7 @@ class MixedStream:
         self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
         self._recipe = recipe
         self._iterator: object = None
+        self._identities: dict[int, tuple[dict[str, Any], str]] = {}
         self.fingerprint = fingerprint_of(reading.identity_at(None))
         end = reading.end()
         self.steps = None if end is None else reading.timeline.steps_in(end)
@@ -220,7 +221,16 @@ class MixedStream:
         timeline = self.reading.timeline
         sample = timeline.first_of(step)
         readers = positions if self.reading.streams else None
-        return cursor_at(sample, self.labels, timeline.draws(sample), self.reading.identity_at(step), readers)
+        identity, fingerprint = self._identity(step)
+        return cursor_at(sample, self.labels, timeline.draws(sample), identity, readers, fingerprint)
+
+    def _identity(self, step: int) -> tuple[dict[str, Any], str]:
+        """The identity at a step and its fingerprint: worked out where a stage or phase begins, not at every step."""
+        begun = self.reading.begun(step)
+        if begun not in self._identities:
+            identity = self.reading.identity_at(step)
+            self._identities[begun] = identity, fingerprint_of(identity)
+        return self._identities[begun]
 
 
 def _on_cuda() -> bool:

@@ -135,6 +135,10 @@ class Reading:
         ends = [self.timeline.end, None if self.data.epochs is None else self.samples.end(self.data.epochs)]
         return min((end for end in ends if end is not None), default=None)
 
+    def begun(self, step: int) -> int:
+        """How many stages and phases began before a step: two steps with the same number have the same identity."""
+        return sum(stage.step < step for stage in self.stages) + sum(phase.start < step for phase in self.data.phases)
+
     def identity_at(self, step: int | None) -> dict[str, Any]:
         """Everything that fixes which sample has which number up to a step; None = for ever.
 
