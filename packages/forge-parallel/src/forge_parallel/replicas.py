@@ -43,6 +43,8 @@ def drifted(model: ParallelModel) -> Drift | None:
     mine = [(name, tensor, replicating_axes(tensor, topology)) for name, tensor in model.tensors()]
     digests = {name: digest(local_box(tensor).local) for name, tensor, _ in mine}
     found = [none]
+    if topology.layout.cp > 1 and topology.layout.dp_shard > 1:
+        topology.group("dp_shard")  # all ranks open it, though only those of some stages may hold what it replicates
     for axis in sorted({axis for *_, axes in mine for axis in axes}):
         group = topology.group(axis)
         chosen = [name for name, _, axes in mine if axis in axes]

@@ -100,6 +100,8 @@ class Topology:
         """The ranks that differ from this one on `axis` only, in the order of their coordinates. `axis` is larger than 1."""
         if axis == "cp":
             return self._cp_group
+        if axis == "dp_shard" and self.layout.cp > 1:  # the mesh has both as one dimension
+            return self._shard_group
         if axis in ("ep", "etp") and self.layout.size(axis) == self.size:
             return self._experts_group
         return (self.sparse if axis in ("efsdp", "ep", "etp") else self.dense)[axis].get_group()
@@ -112,6 +114,10 @@ class Topology:
     def _experts_group(self) -> dist.ProcessGroup:
         """Of all ranks. A mesh would take the world's, in which tokens would wait for gathered parameters."""
         return _mine([tuple(range(self.size))], "mesh_ep" if self.layout.ep > 1 else "mesh_etp")
+
+    @cached_property
+    def _shard_group(self) -> dist.ProcessGroup:
+        return _mine(self.layout.groups(("dp_shard",)))
 
     @cached_property
     def _stage_group(self) -> dist.ProcessGroup:
