@@ -1,6 +1,6 @@
 """Tokens per second of loaders over the same arrays: Forge, torchdata's StatefulDataLoader, litdata, mosaicml-streaming.
 
-    python benchmarks/data/peers.py [--tokens 33554432] [--length 2048] [--rows 64] [--sources 1,4] [--workers 0,2]
+    python benchmarks/data/peers.py [--tokens 33554432] [--length 2048] [--rows 256] [--sources 1,4] [--workers 0,2]
         [--seconds 3] [--rounds 7] [--sides forge,torchdata,litdata,mosaic] [--peers-python PATH] [--json]
 
 Every side runs in a process of its own, keeps its loader and gives out batches while it is its turn; turns alternate, so all
@@ -263,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1 << 25)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--sources", default="1,4")
     parser.add_argument("--workers", default="0,2")
     parser.add_argument("--seconds", type=float, default=3.0)

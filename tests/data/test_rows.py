@@ -53,11 +53,12 @@ def test_rows_are_what_a_loop_over_tokens_gives(
     cut = packing.cut(numbers)
     shape = (packing.rows, length)
     tokens, labels = np.empty(shape, np.int64), np.empty(shape, np.int64)
-    positions, documents_of = np.empty(shape, np.int32), np.empty(shape, np.int32)
-    shift(cut.windows, cut.rows, cut.columns, tokens, labels)
-    places(cut, positions, documents_of)
-    for row, number in enumerate(numbers.tolist()):
-        found = (tokens[row].tolist(), labels[row].tolist(), positions[row].tolist(), documents_of[row].tolist())
+    at = np.random.default_rng(1).permutation(packing.rows)
+    shift(cut.windows, cut.rows, cut.columns, tokens, labels, at)
+    positions, documents_of = places(cut)
+    assert positions.dtype == documents_of.dtype == np.int32
+    for window, (row, number) in enumerate(zip(at.tolist(), numbers.tolist(), strict=True)):
+        found = (tokens[row].tolist(), labels[row].tolist(), positions[window].tolist(), documents_of[window].tolist())
         assert found == expected(stream, ends, number * length, length)
 
 
@@ -66,7 +67,7 @@ def test_no_label_crosses_a_document_and_every_end_is_predicted(numbered: Any) -
     packing = Concatenated(store, 64)
     cut = packing.cut(np.arange(packing.rows))
     tokens, labels = np.empty((packing.rows, 64), np.int64), np.empty((packing.rows, 64), np.int64)
-    shift(cut.windows, cut.rows, cut.columns, tokens, labels)
+    shift(cut.windows, cut.rows, cut.columns, tokens, labels, np.arange(packing.rows))
     assert (labels[tokens == 0] == IGNORE).all()  # the end of a document predicts nothing
     assert (labels[tokens != 0] != IGNORE).all()  # every other token has a label
     used = store.read(1, packing.rows * 64 + 1)

@@ -21,6 +21,7 @@ from data.steps import Drip, opened, rows_of, steps_of
 from forge_core.errors import DataError
 from forge_data.components.section import Data
 from forge_data.components.sources import Store, Tokens
+from forge_data.loader_workers import Crew
 
 LENGTH, G = 16, 16
 
@@ -41,6 +42,22 @@ def test_workers_leave_every_step_alone(data: Data, workers: int, ranks: int, mi
     expected, cursor = steps_of(data, 5, batch=G)
     found, after = steps_of(data, 5, batch=G, ranks=ranks, micro=micro, workers=workers)
     assert found == expected and after == cursor
+
+
+def test_workers_take_turns(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole step each: a step that all of them share costs a message to each, and their small parts cost more a token."""
+    asked: list[tuple[int, int, int]] = []
+    send = Crew._send
+
+    def noted(crew: Crew, worker: Any, message: tuple[Any, ...]) -> None:
+        if message[0] == "fill":
+            step, start, stop = message[4:7]
+            asked.append((worker.number, step, stop - start))
+        send(crew, worker, message)
+
+    monkeypatch.setattr(Crew, "_send", noted)
+    steps_of(data, 5, batch=G, workers=3)
+    assert asked[:5] == [(step % 3, step, G) for step in range(5)]
 
 
 def test_the_state_is_that_of_the_consumed_step_not_of_what_is_ahead(data: Data) -> None:
@@ -76,14 +93,16 @@ def test_a_batch_that_is_kept_is_never_overwritten(data: Data) -> None:
     assert all(torch.equal(view, copy) for view, copy in zip(kept, copies, strict=True))
 
 
-def test_memory_of_consumed_batches_is_used_again_and_workers_do_not_run_ahead(data: Data) -> None:
-    stream = opened(dataclasses.replace(data, loader_workers=2, prefetch=3), batch=G, micro=G)
+@pytest.mark.parametrize(("workers", "prefetch"), [(2, 3), (3, 1)])
+def test_memory_of_consumed_batches_is_used_again_and_workers_do_not_run_ahead(data: Data, workers: int, prefetch: int) -> None:
+    stream = opened(dataclasses.replace(data, loader_workers=workers, prefetch=prefetch), batch=G, micro=G)
     reading, places = stream.from_cursor(stream.start()), set()
     for batches, _ in itertools.islice(reading, 30):
         places.add(batches[0].tokens.data_ptr())
         del batches
     reading.close()
-    assert len(places) <= 4  # three ahead and the one in hand: what a slow consumer makes the workers wait for
+    # Three ahead, of which each of three workers makes one, and the one in hand: what a slow consumer makes them wait for.
+    assert len(places) <= 4
 
 
 @pytest.mark.parametrize("workers", [0, 1])

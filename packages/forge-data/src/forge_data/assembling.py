@@ -35,9 +35,11 @@ class Assembler:
 
     def fill(self, rows: Rows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
-        for start in range(0, len(numbers), self._chunk):
-            part = slice(start, start + self._chunk)
-            rows.fill(at + start, self._cut(sources[part], numbers[part]))
+        for source in range(len(self.packings)):
+            own = np.flatnonzero(sources == source)
+            for start in range(0, len(own), self._chunk):
+                part = own[start : start + self._chunk]
+                rows.fill(at + part, self._cut(source, numbers[part]))
 
     def cut_last(self, source: int) -> tuple[Cut, int]:
         """The short last row of a packing; see `Packing.cut_last`."""
@@ -47,17 +49,7 @@ class Assembler:
         self._refuse_unknown(packing, np.array([packing.rows]), cut.windows)
         return cut, labelled
 
-    def _cut(self, sources: np.ndarray, numbers: np.ndarray) -> Cut:
-        first = int(sources[0])
-        if len(self.packings) == 1 or (sources == first).all():
-            return self._checked(first, numbers)
-        cuts = []
-        for source in np.unique(sources).tolist():
-            own = np.flatnonzero(sources == source)
-            cuts.append((own, self._checked(source, numbers[own])))
-        return _joined(cuts, len(numbers), self.length)
-
-    def _checked(self, source: int, numbers: np.ndarray) -> Cut:
+    def _cut(self, source: int, numbers: np.ndarray) -> Cut:
         packing = self.packings[source]
         cut = packing.cut(numbers, self.length) if isinstance(packing, Streamed) else packing.cut(numbers)
         self._refuse_unknown(packing, numbers, cut.windows)
@@ -80,20 +72,3 @@ def _where(packing: Packing, row: int, column: int) -> str:
     token = packing.token_at(row, column)
     place = getattr(packing.source, "place", None)
     return f" at token {token} ({place(token)})" if place else f" at token {token}"
-
-
-def _joined(cuts: list[tuple[np.ndarray, Cut]], count: int, length: int) -> Cut:
-    """Windows of several sources brought into the order of their rows."""
-    dtypes = {cut.windows.dtype for _, cut in cuts}
-    windows = np.empty((count, length + 1), dtype=dtypes.pop() if len(dtypes) == 1 else np.dtype(np.int64))
-    filled = np.full(count, length) if any(cut.filled is not None for _, cut in cuts) else None
-    rows, columns = [], []
-    for own, cut in cuts:
-        windows[own] = cut.windows
-        rows.append(own[cut.rows])
-        columns.append(cut.columns)
-        if filled is not None and cut.filled is not None:
-            filled[own] = cut.filled
-    all_rows, all_columns = np.concatenate(rows), np.concatenate(columns)
-    order = np.argsort(all_rows, kind="stable")
-    return Cut(windows, all_rows[order], all_columns[order], filled)

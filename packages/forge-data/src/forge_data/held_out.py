@@ -53,7 +53,7 @@ class HeldOut:
                 filled = 0
                 if numbers[row] < self.rows:
                     cut, labelled = self._assembler.cut_last(0)
-                    rows.fill(row, cut)
+                    rows.fill(np.array([row]), cut)
                     filled = labelled + 1
                 rows.pad(row, filled)
             samples = tuple(number if number < self.rows else -1 for number in numbers.tolist())

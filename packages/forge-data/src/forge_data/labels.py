@@ -9,16 +9,19 @@ import numpy as np
 from forge_core.batch import IGNORE
 
 
-def shift(windows: np.ndarray, rows: np.ndarray, columns: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
+def shift(
+    windows: np.ndarray, rows: np.ndarray, columns: np.ndarray, tokens: np.ndarray, labels: np.ndarray, at: np.ndarray
+) -> None:
     """Writes model inputs and labels of a set of windows.
 
     Args:
         windows: (N, T + 1) token ids: each row's tokens and the one after them, any integer dtype.
         rows, columns: (K,) int64, document ends inside the windows: token `columns - 1` of the window is the last of
             its document, 1 <= column <= T.
-        tokens: (N, T) int64, written.
-        labels: (N, T) int64, written; `IGNORE` where there is nothing to predict.
+        tokens: (M, T) int64, of which rows `at` are written.
+        labels: (M, T) int64, too; `IGNORE` where there is nothing to predict.
+        at: (N,) int64, the row of each window.
     """
-    np.copyto(tokens, windows[:, :-1], casting="same_kind" if windows.dtype != np.uint64 else "unsafe")
-    np.copyto(labels, windows[:, 1:], casting="same_kind" if windows.dtype != np.uint64 else "unsafe")
-    labels[rows, columns - 1] = IGNORE
+    tokens[at] = windows[:, :-1]
+    labels[at] = windows[:, 1:]
+    labels[at[rows], columns - 1] = IGNORE

@@ -105,7 +105,11 @@ class _Worker:
 
 
 class Crew:
-    """Some workers that share the rows of every step of one rank; a context manager that ends them."""
+    """Some workers that make the rows of one rank; a context manager that ends them.
+
+    They take turns: each makes whole steps. Only where there are streams do all of them make a part of every step, because
+    a virtual reader, which goes on from row to row, belongs to one of them.
+    """
 
     def __init__(
         self, recipe: Recipe, workers: int, reading: Reading, readers: range | None, positions: Mapping[str, Mapping[str, Any]]
@@ -124,7 +128,8 @@ class Crew:
         self._buffers = Buffers(self._share)
         self._slots: dict[int, int] = {}
         self._made = 0
-        self._asked: deque[Rows] = deque()
+        self._asked: deque[tuple[Rows, list[_Worker]]] = deque()
+        self._turns = -1
         self._recipe, self._positions = recipe, positions
         self._workers: list[_Worker] = []
 
@@ -151,17 +156,10 @@ class Crew:
         size = Rows.size_of(count, length, self.reading.masked)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
-        self._asked.append(Rows(memory, count, length, self.reading.masked))
-        slot = self._slots[id(memory)]
-        rows = self.reading.timeline.span_at(step).rows
-        for worker in self._workers:
-            if self._readers is None:
-                start, stop = (first + count * part // self._count for part in (worker.number, worker.number + 1))
-                own = range(0)
-            else:
-                own = self._share_of(worker.number, self._readers)
-                start, stop = (reader * rows // self.reading.readers for reader in (own.start, own.stop))
-            self._send(worker, ("fill", slot, count, length, step, start, stop, start - first, own))
+        slot, parts = self._slots[id(memory)], self._parts(step, first, count)
+        for worker, start, stop, readers in parts:
+            self._send(worker, ("fill", slot, count, length, step, start, stop, start - first, readers))
+        self._asked.append((Rows(memory, count, length, self.reading.masked), [worker for worker, *_ in parts]))
 
     def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Waits for the rows that were asked for first; also the positions of this rank's readers after them.
@@ -171,10 +169,11 @@ class Crew:
             RuntimeError: a worker failed otherwise, or died.
         """
         positions: dict[str, dict[str, Any]] = {}
-        for worker in self._workers:
+        rows, workers = self._asked.popleft()
+        for worker in workers:
             for label, found in self._receive(worker).items():
                 positions.setdefault(label, {}).update(found)
-        return self._asked.popleft(), positions
+        return rows, positions
 
     def close(self) -> None:
         """Ends the workers."""
@@ -189,9 +188,18 @@ class Crew:
                 worker.process.wait()
         self._workers = []
 
-    def _share_of(self, number: int, readers: range) -> range:
-        start, stop = (readers.start + len(readers) * part // self._count for part in (number, number + 1))
-        return range(start, stop)
+    def _parts(self, step: int, first: int, count: int) -> list[tuple[_Worker, int, int, range]]:
+        """Who makes which rows [start, stop) of a step, with which readers."""
+        if self._readers is None:
+            self._turns += 1
+            return [(self._workers[self._turns % self._count], first, first + count, range(0))]
+        rows, parts = self.reading.timeline.span_at(step).rows, []
+        for worker in self._workers:
+            bounds = (worker.number, worker.number + 1)
+            own = range(*(self._readers.start + len(self._readers) * bound // self._count for bound in bounds))
+            start, stop = (reader * rows // self.reading.readers for reader in (own.start, own.stop))
+            parts.append((worker, start, stop, own))
+        return parts
 
     def _share(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """New anonymous memory that every worker maps too."""

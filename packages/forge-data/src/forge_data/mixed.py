@@ -155,13 +155,13 @@ class MixedStream:
             step += 1
 
     def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
-        """The same by worker processes, `prefetch` steps ahead."""
+        """The same by worker processes, `prefetch` steps ahead, and as many as there are workers: each makes another step."""
         assert self._recipe is not None, "loader workers need the recipe"
         readers = self._readers() if self.reading.streams else None
         with Crew(self._recipe, self.data.loader_workers, self.reading, readers, positions) as crew:
-            ahead = step
+            ahead, lead = step, max(self.data.prefetch, self.data.loader_workers)
             while self.steps is None or step < self.steps:
-                while ahead < step + self.data.prefetch and (self.steps is None or ahead < self.steps):
+                while ahead < step + lead and (self.steps is None or ahead < self.steps):
                     own, length = self._shape(ahead)
                     crew.ask(ahead, self.rank * own, own, length)
                     ahead += 1

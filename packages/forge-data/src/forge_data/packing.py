@@ -71,15 +71,9 @@ class Concatenated:
 
     def cut(self, numbers: np.ndarray) -> Cut:
         """The windows of full rows `numbers` (N,) int64."""
-        source, wide = self.source, self.length + 1
         starts = numbers * self.length
-        first = source.read(int(starts[0]), int(starts[0]) + wide)
-        windows = np.empty((len(starts), wide), dtype=first.dtype)
-        windows[0] = first
-        for row, start in enumerate(starts.tolist()[1:], 1):
-            windows[row] = source.read(start, start + wide)
-        rows, columns = source.borders(starts.astype(np.uint64), self.length)
-        return Cut(windows, rows, columns)
+        rows, columns = self.source.borders(starts.astype(np.uint64), self.length)
+        return Cut(self.source.windows(starts, self.length + 1), rows, columns)
 
     def token_at(self, number: int, column: int) -> int:
         """Where in the source the token in a column of a row lies."""
@@ -95,15 +89,17 @@ class Concatenated:
         return Cut(windows, np.zeros(len(columns), dtype=np.int64), columns), len(found) - 1
 
 
-def places(cut: Cut, positions: np.ndarray, documents: np.ndarray) -> None:
-    """Writes the place of each token inside its document, and the number of the document inside its row.
+def places(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    """The place of each token inside its document, and the number of the document inside its row.
 
     Args:
         cut: N windows of T + 1 tokens.
-        positions: (N, T) int32, written; 0 at the first token of the row and of every document.
-        documents: (N, T) int32, written; 0 for the first document of a row, then 1, 2, ...
+
+    Returns:
+        positions (N, T) int32, 0 at the first token of the row and of every document; documents (N, T) int32, 0 for the
+        first document of a row, then 1, 2, ...
     """
-    count, length = positions.shape
+    count, length = cut.windows.shape[0], cut.windows.shape[1] - 1
     # An end after a row's last token makes a segment of length 0, which writes nothing.
     rows, columns = cut.rows, cut.columns
     ends_in_row = np.bincount(rows, minlength=count)
@@ -117,9 +113,9 @@ def places(cut: Cut, positions: np.ndarray, documents: np.ndarray) -> None:
     starts[own] = rows * length + columns
     numbers[own] = np.arange(len(rows)) - before[rows] + 1
     lengths = np.diff(starts, append=count * length)
-    documents.reshape(-1)[:] = np.repeat(numbers, lengths)
-    flat = positions.reshape(-1)
-    np.subtract(np.arange(count * length, dtype=np.int32), np.repeat(starts.astype(np.int32), lengths), out=flat)
+    begins = np.repeat(starts.astype(np.int32), lengths)
+    positions = np.subtract(np.arange(count * length, dtype=np.int32), begins, out=begins)
+    return positions.reshape(count, length), np.repeat(numbers, lengths).reshape(count, length)
 
 
 def borders_in(ends: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -38,15 +38,14 @@ class Rows:
         """Rows in memory that nobody uses."""
         return cls(buffers.take((cls.size_of(count, length, masked),), np.uint8), count, length, masked)
 
-    def fill(self, start: int, cut: Cut) -> None:
-        """Writes rows [start, start + N) from N windows."""
-        part = slice(start, start + len(cut.windows))
-        label_shift.shift(cut.windows, cut.rows, cut.columns, self.tokens[part], self.labels[part])
+    def fill(self, at: np.ndarray, cut: Cut) -> None:
+        """Writes rows `at` (N,) int64 from N windows."""
+        label_shift.shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
         if self.positions is not None and self.documents is not None:
-            places(cut, self.positions[part], self.documents[part])
+            self.positions[at], self.documents[at] = places(cut)
         if cut.filled is not None:
             for row in np.flatnonzero(cut.filled < self.labels.shape[1]).tolist():
-                self.pad(start + row, int(cut.filled[row]))
+                self.pad(int(at[row]), int(cut.filled[row]))
 
     def pad(self, row: int, column: int) -> None:
         """Marks a row as padding from a column on; the last token before it has no label either."""

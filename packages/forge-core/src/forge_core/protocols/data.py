@@ -73,6 +73,10 @@ class Source(Protocol):
         """Token ids [start, stop) of the stream, in the stored dtype."""
         ...
 
+    def windows(self, starts: "np.ndarray", length: int) -> "np.ndarray":
+        """(N, length) token ids: what `read` gives from each of `starts` (N,) int64 on. A loader asks for many rows at once."""
+        ...
+
 
 @runtime_checkable
 class StreamedSource(Protocol):

@@ -74,4 +74,4 @@ class Data:
     loader_workers: Annotated[int, Ge(0)] = 0
     """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it."""
     prefetch: Annotated[int, Gt(0)] = 2
-    """Steps that loader workers are ahead."""
+    """Steps that loader workers are ahead; at least as many as there are workers."""

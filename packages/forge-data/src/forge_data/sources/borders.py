@@ -113,15 +113,24 @@ class Delimited:
         delimiter, ahead = (self._eos, 0) if self._eos is not None else (self._bos, 1)
         if delimiter is None:
             return rows, columns
-        marked = np.zeros((len(starts), length), dtype=bool)
-        for row, start in enumerate((starts.astype(np.int64) + ahead).tolist()):
-            tokens = self._shards.read(min(start, self._shards.tokens), min(start + length, self._shards.tokens))
-            np.equal(tokens, delimiter, out=marked[row, : len(tokens)])
-        places = np.flatnonzero(marked)  # one search over all windows: a call for each costs more than the comparison
+        places = np.flatnonzero(self._marked(starts.astype(np.int64) + ahead, length, delimiter))
         if len(rows):
             places = np.union1d(places, rows * length + columns - 1)
         rows, columns = np.divmod(places, length)
         return rows, columns + 1
+
+    def _marked(self, starts: np.ndarray, length: int, delimiter: int) -> np.ndarray:
+        """(N, length) whether a token is the delimiter; none is behind the last token."""
+        last = self._shards.tokens - length
+        if int(starts.max()) <= last:
+            return self._shards.windows(starts, length) == delimiter
+        marked = np.zeros((len(starts), length), dtype=bool)
+        inside = np.flatnonzero(starts <= last)
+        marked[inside] = self._shards.windows(starts[inside], length) == delimiter
+        for row in np.flatnonzero(starts > last).tolist():
+            tokens = self._shards.read(min(int(starts[row]), self._shards.tokens), self._shards.tokens)
+            marked[row, : len(tokens)] = tokens == delimiter
+        return marked
 
 
 def _by_row(rows: list[np.ndarray], columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -83,6 +83,10 @@ class Corpus:
         """Token ids [start, stop)."""
         return self.shards.read(start, stop)
 
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """(N, length) token ids from each of `starts` on."""
+        return self.shards.windows(starts, length)
+
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Document ends e with start < e <= stop."""
         return self.documents.ends(start, self.tokens if stop is None else min(stop, self.tokens))

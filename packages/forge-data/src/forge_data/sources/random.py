@@ -27,7 +27,13 @@ class RandomSource:
     def read(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens} in {self.name}")
-        positions = np.arange(start, stop, dtype=np.uint64)
+        return self._at(np.arange(start, stop, dtype=np.uint64))
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """(N, length) token ids from each of `starts` on."""
+        return self._at(starts.astype(np.uint64)[:, None] + np.arange(length, dtype=np.uint64))
+
+    def _at(self, positions: np.ndarray) -> np.ndarray:
         return (mix(mix(positions + self._key)) % np.uint64(self.vocab_size or 1)).astype(np.uint32)
 
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:

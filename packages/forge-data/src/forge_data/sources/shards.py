@@ -67,6 +67,8 @@ class Shards:
         self.tokens = self.firsts[-1]
         self._data = Kept(self._map, kept)
         self._only = len(self.shards) == 1
+        self._after = np.array(self.firsts[1:], dtype=np.int64)
+        self._inner = self._after[:-1]
         self.remote = any(shard.file.remote for shard in self.shards)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -85,6 +87,25 @@ class Shards:
             number += 1
             first = self.firsts[number] if number < len(self.shards) else stop
         return np.concatenate(parts)
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """(N, length) token ids: what `read` gives from each of `starts` (N,) on."""
+        if not len(starts):
+            return np.empty((0, length), self.dtype)
+        starts = starts.astype(np.int64)
+        if not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
+            raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on, of {self.tokens}")
+        if self._only:
+            return _gathered(self._data[0], starts, length)
+        found = np.empty((len(starts), length), self.dtype)
+        numbers = np.searchsorted(self._inner, starts, side="right")
+        whole = starts + length <= self._after[numbers]
+        for number in np.unique(numbers[whole]).tolist():
+            own = np.flatnonzero((numbers == number) & whole)
+            found[own] = _gathered(self._data[number], starts[own] - self.firsts[number], length)
+        for row in np.flatnonzero(~whole).tolist():
+            found[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        return found
 
     def shard_of(self, token: int) -> int:
         """Number of the shard that holds a token; the last one for the end of the stream."""
@@ -113,6 +134,13 @@ class Shards:
     def _map(self, number: int) -> np.ndarray:
         shard = self.shards[number]
         return map_file(shard.file, self.dtype, shard.tokens, shard.offset)
+
+
+def _gathered(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Windows of a shard, in one pass of numpy over all of them: a call for each costs several times what it copies."""
+    step = tokens.itemsize
+    overlapping = np.ndarray((len(tokens) - length + 1, length), tokens.dtype, tokens, strides=(step, step))
+    return overlapping[starts]
 
 
 def map_file(file: File, dtype: np.dtype, count: int, offset: int = 0) -> np.ndarray:

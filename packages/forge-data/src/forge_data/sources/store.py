@@ -49,6 +49,10 @@ class StoreSource:
         """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
         return self._tokens.read(start, stop)
 
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """(N, length) token ids from each of `starts` on."""
+        return self._tokens.windows(starts, length)
+
     def ends(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Document ends e with start < e <= stop, ascending uint64."""
         return self._documents.ends(start, self.tokens if stop is None else min(stop, self.tokens))
