@@ -77,10 +77,12 @@ def test_the_expert_sizes_named_as_legal_are_exactly_the_legal_ones(dp: int, ep:
     assume(dp % ep)
     with pytest.raises(LayoutError) as caught:
         Layout(dp_shard=dp, ep=ep)
-    named = [int(word) for word in str(caught.value).split("etp = 1: ")[1].split(", ")]
+    legal, multiple = str(caught.value).split("etp = 1: ")[1].split("; ")
+    named = [int(word) for word in legal.split(", ")]
     assert named == [value for value in range(1, dp + 1) if dp % value == 0] == divisors(dp)
     for value in named:
         assert Layout(dp_shard=dp, ep=value).world == dp
+    assert Layout(dp_shard=3 * int(multiple.split()[-1]), ep=ep).ep == ep
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from forge_models.components.routers import Hash, SigmoidTopK
 from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.gather import gathered
+from forge_parallel.observers import begin
 from forge_parallel.parity import Case, Measurement, compare, share, synthetic
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.plan import Plan
@@ -234,3 +235,35 @@ def test_the_gate_has_what_it_says() -> None:
         assert float(dropped.sum()) == 0
         assert torch.equal(bias, 0.01 * (load.mean() - load).sign())
         assert len({tuple(step[:8].tolist()) for step in steps}) > 2, "biases move"
+
+
+class Told:
+    """An observer that remembers what it is told before a step."""
+
+    def before_step(self, scale: torch.Tensor) -> None:
+        self.scale = float(scale)
+
+    def statistics(self) -> torch.Tensor:
+        return torch.zeros(0)
+
+    def after_step(self, totals: torch.Tensor, skip: torch.Tensor) -> None:
+        """Changes nothing."""
+
+
+def told(layout: str) -> float:
+    case, at = case_of(BALANCED), Layout.parse(layout)
+    topology = Topology.of(at, torch.device("cpu"))
+    pipeline = Pipeline(Registry().load("forge.pipeline_schedules", "1f1b")().build()) if at.pp > 1 else None
+    plan = Plan.of([Shard(), Tensor(), ContextParallel(), Expert()], at, pipeline)
+    model = realize(Blueprint.of(case.build), plan, topology, 0)
+    batches = share(padded(synthetic(case, 0), 0), topology.data_rank, topology.data_size, 1)
+    layer = Told()
+    begin([layer], model, [model.local_batch(batch) for batch in batches])
+    return layer.scale
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "cp2", "pp2"])
+def test_a_layer_is_told_one_over_the_tokens_that_are_no_padding(world: World, layout: str) -> None:
+    ranks = Layout.parse(layout).world
+    found = [told(layout)] if ranks == 1 else world.run(told, ranks, layout)
+    assert found == [1 / (16 + 15 + 14 + 13 + 12 + 11 + 0 + 9)] * ranks

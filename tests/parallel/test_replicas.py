@@ -19,6 +19,7 @@ from forge_parallel.realization import Blueprint, realize
 from forge_parallel.replicas import Drift, digest, drifted
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
+from forge_parallel.transforms.context import ContextParallel
 from forge_parallel.transforms.expert import Expert
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor
@@ -33,7 +34,9 @@ def _trained(layout: str, rank: int, name: str, decoder: Decoder = DECODER) -> t
     """What is found after two steps in bf16, and after one element of one rank's `name` lost its last bit."""
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(decoder.build), Plan.of([Shard(), Tensor(), Expert()], at), topology, 0, "bf16", "fp32")
+    model = realize(
+        Blueprint.of(decoder.build), Plan.of([Shard(), Tensor(), ContextParallel(), Expert()], at), topology, 0, "bf16", "fp32"
+    )
     optimizer, step = AdamW(lr=1e-2).build(model), Step(model, CrossEntropy().build())
     case = Case(DECODER.build, step.objective, AdamW().build, 61)
     for index in range(2):
@@ -72,6 +75,7 @@ def test_a_flipped_bit_is_found_with_its_tensor_and_rank(world: World, layout: s
         ("hsdp2x2ep2", 2, "blocks.1.mlp.router.bias", True),
         ("dp2ep2", 1, "blocks.1.mlp.router.bias", True),
         ("dp2ep2", 1, "blocks.1.mlp.experts.down_proj", False),
+        ("dp2cp2ep2", 2, "blocks.1.mlp.router.bias", True),
         ("tp2", 1, "blocks.1.mlp.router.weight", True),
         ("tp2", 1, "blocks.1.mlp.experts.down_proj", False),
     ],

@@ -41,7 +41,8 @@ class Layout:
             legal = [ep for ep in divisors(lenders) if lenders % (ep * self.etp) == 0]
             raise LayoutError(
                 f"parallel.ep * parallel.etp = {borrowed} does not divide dp_shard * cp * tp = {lenders}: experts borrow "
-                f"these ranks; legal values of parallel.ep with etp = {self.etp}: {_listed(legal) or 'none'}"
+                f"these ranks; legal values of parallel.ep with etp = {self.etp}: {_listed(legal) or 'none'}; or start as many "
+                f"processes that dp_shard * cp * tp is a multiple of {borrowed}"
             )
         if self.etp > 1 and self.etp != self.tp:
             raise LayoutError(f"parallel.etp = {self.etp}: expert tensor parallelism is 1 or equal to parallel.tp = {self.tp}")

@@ -81,7 +81,7 @@ def _distinct(owners: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 
 def depart(x: Tensor, route: Route) -> Tensor:
     """Sends the rows off. The result may not be read before `Arrive` has waited for it; no gradient."""
-    rows = x.detach()[route.token]
+    rows = x.detach().index_select(0, route.token)  # several times as fast as indexing, on a CPU
     return functional.all_to_all_single(rows, route.receive, route.send, route.ranks.name)
 
 
@@ -91,7 +91,7 @@ def _collect(rows: Tensor, route: Route) -> Tensor:
     if len(back):
         for places, goes in zip(route.places.unbind(1), route.goes.unbind(1), strict=True):
             # In the order of ranks, so the same bits every time; an index_add would not be, on a GPU.
-            total += back[places].masked_fill_(~goes.unsqueeze(1), 0)
+            total += back.index_select(0, places).masked_fill_(~goes.unsqueeze(1), 0)
     return total.to(rows.dtype)
 
 
