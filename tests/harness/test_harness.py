@@ -215,11 +215,33 @@ def end(rank: int, how: str) -> None:
 )
 def test_a_rank_that_ends_is_named_at_once(world, how, message):
     start = time.monotonic()
-    with pytest.raises(WorldFailed) as caught:
+    with pytest.raises(WorldFailed) as caught, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         world.run(end, 2, 1, how, timeout=60)
     assert time.monotonic() - start < 10
+    assert len(warned) == (how == "segfault")  # it was repeated, and came again
     assert str(caught.value).splitlines()[0] == f"end on 2 ranks: {message}"
     assert world.run(identity, 2, 1) == [1, 1]
+
+
+def end_once(marker: str, rank: int, signal_: int) -> int:
+    if dist.get_rank() == rank and not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal_)
+    dist.barrier()
+    return 5
+
+
+def test_a_segmentation_fault_that_does_not_come_again_is_a_warning_with_its_story(world, tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"(?s)repeated: end_once on 2 ranks: rank 1 died: killed by SIGSEGV.*rank 1 =.*_once"
+    ):
+        assert world.run(end_once, 2, str(tmp_path / "marker"), 1, signal.SIGSEGV) == [5, 5]
+
+
+def test_no_other_death_is_repeated(world, tmp_path):
+    with pytest.raises(WorldFailed, match="killed by SIGKILL"):
+        world.run(end_once, 2, str(tmp_path / "marker"), 0, signal.SIGKILL)
 
 
 def unpicklable() -> object:
