@@ -6,8 +6,8 @@ active width.
 
 Sides take turns; a ratio is taken round by round, and its median and quartiles are given. The loop is the best one that autograd
 makes of plain PyTorch: it sorts once, reads the sizes once, takes each matrix by `unbind`, runs an expert's three products while
-its tokens are in the cache, leaves out experts without tokens, and adds up by `index_add`. Routing is given, so a router's time
-is in no side; our side also counts loads.
+its tokens are in the cache, leaves out experts without tokens, and adds up by `index_add`. It stands in the same layer, in place
+of our dispatcher: both sides count loads. Routing is given, so a router's time is in no side.
 
 A token's experts are different, drawn with odds of 1 / rank^skew: 0 is uniform, with `inf` every token goes to the same ones, the
 most uneven load there is. Waste is rows that belong to nobody, as percent of those that belong to somebody: in our layer, those
@@ -94,18 +94,17 @@ class Given(nn.Module):
         return Routing(self.experts, self.weights, None, None)
 
 
-def loop(layer: Any, x: Tensor) -> Tensor:
-    """What `layer` computes, expert after expert."""
-    routing, held = layer.router(x, None), layer.experts
-    flat = routing.experts.flatten()
+def loop(x: Tensor, experts: Tensor, weights: Tensor, held: Any, count: int, *_further: Any) -> Tensor:
+    """A dispatcher for one process that has no dropped slots: expert after expert."""
+    flat = experts.flatten()
     order = flat.argsort(stable=True)
-    token = order // routing.experts.shape[1]
-    groups = x.index_select(0, token).split(flat.bincount(minlength=len(held.up_proj)).tolist())
+    token = order // experts.shape[1]
+    groups = x.index_select(0, token).split(flat.bincount(minlength=count).tolist())
     made = []
     for rows, gate, up, down in zip(groups, held.gate_proj.unbind(), held.up_proj.unbind(), held.down_proj.unbind(), strict=True):
         if len(rows):
             made.append(F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down))
-    weighted = torch.cat(made) * routing.weights.flatten().index_select(0, order).unsqueeze(1)
+    weighted = torch.cat(made) * weights.flatten().index_select(0, order).unsqueeze(1)
     return weighted.new_zeros(x.shape).index_add(0, token, weighted).to(x.dtype)
 
 
@@ -149,7 +148,13 @@ def sides(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[Tensor]]:
     """Forwards by name, and the leaves whose gradients they make."""
     layer, dense = case.layer(), case.dense()
     x = torch.randn(1, case.tokens, case.dim, generator=torch.Generator().manual_seed(2)).to(case.dtype).requires_grad_()
-    forwards = {"grouped": lambda: layer(x)[0], "loop": lambda: loop(layer, x[0]).unsqueeze(0), "dense": lambda: dense(x)}
+
+    def run(dispatch: Any) -> Tensor:
+        layer.dispatch = dispatch
+        return layer(x)[0]
+
+    ours: Any = layer.dispatch
+    forwards = {"grouped": lambda: run(ours), "loop": lambda: run(loop), "dense": lambda: dense(x)}
     assert isinstance(layer.router, Given)
     return forwards, [x, layer.router.weights, *layer.experts.parameters(), *dense.parameters()]
 

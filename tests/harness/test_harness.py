@@ -233,9 +233,7 @@ def end_once(marker: str, rank: int, signal_: int) -> int:
 
 
 def test_a_segmentation_fault_that_does_not_come_again_is_a_warning_with_its_story(world, tmp_path):
-    with pytest.warns(
-        UserWarning, match=r"(?s)repeated: end_once on 2 ranks: rank 1 died: killed by SIGSEGV.*rank 1 =.*_once"
-    ):
+    with pytest.warns(UserWarning, match=r"(?s)repeated: end_once on 2 ranks: rank 1 died: killed by SIGSEGV.*rank 1 =.*_once"):
         assert world.run(end_once, 2, str(tmp_path / "marker"), 1, signal.SIGSEGV) == [5, 5]
 
 

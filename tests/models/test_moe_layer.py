@@ -139,6 +139,23 @@ def test_experts_without_tokens_and_one_with_all_have_defined_gradients(kernel, 
     assert rows.grad is not None and bool(rows.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("busy", [{5: 9}, {0: 3, 15: 8}, {2: 1, 3: 1, 4: 1, 9: 30}, {1: 2, 2: 2, 3: 2, 5: 2, 7: 2}], ids=str)
+def test_the_grouped_product_equals_the_loop_when_few_experts_have_tokens(busy):
+    """Up to a quarter of them: only their matrices are multiplied then, on a CPU."""
+    counts, found = torch.tensor([busy.get(expert, 0) for expert in range(16)]), {}
+    for kernel in ("grouped", "loop"):
+        torch.manual_seed(0)
+        experts = Experts(Decoder(**SIZES).context(0), 16, "silu", True, kernel)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.2)
+        rows = torch.randn(sum(busy.values()) + 2, 16, requires_grad=True)  # two are nobody's
+        y = experts(rows, counts)[:-2]
+        y.pow(2).sum().backward()
+        found[kernel] = [y, rows.grad[:-2], *(parameter.grad for parameter in experts.parameters())]
+    for one, two in zip(found["grouped"], found["loop"], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 def test_rows_of_nobody_change_nothing_and_get_no_gradient(kernel):
     """NaN in the rows of dropped slots reaches neither outputs nor gradients."""

@@ -43,7 +43,7 @@ class LocalDispatch:
         if whole or slots is None:
             kept, at = None if whole else experts >= 0, places.view_as(experts)
             rows = _ToExperts.apply(x, order, at, kept)
-            y = _ToTokens.apply(run(rows, counts), weights, order, at, kept)
+            y = _ToTokens.apply(run(rows, counts), weights, at, kept)
         else:
             order, lengths = order[:slots], (experts >= 0).sum(1)
             by_token = torch.nonzero_static(flat >= 0, size=slots).squeeze(1)
@@ -87,8 +87,8 @@ class _ToTokens(torch.autograd.Function):
     """Sum over a token's slots of weight * row. Keeps the rows and the weights, and no copy per slot."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weights, order, places, kept)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weights, places, kept)
         total = weights.new_zeros(places.shape[0], rows.shape[1])
         for (at, mask), weight in zip(_slots(places, kept), weights.unbind(1), strict=True):
             total.addcmul_(_rows(rows, at, mask), weight.unsqueeze(1))
@@ -96,8 +96,11 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
-        (grad,), (rows, weights, order, places, kept) = grads, ctx.saved_tensors
-        by_row = (grad.index_select(0, order // places.shape[1]) * weights.flatten()[order].unsqueeze(1)).to(rows.dtype)
-        by_weight = [(_rows(rows, at, mask) * grad).sum(1, dtype=weights.dtype) for at, mask in _slots(places, kept)]
-        return by_row, torch.stack(by_weight, 1), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        (grad,), (rows, weights, places, kept) = grads, ctx.saved_tensors
+        # Slot after slot: products of all slots at once, in the precision of the weights, would not stay in the cache.
+        by_row, by_weight = torch.empty_like(rows), []
+        for (at, mask), weight in zip(_slots(places, kept), weights.unbind(1), strict=True):
+            by_row.index_copy_(0, at, (grad * weight.unsqueeze(1)).to(rows.dtype))
+            by_weight.append((_rows(rows, at, mask) * grad).sum(1, dtype=weights.dtype))
+        return by_row, torch.stack(by_weight, 1), None, None
