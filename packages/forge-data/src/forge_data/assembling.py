@@ -31,14 +31,17 @@ class Assembler:
         self.length = length
         self.masked = masked
         self.vocab_size = vocab_size
-        self._chunk = max(1, _CHUNK // length // pieces) * pieces
+        self._pieces = pieces
 
     def fill(self, rows: Rows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
         for source in range(len(self.packings)):
             own = np.flatnonzero(sources == source)
-            for start in range(0, len(own), self._chunk):
-                part = own[start : start + self._chunk]
+            # Chunks of about the same size: a short rest costs as much besides its tokens as a whole one.
+            chunks = max(1, round(len(own) * self.length / _CHUNK))
+            size = max(1, -(-len(own) // (chunks * self._pieces))) * self._pieces
+            for start in range(0, len(own), size):
+                part = own[start : start + size]
                 rows.fill(at + part, self._cut(source, numbers[part]))
 
     def cut_last(self, source: int) -> tuple[Cut, int]:

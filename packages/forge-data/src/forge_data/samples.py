@@ -9,7 +9,7 @@ from forge_data.components.section import Data
 from forge_data.order import key_of, permute, permute_blocks
 from forge_data.timeline import Timeline
 
-BLOCK = 4096
+BLOCK = 16_384
 
 Order = Callable[[np.ndarray, int, int, np.ndarray], np.ndarray]
 """(places in the epoch, rows, key, epochs) -> rows."""
