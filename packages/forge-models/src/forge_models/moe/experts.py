@@ -47,7 +47,7 @@ class Experts(nn.Module):
             hidden = activation(product(tokens, self.up_proj))
         else:
             hidden = activation(product(tokens, self.gate_proj)) * product(tokens, self.up_proj)
-        return product(hidden, self.down_proj)
+        return _ContiguousGradient.apply(product(hidden, self.down_proj))
 
     def products(self, tokens: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """How the rows of this call are multiplied, see `forge_core.protocols.model.ExpertStack`: a seam for subclasses."""
@@ -85,8 +85,7 @@ def _grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
         chosen = weight if busy is None else weight.index_select(0, busy)
-        made = F.grouped_mm(rows.contiguous(), chosen.transpose(-2, -1), offs=ends)
-        return _ContiguousGradient.apply(made)
+        return F.grouped_mm(rows.contiguous(), chosen.transpose(-2, -1), offs=ends)
 
     return product
 
@@ -116,7 +115,8 @@ def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity. grouped_mm's backward crashes on a gradient that is an expanded scalar, such as that of a sum."""
+    """The identity. grouped_mm's backward crashes on a gradient that is an expanded scalar, such as that of a sum; only the last
+    product can get one."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
