@@ -12,6 +12,7 @@ from forge_parallel import checks
 from forge_parallel.checks import (
     axes_are_claimed,
     batch_fits,
+    compiled_experts_fit,
     compositions_are_proven,
     features,
     float8_fits,
@@ -19,7 +20,7 @@ from forge_parallel.checks import (
     rows_can_be_cut,
     sequence_can_be_cut,
 )
-from forge_parallel.components.transforms import ContextParallel, Expert, Float8, Shard, Tensor
+from forge_parallel.components.transforms import Compile, ContextParallel, Expert, Float8, Recompute, Shard, Tensor
 from forge_parallel.proven import FEATURES, unproven
 
 
@@ -160,6 +161,20 @@ def test_nodes_share_the_ranks_of_ep_evenly(ep: int, node: int, hint: str) -> No
     assert [fault.key for fault in faults] == ["transforms.expert.ranks_per_node"] * bool(hint)
     assert all(hint in fault.hint for fault in faults)
     assert list(nodes_fit(job(expert=Expert()), Layout(dp_shard=ep, ep=ep))) == []
+
+
+@pytest.mark.parametrize("layout", ["dp2ep2", "dp2tp2"])
+def test_experts_apart_are_compiled_with_recomputation_as_a_whole_only(layout: str) -> None:
+    at, selective = Layout.parse(layout), {"recompute": Recompute(), "compile": Compile()}
+    given = job(**selective)
+    assert list(compiled_experts_fit(given, at)) == [], "no experts"
+    given.model.moe = object()
+    (fault,) = compiled_experts_fit(given, at)
+    assert fault.key == "transforms.recompute.policy" and "'full'" in fault.hint
+    assert list(compiled_experts_fit(given, Layout.parse("dp2"))) == []
+    for fine in ({"compile": Compile()}, {"recompute": Recompute()}, selective | {"recompute": Recompute(policy="full")}):
+        given.transforms = fine
+        assert list(compiled_experts_fit(given, at)) == []
 
 
 def test_checks_import_no_torch() -> None:

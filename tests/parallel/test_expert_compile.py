@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
@@ -33,7 +34,12 @@ def _graphs(layout: str, layers: Sequence[int], recompute: bool) -> list[int]:
         decoder = Decoder(dim=32, layers=count, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
         at = Layout.parse(layout)
         topology = Topology.of(at, torch.device("cpu"))
-        transforms = [Compile().build(), Shard().build(), Expert().build(), *([Recompute().build()] if recompute else [])]
+        transforms = [
+            Compile().build(),
+            Shard().build(),
+            Expert().build(),
+            *([Recompute(policy="full").build()] if recompute else []),
+        ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's own imports warn
             model = realize(Blueprint.of(decoder.build), Plan.of(transforms, at), topology, 0, "bf16", "fp32")
@@ -53,3 +59,20 @@ def _graphs(layout: str, layers: Sequence[int], recompute: bool) -> list[int]:
 def test_no_graph_is_made_after_warm_up(world: World, recompute: bool) -> None:
     for few, more in world.run(_graphs, 2, "dp2ep2", (2, 3), recompute, timeout=400):
         assert 1 < few == more, "all blocks share their graphs"
+
+
+def _refused() -> str:
+    decoder = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
+    at = Layout.parse("dp2ep2")
+    transforms = [Compile().build(), Shard().build(), Expert().build(), Recompute().build()]
+    try:
+        realize(Blueprint.of(decoder.build), Plan.of(transforms, at), Topology.of(at, torch.device("cpu")), 0)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_what_selective_recomputation_keeps_is_not_lost_in_silence(world: World) -> None:
+    """The compiler would give up on the whole block, and nothing would be compiled."""
+    for found in world.run(_refused, 2):
+        assert "transforms.recompute.policy = 'full'" in found

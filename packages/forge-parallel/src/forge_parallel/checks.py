@@ -124,6 +124,18 @@ def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
     )
 
 
+def compiled_experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Blocks whose experts lie on ranks of their own are compiled in pieces, and recomputed as a whole or not at all."""
+    apart = getattr(job.model, "moe", None) is not None and layout.tp * layout.ep * layout.etp > 1
+    if apart and "compile" in job.transforms and getattr(job.transforms.get("recompute"), "policy", "full") == "selective":
+        yield Fault(
+            "transforms.recompute.policy",
+            "'selective' does not see into blocks that transforms.compile compiles in pieces, as it does those whose experts are "
+            "sharded over ranks of their own (parallel.ep or parallel.tp > 1)",
+            hint="set it to 'full', or remove transforms.compile",
+        )
+
+
 def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     """Blocks can be split over the stages, and the schedule can run a step's micro-batches."""
     if layout.pp == 1:

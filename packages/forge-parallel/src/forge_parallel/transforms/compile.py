@@ -19,6 +19,7 @@ from torch import nn
 from forge_core.protocols.model import Transform
 from forge_parallel.experts.stack import apart
 from forge_parallel.plan import Phase
+from forge_parallel.transforms.recompute import inside
 
 if TYPE_CHECKING:
     from forge_parallel.context import Context
@@ -49,10 +50,15 @@ class Compile(Transform):
             layer.dispatch = torch.compiler.disable(layer.dispatch)
         for path in context.specs.blocks:
             block = part.get_submodule(path)
-            whole = self.fullgraph and not any(stack.startswith(f"{path}.") for stack in outside)
-            compiled = torch.compile(block.forward, fullgraph=whole, dynamic=False, mode=self.mode)
-            block.forward = compiled if self.budget == 1.0 else partial(self._within, compiled)  # type: ignore[method-assign]
+            broken = any(stack.startswith(f"{path}.") for stack in outside)
+            wrap = partial(self._compiled, fullgraph=self.fullgraph and not broken)
+            # The compiler takes recomputation into a graph, but none that is broken: it would give up on the whole block.
+            block.forward = inside(block.forward, wrap) if broken else wrap(block.forward)  # type: ignore[method-assign]
         return part
+
+    def _compiled(self, forward: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
+        compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=False, mode=self.mode)
+        return compiled if self.budget == 1.0 else partial(self._within, compiled)
 
     def _within(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The compiler reads its budget when it compiles, which is inside some call of the block.

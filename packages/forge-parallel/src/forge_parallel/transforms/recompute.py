@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from forge_core.errors import PlanError
 from forge_core.protocols.model import Transform
 from forge_parallel.plan import Phase
 
@@ -64,6 +65,23 @@ class Recompute(Transform):
                 block = part.get_submodule(path)
                 block.forward = partial(_checkpointed, block.forward, settings)  # type: ignore[method-assign]
         return part
+
+
+def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
+    """`forward` with `wrap`, which makes compiled functions, around what is computed again and not around the recomputation.
+
+    Raises:
+        PlanError: some results are kept, which needs to see every operator.
+    """
+    if not (isinstance(forward, partial) and forward.func is _checkpointed):
+        return wrap(forward)
+    block, settings = forward.args
+    if "context_fn" in settings:
+        raise PlanError(
+            "a block whose experts are sharded over ranks of their own is compiled in pieces, into which selective recomputation "
+            "does not see; recompute the whole block (transforms.recompute.policy = 'full'), or leave out transforms.compile"
+        )
+    return partial(_checkpointed, wrap(block), settings)
 
 
 def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
