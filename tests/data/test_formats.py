@@ -121,6 +121,7 @@ def test_every_format_gives_the_tokens_and_borders_of_a_loop(
     assert found == [
         (row, end - start) for row, start in enumerate(starts.tolist()) for end in ends if start < end <= start + length
     ]
+    assert [len(part) for part in source.borders(starts[:0], length)] == [0, 0]
     if length <= len(stream):
         inside = rng.integers(0, len(stream) - length + 1, size=9)
         assert source.windows(inside, length).tolist() == [stream[start : start + length] for start in inside.tolist()]

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_core.batch import IGNORE
+from forge_core.errors import DataError
 from forge_data.labels import shift
 from forge_data.packing import Concatenated, borders_in, places
 from forge_data.sources.store import StoreSource
@@ -83,3 +84,11 @@ def test_borders_touch_few_of_the_ends() -> None:
     tracemalloc.stop()
     assert rows.tolist() == [0, 0, 1, 1] and columns.tolist() == [5, 15, 9, 19]
     assert peak < 100_000
+
+
+def test_ids_that_are_no_integers_are_refused_and_not_rounded() -> None:
+    tokens, labels, none = np.zeros((1, 3), np.int64), np.zeros((1, 3), np.int64), np.empty(0, np.int64)
+    with pytest.raises(DataError, match="token ids are integers, and a source gave float64"):
+        shift(np.array([[1.0, 2.5, 3.0, 4.0]]), none, none, tokens, labels, np.array([0]))
+    shift(np.array([[1, 2, 3, 2**40]], np.uint64), none, none, tokens, labels, np.array([0]))
+    assert tokens.tolist() == [[1, 2, 3]] and labels.tolist() == [[2, 3, 2**40]]

@@ -7,6 +7,7 @@ end-of-document token, the token before it predicts it, and it predicts nothing 
 import numpy as np
 
 from forge_core.batch import IGNORE
+from forge_core.errors import DataError
 
 
 def shift(
@@ -21,7 +22,12 @@ def shift(
         tokens: (M, T) int64, of which rows `at` are written.
         labels: (M, T) int64, too; `IGNORE` where there is nothing to predict.
         at: (N,) int64, the row of each window.
+
+    Raises:
+        DataError: ids that are no integers, which would be rounded.
     """
+    if windows.dtype.kind not in "ui":
+        raise DataError(f"token ids are integers, and a source gave {windows.dtype.name}")
     tokens[at] = windows[:, :-1]
     labels[at] = windows[:, 1:]
     labels[at[rows], columns - 1] = IGNORE

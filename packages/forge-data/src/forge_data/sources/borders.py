@@ -122,7 +122,7 @@ class Delimited:
     def _marked(self, starts: np.ndarray, length: int, delimiter: int) -> np.ndarray:
         """(N, length) whether a token is the delimiter; none is behind the last token."""
         last = self._shards.tokens - length
-        if int(starts.max()) <= last:
+        if int(starts.max(initial=0)) <= last:
             return self._shards.windows(starts, length) == delimiter
         marked = np.zeros((len(starts), length), dtype=bool)
         inside = np.flatnonzero(starts <= last)
