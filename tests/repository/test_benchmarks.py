@@ -113,7 +113,7 @@ def test_the_layers_loop_equals_the_grouped_product(script):
     case = layer.Case(48, 32, 16, 8, 2, torch.float32, 1.0)
     layer.agree(case)
     original = layer.loop
-    layer.loop = lambda held, x: original(held, x) * 1.01
+    layer.loop = lambda *arguments: original(*arguments) * 1.01
     with pytest.raises(SystemExit, match="differ by"):
         layer.agree(case)
 
