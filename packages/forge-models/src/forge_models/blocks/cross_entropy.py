@@ -61,9 +61,20 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grads[0]
         return (
             None if hidden_grad is None else hidden_grad * scale,
-            None if weight_grad is None else (weight_grad * scale).to(ctx.weight_dtype),
+            None if weight_grad is None else _scaled(weight_grad, scale, ctx.weight_dtype),
             *(None,) * 4,
         )
+
+
+def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total` * `scale` in the dtype of `scale`, a part at a time: nothing of the whole size is made but the result."""
+    if total.dtype == scale.dtype == dtype:
+        return total * scale
+    found = torch.empty_like(total, dtype=dtype)
+    size = block_rows(len(total), total.shape[1], total.device.type)
+    for part, out in zip(total.split(size), found.split(size), strict=True):
+        out.copy_(part.to(scale.dtype) * scale)
+    return found
 
 
 def _chunked(
@@ -140,18 +151,29 @@ def _exponentiate(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _WeightGradient:
-    """Sum over chunks of gradient.T @ x, kept in `wide` whatever the dtype of the products."""
+    """Sum over chunks of gradient.T @ x, kept in `wide` whatever the dtype of the products; that of one chunk is the product."""
 
     def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
-        self.total = torch.zeros_like(weight, dtype=wide)
-        self._product = None if weight.dtype == wide else torch.empty_like(weight)
+        self._weight, self._wide = weight, wide
+        self._total: Tensor | None = None
+        self._product: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """(vocab, embed)."""
+        return torch.zeros_like(self._weight) if self._total is None else self._total
 
     def add(self, gradient: Tensor, x: Tensor) -> None:
-        if self._product is None:
-            torch.addmm(self.total, gradient.T, x, out=self.total)
+        if self._total is None:
+            self._total = torch.mm(gradient.T, x)
             return
+        if x.dtype == self._wide:
+            torch.addmm(self._total, gradient.T, x, out=self._total)
+            return
+        if self._product is None:
+            self._product, self._total = torch.empty_like(self._total), self._total.to(self._wide)
         torch.mm(gradient.T, x, out=self._product)
         # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
-        size = block_rows(len(self.total), x.shape[1], x.device.type)
-        for total, part in zip(self.total.split(size), self._product.split(size), strict=True):
+        size = block_rows(len(self._total), x.shape[1], x.device.type)
+        for total, part in zip(self._total.split(size), self._product.split(size), strict=True):
             total += part
