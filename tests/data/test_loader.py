@@ -318,7 +318,10 @@ def test_random_tokens_are_uniform_and_a_function_of_the_position() -> None:
     source = component.build(SourceContext(Path("unused"), None, LENGTH, print))
     stream_of = source.read(0, 100_003)
     assert source.read(5000, 5100).tolist() == stream_of[5000:5100].tolist()
-    assert source.windows(np.array([90_000, 7]), 20).tolist() == [stream_of[90_000:90_020].tolist(), stream_of[7:27].tolist()]
+    assert source.windows(np.array([99_983, 7]), 20).tolist() == [stream_of[99_983:].tolist()[:20], stream_of[7:27].tolist()]
+    for outside in ([100_003 - 19], [5, -1]):
+        with pytest.raises(IndexError, match="of 100003"):
+            source.windows(np.array(outside), 20)
     counts = np.bincount(stream_of, minlength=50)
     assert ((counts - 2000.06) ** 2 / 2000.06).sum() < 90  # chi-squared, 49 degrees of freedom: p = 0.0003
     assert source.ends().tolist() == [*range(10, 100_001, 10), 100_003]

@@ -129,7 +129,6 @@ class Crew:
         self._slots: dict[int, int] = {}
         self._made = 0
         self._asked: deque[tuple[Rows, list[_Worker]]] = deque()
-        self._turns = -1
         self._recipe, self._positions = recipe, positions
         self._workers: list[_Worker] = []
 
@@ -191,8 +190,7 @@ class Crew:
     def _parts(self, step: int, first: int, count: int) -> list[tuple[_Worker, int, int, range]]:
         """Who makes which rows [start, stop) of a step, with which readers."""
         if self._readers is None:
-            self._turns += 1
-            return [(self._workers[self._turns % self._count], first, first + count, range(0))]
+            return [(self._workers[step % self._count], first, first + count, range(0))]
         rows, parts = self.reading.timeline.span_at(step).rows, []
         for worker in self._workers:
             bounds = (worker.number, worker.number + 1)

@@ -130,7 +130,7 @@ def compiled_experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
     if apart and "compile" in job.transforms and getattr(job.transforms.get("recompute"), "policy", "full") == "selective":
         yield Fault(
             "transforms.recompute.policy",
-            "'selective' does not see into blocks that transforms.compile compiles in pieces, as it does those whose experts are "
+            "'selective' sees no operator inside of blocks that transforms.compile compiles in pieces: those whose experts are "
             "sharded over ranks of their own (parallel.ep or parallel.tp > 1)",
             hint="set it to 'full', or remove transforms.compile",
         )

@@ -121,14 +121,12 @@ class Delimited:
 
     def _marked(self, starts: np.ndarray, length: int, delimiter: int) -> np.ndarray:
         """(N, length) whether a token is the delimiter; none is behind the last token."""
-        last = self._shards.tokens - length
-        if int(starts.max(initial=0)) <= last:
+        total = self._shards.tokens
+        if int(starts.max(initial=0)) <= total - length:
             return self._shards.windows(starts, length) == delimiter
         marked = np.zeros((len(starts), length), dtype=bool)
-        inside = np.flatnonzero(starts <= last)
-        marked[inside] = self._shards.windows(starts[inside], length) == delimiter
-        for row in np.flatnonzero(starts > last).tolist():
-            tokens = self._shards.read(min(int(starts[row]), self._shards.tokens), self._shards.tokens)
+        for row, start in enumerate(starts.tolist()):
+            tokens = self._shards.read(min(start, total), min(start + length, total))
             marked[row, : len(tokens)] = tokens == delimiter
         return marked
 

@@ -31,7 +31,10 @@ class RandomSource:
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """(N, length) token ids from each of `starts` on."""
-        return self._at(starts.astype(np.uint64)[:, None] + np.arange(length, dtype=np.uint64))
+        starts = starts.astype(np.int64)
+        if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
+            raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on, of {self.tokens} in {self.name}")
+        return self._at((starts[:, None] + np.arange(length)).astype(np.uint64))
 
     def _at(self, positions: np.ndarray) -> np.ndarray:
         return (mix(mix(positions + self._key)) % np.uint64(self.vocab_size or 1)).astype(np.uint32)
