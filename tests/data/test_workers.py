@@ -56,8 +56,13 @@ def test_workers_take_turns(data: Data, monkeypatch: pytest.MonkeyPatch) -> None
         send(crew, worker, message)
 
     monkeypatch.setattr(Crew, "_send", noted)
-    steps_of(data, 5, batch=G, workers=3)
-    assert asked[:5] == [(step % 3, step, G) for step in range(5)]
+    stream = opened(dataclasses.replace(data, loader_workers=3, prefetch=1), batch=G, micro=G)
+    reading = stream.from_cursor(stream.start())
+    next(reading)
+    assert asked == [(0, 0, G), (1, 1, G), (2, 2, G)], "each has something to do, whatever prefetch is"
+    next(reading)
+    reading.close()
+    assert asked[3:] == [(0, 3, G)]
 
 
 def test_the_state_is_that_of_the_consumed_step_not_of_what_is_ahead(data: Data) -> None:
