@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_ckpt import resume
+from forge_ckpt.resume import Found
 from forge_ckpt.world import Alone, Group
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
@@ -50,7 +50,7 @@ def assemble(
     """Builds everything on this rank; all ranks call it at the same point. Process group and directory exist.
 
     Raises:
-        ForgeError: data, plan or checkpoint do not fit; see the packages.
+        ForgeError: data, plan or checkpoint do not fit; see the packages. Until then, older jobs of the run are left alone.
     """
     job, layout = resolved.job, resolved.layout
     assert layout is not None, "a run is resolved for a world"
@@ -74,7 +74,7 @@ def assemble(
 
     store = job.checkpoint.store.build(directory / "checkpoints")
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
-    found = resume.newest(store, world, job.checkpoint.resume)
+    found = checkpoints.newest(job.checkpoint.resume)
 
     blueprint = Blueprint.of(job.model.build)
     plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
@@ -82,16 +82,22 @@ def assemble(
     state = State(0, 0, data.start())
     meta: dict[str, Any] = {"hooks": []}
 
+    def take_up(found: Found, model: ParallelModel, optimizer: Any) -> None:
+        meta.update(checkpoints.restore(found, model, optimizer, job))
+        state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
+        say(f"resuming after step {found.step} from {directory / 'checkpoints'}")
+
     def restore(model: ParallelModel) -> None:
         assert found is not None
         optimizers.append(job.optimizer.build(model))
-        meta.update(checkpoints.restore(found, model, optimizers[0], job))
-        state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
-        say(f"resuming after step {found.step} from {directory / 'checkpoints'}")
+        take_up(found, model, optimizers[0])
 
     weights = restore if found else initial_weights(job.model, registry) or job.job.seed
     model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
     optimizer = optimizers[0] if optimizers else job.optimizer.build(model)
+    fence = checkpoints.own()
+    if later := checkpoints.later(job.checkpoint.resume):
+        take_up(later, model, optimizer)
     parameters = model.parameter_count()
     say(f"model: {parameters:,} parameters, layout {layout}, {device.type}, transforms: {', '.join(plan.names()) or 'none'}")
 
@@ -107,7 +113,7 @@ def assemble(
         evaluations=evaluations,
         state=state,
         console=console,
-        stop=Stop(job.train.max_steps),
+        stop=Stop(job.train.max_steps, fence=fence),
         parameters=parameters,
         config=resolved.as_json(),
     )

@@ -4,11 +4,14 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from forge_ckpt import resume, saver
+from forge_ckpt.collective import from_rank_0
+from forge_ckpt.fence import Fence
+from forge_ckpt.names import committed
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 from forge_core.protocols.data import Cursor
@@ -33,7 +36,7 @@ def anchors(job: Job) -> dict[str, int]:
     return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoints:
     """Saves and restores one run."""
 
@@ -42,9 +45,33 @@ class Checkpoints:
     config: Mapping[str, Any]
     plugins: Sequence[Mapping[str, str]]
     keep: int
+    present: Sequence[str] = ()
+    fence: Fence | None = None
+
+    def newest(self, policy: Literal["auto", "never", "require"]) -> resume.Found | None:
+        """What a start resumes from: `forge_ckpt.resume.newest`."""
+        self.present = self._committed()
+        return resume.newest(self.store, self.world, policy)
+
+    def own(self) -> Fence:
+        """Takes the store from every older job; collective. Called once this one can go on from what `newest` found."""
+        self.fence = Fence.take(self.store, self.world)
+        return self.fence
+
+    def later(self, policy: Literal["auto", "never", "require"]) -> resume.Found | None:
+        """What `newest` finds now, if an older job has saved since it was called; collective."""
+        return self.newest(policy) if set(self._committed()) - set(self.present) else None
+
+    def _committed(self) -> list[str]:
+        return from_rank_0(self.world, lambda: [entry.name for entry in committed(self.store.list())])
 
     def save(self, run: Run) -> str:
-        """Writes a checkpoint of the current step, durably; all ranks enter."""
+        """Writes a checkpoint of the current step, durably; all ranks enter.
+
+        Raises:
+            Superseded: another job has started in the run's directory; nothing was written.
+            CheckpointError: it could not be written.
+        """
         meta = {
             "tokens": run.state.tokens,
             "cursor": self._cursor_of_all(run.state.cursor),
@@ -55,7 +82,20 @@ class Checkpoints:
             "hooks": [[type(hook).__name__, dict(hook.state())] for hook in run.hooks],
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
-        return saver.save(self.store, pieces(run.model, run.optimizer), meta, run.state.step, self.world, keep=self.keep)
+        assert self.fence is not None, "a run owns its store before it trains"
+        try:
+            return saver.save(
+                self.store,
+                pieces(run.model, run.optimizer),
+                meta,
+                run.state.step,
+                self.world,
+                keep=self.keep,
+                may=self.fence.may_write,
+            )
+        except CheckpointError:
+            self.fence.check()  # a newer job may be why
+            raise
 
     def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
         """One position of those of all ranks, which differ only where each knows its own streams."""

@@ -8,6 +8,7 @@ def fit(run: Run) -> str:
 
     Raises:
         TrainingError: too many steps in a row had a loss or gradient that is not finite.
+        Superseded: another job has started in the run's directory.
     """
     reason = ""
     for hook in run.hooks:
@@ -18,7 +19,7 @@ def fit(run: Run) -> str:
         run.begin_step()
         for hook in run.hooks:
             hook.before_step(run)
-        result = run.step(batches, stop=run.stop.asked)
+        result = run.step(batches, stop=run.stop.wanted())
         for hook in run.hooks:
             hook.before_update(run, result)
         run.update(result)
@@ -26,6 +27,7 @@ def fit(run: Run) -> str:
         run.stop.after(result)
         for hook in run.hooks:
             hook.after_step(run, result)
+    run.stop.check()
     for hook in run.hooks:
         hook.finish(run)
     return reason or "data exhausted"

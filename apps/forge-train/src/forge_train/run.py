@@ -87,6 +87,8 @@ class Run:
         self.optimizer.zero_grad()
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Writes values of the current step to every tracker."""
+        """Writes values of the current step to every tracker, unless a newer job does so in the same directory."""
+        if not self.trackers or self.stop.superseded():
+            return
         for tracker in self.trackers:
             tracker.write(self.state.step, values)

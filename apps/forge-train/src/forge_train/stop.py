@@ -1,16 +1,23 @@
 """Why a run ends. Every rank ends after the same step, because the request travels with the step's reduction."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ForgeError
 
+if TYPE_CHECKING:
+    from forge_ckpt.fence import Fence
+
 FINISHED = "finished"
 STOPPED = "asked to stop"
+
+_LOOK_SECONDS = 5.0
+"""Between two looks for a newer job; each reads a small file."""
 
 
 class TrainingError(ForgeError):
@@ -21,13 +28,36 @@ class TrainingError(ForgeError):
 
 @dataclass
 class Stop:
-    """Watches for the last step, for signals on any rank, and for steps whose numbers are not finite."""
+    """Watches for the last step, for signals on any rank, for steps whose numbers are not finite, and for another job in the
+    run's directory."""
 
     max_steps: int
     patience: int = 10
     asked: bool = False
     agreed: bool = False
     bad: int = 0
+    fence: "Fence | None" = None
+    looked: float = 0.0
+
+    def wanted(self) -> bool:
+        """Whether this rank wants the run to end after the current step."""
+        if not self.asked and time.monotonic() - self.looked > _LOOK_SECONDS:
+            self.asked = self.superseded()
+        return self.asked
+
+    def superseded(self) -> bool:
+        """Looks whether another job has started in the run's directory; on rank 0."""
+        self.looked = time.monotonic()
+        return self.fence is not None and self.fence.lost()
+
+    def check(self) -> None:
+        """Before a run that ends writes its last words; collective.
+
+        Raises:
+            Superseded: another job has started in the run's directory.
+        """
+        if self.fence is not None:
+            self.fence.check()
 
     def after(self, result: Any) -> None:
         """Reads a step's verdicts: the host synchronisation of the step.

@@ -1,4 +1,4 @@
-"""Two refusals that a search for a usable checkpoint tells apart from all others."""
+"""Refusals that somebody tells apart from all others."""
 
 from forge_core.errors import CheckpointError
 
@@ -9,3 +9,9 @@ class Damaged(CheckpointError):
 
 class NewerFormat(CheckpointError):
     """Written by a later version: sound, but not ours to read, skip or move."""
+
+
+class Superseded(CheckpointError):
+    """Another job writes here now; nothing is to be started again."""
+
+    exit_code = 4

@@ -6,6 +6,7 @@ step-00000100-g2      the same step saved again: the highest number counts
 .removed-*            a tombstone; never loadable, swept by the next save
 damaged-*             failed verification; kept for a person to look at
 superseded-step-*     a later step of a history that a run left by going back; kept likewise
+owner                 the mark of the job that writes here
 latest                one line naming the checkpoint committed last; for people and tools, a resume does not trust it
 """
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+OWNER = "owner"
 SAVING = ".saving-"
 REMOVED = ".removed-"
 DAMAGED = "damaged-"

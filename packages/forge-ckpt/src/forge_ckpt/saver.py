@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,16 @@ _VISIBLE_SECONDS = 60.0
 """How long rank 0 waits for a file of another node to appear (network file systems cache listings)."""
 
 
-def save(store: Store, pieces: Iterable[Piece], meta: Mapping[str, Any], step: int, world: World, *, keep: int = 0) -> str:
+def save(
+    store: Store,
+    pieces: Iterable[Piece],
+    meta: Mapping[str, Any],
+    step: int,
+    world: World,
+    *,
+    keep: int = 0,
+    may: Callable[[], None] | None = None,
+) -> str:
     """Writes a checkpoint; collective. Returns its directory name on every rank when it is durable.
 
     Args:
@@ -39,6 +48,7 @@ def save(store: Store, pieces: Iterable[Piece], meta: Mapping[str, Any], step: i
         meta: JSON kept beside the tensors (configuration, cursor, counters, ...); rank 0's counts.
         step: the optimizer step; saving a step again puts a new generation in place of the old.
         keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
+        may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
 
     Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
 
@@ -64,7 +74,7 @@ def save(store: Store, pieces: Iterable[Piece], meta: Mapping[str, Any], step: i
 
     needed = sum(found["bytes"] for found in intents)
     refusal = partial(_refusal, step, store)
-    opening = from_rank_0(world, lambda: _open(store, step, needed), lambda cause: refusal(0, cause, needed))
+    opening = from_rank_0(world, lambda: _open(store, step, needed, may), lambda cause: refusal(0, cause, needed))
     temporary = opening["temporary"]
 
     reply = b""
@@ -86,6 +96,8 @@ def save(store: Store, pieces: Iterable[Piece], meta: Mapping[str, Any], step: i
             manifest = join(unpack([found[1:] for found in replies]), step=step, generation=opening["generation"], meta=meta)
             _await_files(store, temporary, manifest.files)
             store.write(f"{temporary}/{MANIFEST}", [encode(manifest)])
+            if may is not None:
+                may()
             return _commit(store, temporary, step)
         except Exception:
             _discard(store, temporary)
@@ -99,8 +111,10 @@ def save(store: Store, pieces: Iterable[Piece], meta: Mapping[str, Any], step: i
     return name
 
 
-def _open(store: Store, step: int, needed: int) -> dict[str, str]:
+def _open(store: Store, step: int, needed: int, may: Callable[[], None] | None) -> dict[str, str]:
     """Rank 0, before anybody writes: removes left-overs, looks for space, names the temporary directory."""
+    if may is not None:
+        may()
     sweep(store)
     free = store.free()
     if free is not None and needed > free:

@@ -1,0 +1,96 @@
+"""One job at a time writes to a store: the newest one.
+
+A job that starts puts its mark into the file `owner`. An older one that still runs, as when a scheduler starts a job again
+before its end, or somebody starts it twice, then finds another mark than its own and writes nothing more. There is no lock that a
+dead job could leave behind, or that a file system would have to support.
+
+The last look comes right before the rename that commits. A checkpoint that is committed in the moment between is whole; the newer
+job sets it aside when it saves.
+"""
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from forge_ckpt.collective import from_rank_0
+from forge_ckpt.errors import Superseded
+from forge_ckpt.names import OWNER, SAVING
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import Store, World
+
+
+@dataclass(frozen=True)
+class Fence:
+    """This job's mark in a store; made by `take`."""
+
+    store: Store
+    world: World
+    mark: str
+
+    @classmethod
+    def take(cls, store: Store, world: World) -> "Fence":
+        """Makes this job the owner of `store`; collective.
+
+        Raises:
+            CheckpointError: the mark cannot be written.
+        """
+
+        def write() -> str:
+            mark = secrets.token_hex(16)
+            pending = f"{SAVING}{OWNER}-{mark}"
+            facts = {"mark": mark, "host": socket.gethostname(), "process": os.getpid()}
+            store.write(pending, [json.dumps(facts).encode() + b"\n"])
+            store.rename(pending, OWNER)
+            return mark
+
+        return cls(store, world, from_rank_0(world, write))
+
+    def check(self) -> None:
+        """Collective.
+
+        Raises:
+            Superseded: on every rank, when another job has taken the store.
+            CheckpointError: on every rank, when the mark cannot be read.
+        """
+        if found := from_rank_0(self.world, self.other):
+            raise Superseded(found)
+
+    def lost(self) -> bool:
+        """Whether another job has taken the store; rank 0 looks, not collective. False while nobody can tell."""
+        try:
+            return self.world.rank == 0 and bool(self.other())
+        except Exception:  # noqa: BLE001 (a store is a plugin and may raise anything; a save will say what is wrong)
+            return False
+
+    def may_write(self) -> None:
+        """On one rank, not collective: what `saver.save` asks before it changes anything.
+
+        Raises:
+            Superseded: another job has taken the store.
+        """
+        if found := self.other():
+            raise Superseded(found)
+
+    def other(self) -> str:
+        """Says who has taken the store; empty while this job has it. On one rank, not collective."""
+        try:
+            found = _facts(self.store.read(OWNER))
+        except FileNotFoundError:
+            return "the run's checkpoints were removed while it ran, as --fresh of another job does; this one has stopped writing"
+        if found["mark"] == self.mark:
+            return ""
+        return (
+            f"another job, process {found['process']} on {found['host']}, has started in the run's directory since; this "
+            "one has stopped writing, and what it trained since its last checkpoint is lost. For both, give one another job.name"
+        )
+
+
+def _facts(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+        return {key: found[key] for key in ("mark", "process", "host")}
+    except (ValueError, TypeError, KeyError) as cause:
+        raise CheckpointError(f"the file {OWNER} among the checkpoints is not what was written there: {cause}") from cause
