@@ -232,6 +232,25 @@ def end_once(marker: str, rank: int, signal_: int) -> int:
     return 5
 
 
+def break_heap_once(marker: str, words: str) -> int:
+    if dist.get_rank() == 1 and not Path(marker).exists():
+        Path(marker).touch()
+        os.write(2, f"{words}\n".encode())
+        os.abort()
+    dist.barrier()
+    return 5
+
+
+def test_a_broken_heap_is_repeated_like_a_segmentation_fault(world, tmp_path):
+    with pytest.warns(UserWarning, match=r"(?s)repeated: .*rank 1 died: killed by SIGABRT.*unaligned tcache"):
+        assert world.run(break_heap_once, 2, str(tmp_path / "marker"), "malloc(): unaligned tcache chunk detected") == [5, 5]
+
+
+def test_another_abort_is_not_repeated(world, tmp_path):
+    with pytest.raises(WorldFailed, match="killed by SIGABRT"):
+        world.run(break_heap_once, 2, str(tmp_path / "marker"), "terminate called without an active exception")
+
+
 def test_a_segmentation_fault_that_does_not_come_again_is_a_warning_with_its_story(world, tmp_path):
     with pytest.warns(UserWarning, match=r"(?s)repeated: end_once on 2 ranks: rank 1 died: killed by SIGSEGV.*rank 1 =.*_once"):
         assert world.run(end_once, 2, str(tmp_path / "marker"), 1, signal.SIGSEGV) == [5, 5]
