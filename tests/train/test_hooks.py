@@ -17,6 +17,7 @@ from forge_train.checks import evaluate_has_sets
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
 from forge_train.hooks.progress import clock, count
+from forge_train.stop import Stop
 
 TOKENS = 512
 
@@ -68,6 +69,7 @@ class ScriptedRun:
             checkpoint=SimpleNamespace(every=self.every),
         )
         self.step = self
+        self.stop = Stop(self.total)
 
     def log(self, values: dict[str, float]) -> None:
         self.logged.append((self.state.step, dict(values)))
@@ -144,6 +146,16 @@ def test_pause_counts_through_an_exception() -> None:
         sleep(0.01)
         raise KeyError
     assert paused(run) >= 0.01
+
+
+@pytest.mark.parametrize(("last", "evaluated"), [(5, [3]), (7, [3, 6, 7])], ids=["before the end", "at the last step"])
+def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate(last: int, evaluated: list[int]) -> None:
+    """It may have seconds, an evaluation may take minutes, and the run that resumes evaluates what is due."""
+    run = ScriptedRun(total=7, every=0, evaluations={"a": Held([(2.0, 1)])})
+    run.stop.agreed = True
+    run.go(Evaluate(every=3).build(run), Save().build(run), stop=last)
+    assert [step for step, _ in run.logged] == evaluated
+    assert run.saved == [last]
 
 
 def test_evaluate_every_and_at_the_end_once() -> None:

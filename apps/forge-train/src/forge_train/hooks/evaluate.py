@@ -19,6 +19,8 @@ class EvaluateHook(Periodic):
     the result does not depend on how many ranks there are.
     """
 
+    leisurely = True
+
     def __init__(self, config: "Evaluate", run: Any) -> None:
         super().__init__(config.every)
         self.at_start = config.at_start

@@ -20,6 +20,8 @@ class SampleHook(Periodic):
     The newest samples stand in `samples.json` of the run's directory, where the report finds them.
     """
 
+    leisurely = True
+
     def __init__(self, config: "Sample", run: Any) -> None:
         if run.data.tokenizer is None:
             raise ForgeError("the hook 'sample' needs to read and write text: add [data.tokenizer], or leave the hook out")
