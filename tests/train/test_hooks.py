@@ -16,7 +16,11 @@ from forge_core.layout import Layout
 from forge_train.checks import evaluate_has_sets
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
+from forge_train.hooks.evaluate import EvaluateHook
 from forge_train.hooks.progress import clock, count
+from forge_train.hooks.replicas import ReplicasHook
+from forge_train.hooks.sample import SampleHook
+from forge_train.hooks.save import SaveHook
 from forge_train.stop import Stop
 
 TOKENS = 512
@@ -156,6 +160,11 @@ def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate(last: int, eval
     run.go(Evaluate(every=3).build(run), Save().build(run), stop=last)
     assert [step for step, _ in run.logged] == evaluated
     assert run.saved == [last]
+
+
+def test_samples_wait_for_the_run_that_resumes_too() -> None:
+    assert EvaluateHook.leisurely and SampleHook.leisurely
+    assert not (SaveHook.leisurely or ReplicasHook.leisurely), "what has drifted must not be saved"
 
 
 def test_evaluate_every_and_at_the_end_once() -> None:

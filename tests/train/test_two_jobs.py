@@ -84,6 +84,14 @@ def test_a_job_that_looks_ends_after_a_step_and_writes_no_last_words(tmp_path: P
     assert not (tmp_path / "shared" / "metrics.jsonl").exists()
 
 
+def test_a_job_without_saves_ends_too(tmp_path: Path) -> None:
+    here = f"--job.dir={tmp_path / 'shared'}"
+    older, _ = prepared(recipe(tmp_path), [here, "--hooks=[{name='log', every=1}]"])
+    prepared(recipe(tmp_path), [here])
+    with pytest.raises(Superseded):
+        fit(older)
+
+
 def _superseded(folder: Path) -> tuple[int, str]:
     """Ranks of one job, of which rank 0 alone sees the newer one."""
     older, _ = prepared(recipe(folder), [f"--job.dir={folder / 'shared'}"])
