@@ -1,21 +1,26 @@
 """Training tokens per second of Forge's decoder, eager and compiled, against the same model in transformers under accelerate.
 
-    python benchmarks/models/train.py [--shapes small-4k,small-32k,20m,125m] [--compute fp32,bf16] [--rounds 7]
+    python benchmarks/models/train.py [--shapes small-4k,small-32k,20m,125m,wide-20m] [--compute fp32,bf16] [--rounds 7]
 
-Every side has fp32 masters, fused AdamW and clipping, the same tokens, and SDPA attention. Rounds alternate between the sides; a
-figure is the ratio of step times round by round, so drift of the machine cancels. Peak memory is that of a process of its own
-with one side. Needs `transformers` and `accelerate`.
+`20m` and `125m` are the presets of these names, at their sequence length. Every side begins with the same weights and tokens, which
+its first loss shows, and has fp32 masters, fused AdamW, clipping and SDPA attention. Each side is a process of its own; steps
+alternate between them, and a figure is the ratio of step times round by round, so drift of the machine cancels. Peak memory is that
+of the process. Needs `transformers` and `accelerate`.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 
@@ -23,52 +28,61 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
+from forge_models.hf.families.llama import LLAMA
+from forge_models.hf.family import config_of
+from forge_models.hf.names import places_in
 from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile
+from forge_parallel.model import ParallelModel
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
+from forge_train import presets
 
-SIDES = ("forge", "forge-compiled", "transformers")
+SIDES = ("transformers", "forge", "forge-compiled")
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
 class Shape:
-    dim: int
-    layers: int
-    heads: int
-    ffn: int
-    vocab: int
+    decoder: Decoder
     rows: int
-    length: int
 
     def batch(self) -> Batch:
-        tokens = torch.randint(self.vocab, (self.rows, self.length + 1), generator=torch.Generator().manual_seed(1))
+        size = (self.rows, self.decoder.max_length + 1)
+        tokens = torch.randint(self.decoder.vocab_size, size, generator=torch.Generator().manual_seed(1))
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-SHAPES = {
-    "small-4k": Shape(256, 4, 4, 768, 4096, 8, 256),
-    "small-32k": Shape(256, 4, 4, 768, 32000, 8, 256),
-    "20m": Shape(384, 8, 6, 1024, 8192, 4, 512),
-    "125m": Shape(768, 12, 12, 2048, 32000, 1, 512),
+def preset(name: str, rows: int) -> Shape:
+    model: dict[str, Any] = tomllib.loads(getattr(presets, name).read_text())["model"]
+    assert model.pop("name") == "decoder"
+    return Shape(Decoder(**model), rows)
+
+
+def small(vocab: int) -> Shape:
+    return Shape(Decoder(dim=256, layers=4, heads=4, ffn_dim=768, vocab_size=vocab, max_length=256), 8)
+
+
+SHAPES: dict[str, Callable[[], Shape]] = {
+    "small-4k": lambda: small(4096),
+    "small-32k": lambda: small(32000),
+    "20m": lambda: preset("20m", 2),
+    "125m": lambda: preset("125m", 1),
+    "wide-20m": lambda: Shape(Decoder(dim=384, layers=8, heads=6, ffn_dim=1024, vocab_size=8192, max_length=512), 4),
 }
 
 
-def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
-    component = Decoder(
-        dim=shape.dim,
-        layers=shape.layers,
-        heads=shape.heads,
-        ffn_dim=shape.ffn,
-        vocab_size=shape.vocab,
-        max_length=shape.length,
-    )
-    layout, data = Layout(), shape.batch()
+def realized(shape: Shape, compute: str, compiled: bool = False) -> ParallelModel:
+    layout = Layout()
     plan = Plan.of([Compile().build()] if compiled else [], layout)
-    model = realize(Blueprint.of(component.build), plan, Topology(layout, torch.device("cpu")), 0, compute)
+    return realize(Blueprint.of(shape.decoder.build), plan, Topology(layout, torch.device("cpu")), 0, compute)
+
+
+def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
+    model, data = realized(shape, compute, compiled), shape.batch()
     step, optimizer = Step(model, CrossEntropy().build()), AdamW().build(model)
 
     def one() -> float:
@@ -83,30 +97,24 @@ def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
 
 def rival(shape: Shape, compute: str) -> Callable[[], float]:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=shape.dim,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        intermediate_size=shape.ffn,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.length,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    AcceleratorState._reset_state(True)  # it remembers the precision of the first one made in a process
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if compute == "bf16" else "no")
-    model = LlamaForCausalLM(config)
+    settings = config_of(LLAMA, shape.decoder) | {"use_cache": False, "attn_implementation": "sdpa"}
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    places = places_in(LLAMA, shape.decoder)
+    ours = {name: tensor.detach() for name, tensor in realized(shape, "fp32").part.named_parameters()}
+    theirs = {other: tensor for name, place in places.items() for other, tensor in place.split(ours[name]).items()}
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head is the embedding
+    del ours, theirs
+    RESET.write_text("5")  # the peak shall be of training alone
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     model, optimizer = accelerator.prepare(model, adamw)
     data = shape.batch()
 
     def one() -> float:
-        loss = model(input_ids=data.tokens, labels=data.tokens).loss
+        loss = model(input_ids=data.tokens, labels=data.labels, shift_labels=data.labels).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -116,68 +124,85 @@ def rival(shape: Shape, compute: str) -> Callable[[], float]:
     return one
 
 
-def made(side: str, shape: Shape, compute: str) -> Callable[[], float]:
-    return rival(shape, compute) if side == "transformers" else forge(shape, compute, side == "forge-compiled")
-
-
-def timed(one: Callable[[], float]) -> float:
-    start = time.perf_counter()
+def work(name: str, compute: str, side: str, threads: int) -> None:
+    """A side's process: prints its first loss, then for each line that comes the seconds of a step, then its peak memory in MiB."""
+    torch.set_num_threads(threads)
+    shape = SHAPES[name]()
+    one = rival(shape, compute) if side == "transformers" else forge(shape, compute, side == "forge-compiled")
+    loss = one()
     one()
-    return time.perf_counter() - start
-
-
-def compare(name: str, compute: str, rounds: int) -> None:
-    shape = SHAPES[name]
-    sides = {side: made(side, shape, compute) for side in SIDES}
-    for one in sides.values():
+    print(loss, flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
         one()
-        one()
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
-    for number in range(rounds):
-        order = list(SIDES) if number % 2 else list(reversed(SIDES))
-        for side in order:
-            times[side].append(timed(sides[side]))
-    tokens = shape.rows * shape.length
-    for side in SIDES:
-        ratios = sorted(theirs / ours for ours, theirs in zip(times[side], times["transformers"], strict=True))
-        quarter = len(ratios) // 4
-        rate = tokens / statistics.median(times[side])
-        spread = f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}"
-        memory = peak(name, compute, side)
-        ratio = f"{statistics.median(ratios):5.2f} x ({spread})"
-        print(f"{name:10} {compute} {side:15} {rate:8,.0f} tokens/s   {ratio}   {memory:6.0f} MiB")
-    sys.stdout.flush()
+        print(time.perf_counter() - start, flush=True)
+    status = STATUS.read_text()  # getrusage would report the parent's peak, which survives exec
+    print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
 
 
-def peak(name: str, compute: str, side: str) -> float:
-    """Peak resident memory of three steps in a fresh process, MiB."""
-    command = [sys.executable, __file__, "--alone", json.dumps([name, compute, side, torch.get_num_threads()])]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+class Side:
+    """A side's process, seen from the one that compares."""
+
+    def __init__(self, name: str, compute: str, side: str, threads: int, stack: ExitStack) -> None:
+        command = [sys.executable, __file__, "--worker", json.dumps([name, compute, side, threads])]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = stack.enter_context(process)
+        assert process.stdin is not None and process.stdout is not None
+        self._asks: IO[str] = process.stdin
+        self._answers: IO[str] = process.stdout
+        self.loss = self._number()
+        self.times: list[float] = []
+
+    def step(self) -> None:
+        print(file=self._asks, flush=True)
+        self.times.append(self._number())
+
+    def peak(self) -> float:
+        self._asks.close()
+        return self._number()
+
+    def _number(self) -> float:
+        line = self._answers.readline()
+        if not line:
+            raise SystemExit("a side ended; its error stands above")
+        return float(line)
+
+
+def compare(name: str, compute: str, rounds: int, threads: int) -> None:
+    shape = SHAPES[name]()
+    with ExitStack() as stack:
+        sides = {side: Side(name, compute, side, threads, stack) for side in SIDES}
+        first = sides["transformers"]
+        for label, side in sides.items():
+            if not math.isclose(side.loss, first.loss, rel_tol=1e-5 if compute == "fp32" else 1e-3):
+                raise SystemExit(f"{name} {compute}: the first loss of {label} is {side.loss}, of transformers {first.loss}")
+        for number in range(rounds):
+            for label in SIDES if number % 2 else reversed(SIDES):
+                sides[label].step()
+        for label, side in sides.items():
+            ratios = sorted(theirs / ours for ours, theirs in zip(side.times, first.times, strict=True))
+            quarter = len(ratios) // 4
+            rate = shape.rows * shape.decoder.max_length / statistics.median(side.times)
+            ratio = f"{statistics.median(ratios):5.2f} x ({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f})"
+            print(f"{name:10} {compute} {label:15} {rate:8,.0f} tokens/s   {ratio}   {side.peak():6.0f} MiB", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="small-4k,small-32k,20m")
+    parser.add_argument("--shapes", default="small-4k,small-32k,20m,125m")
     parser.add_argument("--compute", default="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.alone:
-        name, compute, side, threads = json.loads(arguments.alone)
-        torch.set_num_threads(threads)
-        one = made(side, SHAPES[name], compute)
-        for _ in range(3):
-            one()
-        status = Path("/proc/self/status").read_text()  # getrusage would report the parent's peak, which survives exec
-        print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+    if arguments.worker:
+        work(*json.loads(arguments.worker))
         return
-    torch.set_num_threads(arguments.threads)
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds")
     print("x: transformers' step time over this side's, round by round (quartiles)")
     for name in arguments.shapes.split(","):
         for compute in arguments.compute.split(","):
-            compare(name, compute, arguments.rounds)
+            compare(name, compute, arguments.rounds, arguments.threads)
 
 
 if __name__ == "__main__":

@@ -183,6 +183,16 @@ def test_rows_of_a_chunk_follow_its_bytes(monkeypatch, dtype, chunks):
     assert seen.products == chunks
 
 
+@pytest.mark.parametrize(("dim", "chunks"), [(6, 4), (512, 4), (1024, 2), (2048, 1)])
+def test_rows_of_a_chunk_follow_the_width_too(monkeypatch, dim, chunks):
+    """Half as many as the projection is wide, so that a chunk's logits are half its size; 256 at least."""
+    monkeypatch.setattr(chunking, "CHUNK", 0)
+    hidden, weight, labels = problem(rows=1024, dim=dim, dtype=torch.float32)
+    with torch.no_grad(), Allocations() as seen:
+        ChunkedCrossEntropy()(hidden, weight, labels, 0.0, None)
+    assert seen.products == chunks
+
+
 def test_no_rows_give_zero():
     hidden, weight, labels = problem()
     found = gradients(HEAD, hidden[:0], weight, labels[:0], 0.1)

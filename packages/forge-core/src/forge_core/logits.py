@@ -1,18 +1,19 @@
 """How much of the logits exists at a time, for every loss head that takes rows in chunks. Integers only."""
 
 CHUNK = 2**25
-"""Bytes of one chunk's logits on a rank at most, in the dtype of the products, unless that is fewer than 256 rows."""
+"""Bytes of logits, in the dtype of the products, that a chunk may hold whatever the size of the projection."""
 
 BLOCK = 2**20
 """Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""
 
 
-def chunk_rows(vocab: int, itemsize: int) -> int:
-    """Rows of a chunk whose logits have `vocab` elements of `itemsize` bytes.
+def chunk_rows(vocab: int, dim: int, itemsize: int) -> int:
+    """Rows of a chunk of hidden states (rows, dim) whose logits have `vocab` elements of `itemsize` bytes.
 
-    256 rows keep the products with the projection bound by arithmetic, not by reading it once per chunk.
+    Each chunk reads the projection (vocab, dim) and adds to the sum of its gradient, so rows are what amortises that traffic:
+    half as many as `dim`, which makes a chunk's logits half the size of the projection, and 256 at least.
     """
-    return 512 if 512 * vocab * itemsize <= CHUNK else 256
+    return max(512 if 512 * vocab * itemsize <= CHUNK else 256, dim // 2)
 
 
 def block_rows(rows: int, width: int, device: str) -> int:

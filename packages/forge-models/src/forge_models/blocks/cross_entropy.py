@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
 from forge_core.logits import block_rows, chunk_rows
+from forge_models.blocks.projection import project
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ChunkedCrossEntropy:
             z_loss: weight of the squared log partition function.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
         """
-        rows = self.rows or chunk_rows(weight.shape[0], hidden.element_size())
+        rows = self.rows or chunk_rows(*weight.shape, hidden.element_size())
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, rows)
         losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))
@@ -100,7 +101,7 @@ def _chunked(
     scratch = None if hidden.dtype == wide else torch.empty(size, vocab, dtype=wide, device=hidden.device)
     for start in range(0, count, rows):
         x = hidden[start : start + rows]
-        products = torch.mm(x, weight.T, out=buffer[: x.shape[0]])
+        products = project(x, weight, buffer[: x.shape[0]])
         for at in range(start, start + len(x), size):
             part = products[at - start : at - start + size]
             here = slice(at, at + len(part))

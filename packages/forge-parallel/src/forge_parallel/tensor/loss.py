@@ -83,7 +83,7 @@ def _chunked(
     hidden_grad = torch.empty_like(hidden) if gradients else None
     weight_grad = torch.zeros_like(weight, dtype=wide) if gradients else None
     # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
-    rows = max(1, min(chunk_rows(share, hidden.element_size()), count))
+    rows = max(1, min(chunk_rows(share, hidden.shape[1], hidden.element_size()), count))
     size = block_rows(rows, share, device.type)
     buffer = torch.empty(rows, share, dtype=hidden.dtype, device=device)
     scratch = torch.empty(size, share, dtype=wide, device=device)

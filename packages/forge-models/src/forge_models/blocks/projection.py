@@ -1,0 +1,27 @@
+"""Logits of some rows, written to memory that is there already."""
+
+import torch
+from torch import Tensor
+
+TILE = 4096
+"""Entries of the vocabulary at a time: what oneDNN returns is new memory, and small enough to come from the heap."""
+
+LEAST = 2**19
+"""Elements of a weight from which oneDNN gains."""
+
+
+def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """hidden (rows, embed) @ weight.T (embed, vocab), in `out`.
+
+    In fp32 on a CPU it is by oneDNN, tile by tile, in two thirds of the time of MKL, which torch calls (`benchmarks/LOG.md`).
+    """
+    if weight.numel() < LEAST or not _replaces_mkl(hidden):
+        return torch.mm(hidden, weight.T, out=out)
+    for part, rows in zip(out.split(TILE, dim=1), weight.split(TILE), strict=True):
+        part.copy_(torch.ops.mkldnn._linear_pointwise(hidden, rows, None, "none", [], ""))
+    return out
+
+
+def _replaces_mkl(hidden: Tensor) -> bool:
+    fp32 = hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    return fp32 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
