@@ -2,10 +2,10 @@
 
     python benchmarks/models/train.py [--shapes small-4k,small-32k,20m,125m,wide-20m] [--compute fp32,bf16] [--rounds 7]
 
-`20m` and `125m` are the presets of these names, at their sequence length. Every side begins with the same weights and tokens, which
-its first loss shows, and has fp32 masters, fused AdamW, clipping and SDPA attention. Each side is a process of its own; steps
-alternate between them, and a figure is the ratio of step times round by round, so drift of the machine cancels. Peak memory is that
-of the process. Needs `transformers` and `accelerate`.
+`20m` and `125m` are the presets of these names, at their sequence length. Every side begins with the same weights and tokens,
+which its first loss shows, and has fp32 masters, fused AdamW, clipping and SDPA attention. Each side is a process of its own;
+steps alternate between them, and a figure is the ratio of step times round by round, so drift of the machine cancels. Peak memory
+is that of the process. Needs `transformers` and `accelerate`.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def rival(shape: Shape, compute: str) -> Callable[[], float]:
 
 
 def work(name: str, compute: str, side: str, threads: int) -> None:
-    """A side's process: prints its first loss, then for each line that comes the seconds of a step, then its peak memory in MiB."""
+    """A side's process: prints its first loss, for each line that comes the seconds of a step, at last its peak memory in MiB."""
     torch.set_num_threads(threads)
     shape = SHAPES[name]()
     one = rival(shape, compute) if side == "transformers" else forge(shape, compute, side == "forge-compiled")

@@ -36,7 +36,8 @@ class ChunkedCrossEntropy:
             z_loss: weight of the squared log partition function.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
         """
-        rows = self.rows or chunk_rows(*weight.shape, hidden.element_size())
+        vocab, dim = weight.shape
+        rows = self.rows or chunk_rows(vocab, dim, hidden.element_size())
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, rows)
         losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))

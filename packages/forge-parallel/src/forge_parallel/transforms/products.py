@@ -1,7 +1,7 @@
 """fp32 matrix products of compiled graphs on a CPU, by oneDNN instead of the BLAS that torch otherwise calls.
 
-torch gives bf16 products to oneDNN and fp32 ones to MKL, which reaches 60 to 85 % of the rate of oneDNN for large ones on processors
-that are not Intel's (`benchmarks/LOG.md`). The compiler itself calls the same operator for the products of inference.
+torch gives bf16 products to oneDNN and fp32 ones to MKL, which reaches 60 to 85 % of the rate of oneDNN for large ones on
+processors that are not Intel's (`benchmarks/LOG.md`). The compiler itself calls the same operator for the products of inference.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class ByOneDNN(CustomGraphPass):
             if gains(*(factor.meta["val"] for factor in node.args)):
                 node.target = torch.ops.forge_parallel.product.default
 
-    def uuid(self) -> str:
+    def uuid(self) -> bytes:
         """Key of compiled graphs in the compiler's cache."""
         return get_hash_for_files((__file__,))
 
