@@ -7,6 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from forge_core.batch import Batch
+from forge_core.layout import Layout
+from forge_core.protocols.model import Transform
+from forge_models.components.decoder import Decoder
+from forge_models.components.objectives import CrossEntropy
+from forge_parallel.components.transforms import Compile
+from forge_parallel.plan import Plan
+from forge_parallel.realization import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
 from forge_parallel.transforms import products
 
 CPU = torch.device("cpu")
@@ -66,6 +76,31 @@ def test_other_precisions_keep_every_bit(dtype: torch.dtype) -> None:
     assert with_it[1] == without[1] == 0
     for one, other in zip(without[0], with_it[0], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not HERE, reason="a torch without MKL or oneDNN")
+@QUIET
+def test_a_compiled_model_is_as_exact_as_an_eager_one() -> None:
+    """Loss and every gradient of a block wide enough for oneDNN, against fp64; what `compile` asks for reaches the graphs."""
+    tokens = torch.randint(64, (2, 65), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    decoder = Decoder(dim=768, layers=1, heads=12, ffn_dim=1536, vocab_size=64, max_length=64)
+
+    def trained(compute: str, *transforms: Transform) -> tuple[float, int, dict[str, Tensor]]:
+        topology = Topology(Layout(), CPU)
+        model = realize(Blueprint.of(decoder.build), Plan.of(transforms, topology.layout), topology, 0, compute)
+        step = Step(model, CrossEntropy().build())
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            loss = step([batch]).numbers()["loss"]
+        count = sum(event.count for event in seen.key_averages() if event.key == "mkldnn::_linear_pointwise")
+        return loss, count, {name: parameter.grad.double() for name, parameter, _ in model.trainable()}  # type: ignore[union-attr]
+
+    exact, eager, compiled = trained("fp64"), trained("fp32"), trained("fp32", Compile().build())
+    assert eager[1] == 0 and compiled[1] == 14 + 3, "forward and input of 7 matrices, and the gradients of the 3 of the mlp"
+    assert compiled[0] == pytest.approx(exact[0], rel=1e-6)
+    for name, expected in exact[2].items():
+        wrong, usual = (float((run[2][name] - expected).norm() / expected.norm()) for run in (compiled, eager))
+        assert wrong < 2 * usual, f"{name}: rounding of {wrong}, eager {usual}"
 
 
 def test_equal_options_share_graphs() -> None:
