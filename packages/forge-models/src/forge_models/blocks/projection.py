@@ -14,6 +14,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """hidden (rows, embed) @ weight.T (embed, vocab), in `out`.
 
     In fp32 on a CPU it is by oneDNN, tile by tile, in two thirds of the time of MKL, which torch calls (`benchmarks/LOG.md`).
+    torch's FlopCounterMode counts 0 for it; `forge_models.flops` counts by the model's shape.
     """
     if weight.numel() < LEAST or not _replaces_mkl(hidden):
         return torch.mm(hidden, weight.T, out=out)

@@ -3,6 +3,7 @@
 torch gives bf16 products to oneDNN and fp32 ones to MKL, which reaches 60 to 85 % of the rate of oneDNN for large ones on
 processors that are not Intel's (`benchmarks/LOG.md`). The compiler itself calls the same operator for the products of inference.
 Its sums over 768 terms round to 1.1e-6 of a gradient's norm where MKL's round to 0.75e-6.
+torch's FlopCounterMode counts 0 for them.
 """
 
 from dataclasses import dataclass
