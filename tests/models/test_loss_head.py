@@ -99,12 +99,42 @@ def test_a_label_outside_of_the_vocabulary_is_an_error():
             HEAD(hidden, weight, labels, 0.0, None)
 
 
-def test_graph_can_be_used_twice():
-    hidden, weight, labels = problem()
-    total, _, _ = HEAD(hidden, weight, labels, 0.0, None)
-    first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
-    second = torch.autograd.grad(total, (hidden, weight))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [4, 11])
+def test_graph_can_be_used_as_often_as_it_is_kept(rows, dtype):
+    hidden, weight, labels = problem(dtype=dtype)
+    total, _, _ = ChunkedCrossEntropy(rows)(hidden, weight, labels, 0.0, None)
+    first = torch.autograd.grad(2 * total, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    third = torch.autograd.grad(2 * total, (hidden, weight))
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, c) and torch.equal(a, 2 * b) and a.count_nonzero()
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, (hidden, weight))
+
+
+class Places(TorchDispatchMode):
+    """Where the tensors of one size lie that operators returned."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.seen = shape, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {value.data_ptr() for value in tree_leaves(out) if getattr(value, "shape", None) == self.shape}
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 4), (torch.float64, 4), (torch.bfloat16, 11)], ids=str)
+def test_the_last_backward_makes_no_second_gradient_of_the_projection(monkeypatch, dtype, rows):
+    monkeypatch.setattr(chunking, "BLOCK", 3 * 23)
+    hidden, weight, labels = problem(dtype=dtype)
+    with Places(weight.shape) as forward:
+        total, _, _ = ChunkedCrossEntropy(rows)(hidden, weight, labels, 0.0, None)
+    with Places(weight.shape) as backward:
+        (0.3 * total).backward()
+    assert len(forward.seen) == 1 and backward.seen <= forward.seen and weight.grad.data_ptr() in forward.seen
 
 
 def test_frozen_sides_get_no_gradient():

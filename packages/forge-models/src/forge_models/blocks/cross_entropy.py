@@ -69,10 +69,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total` * `scale` in the dtype of `scale`, a part at a time: nothing of the whole size is made but the result."""
+    """`total` * `scale` in `dtype`, worked out in that of `scale`; in place of `total` where this backward is its graph's last.
+
+    Nothing else of the whole size is made: the gradient of the projection is the largest of a model.
+    """
+    last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    found = total if last and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     if total.dtype == scale.dtype == dtype:
-        return total * scale
-    found = torch.empty_like(total, dtype=dtype)
+        return torch.mul(total, scale, out=found)
     size = block_rows(len(total), total.shape[1], total.device.type)
     for part, out in zip(total.split(size), found.split(size), strict=True):
         out.copy_(part.to(scale.dtype) * scale)
@@ -156,24 +160,24 @@ class _WeightGradient:
     """Sum over chunks of gradient.T @ x, kept in `wide` whatever the dtype of the products; that of one chunk is the product."""
 
     def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
-        self._weight, self._wide = weight, wide
+        self._wide = wide
+        self._product = torch.empty_like(weight)
         self._total: Tensor | None = None
-        self._product: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
         """(vocab, embed)."""
-        return torch.zeros_like(self._weight) if self._total is None else self._total
+        return self._product.zero_() if self._total is None else self._total
 
     def add(self, gradient: Tensor, x: Tensor) -> None:
         if self._total is None:
-            self._total = torch.mm(gradient.T, x)
+            self._total = torch.mm(gradient.T, x, out=self._product)
             return
         if x.dtype == self._wide:
             torch.addmm(self._total, gradient.T, x, out=self._total)
             return
-        if self._product is None:
-            self._product, self._total = torch.empty_like(self._total), self._total.to(self._wide)
+        if self._total is self._product:
+            self._total = self._product.to(self._wide)
         torch.mm(gradient.T, x, out=self._product)
         # A CPU adds tensors of two dtypes by way of a whole copy in the wider one; so a part at a time.
         size = block_rows(len(self._total), x.shape[1], x.device.type)
