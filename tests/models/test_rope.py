@@ -127,6 +127,29 @@ def test_a_part_of_the_head_turns():
     torch.testing.assert_close(out[..., :4], torch.cat((expected.real, expected.imag), -1))
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["same positions", "positions of each row"])
+@pytest.mark.parametrize("width", [16, 8], ids=["whole head", "half of it"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_heads_keep_the_order_of_projections_in_memory(width, rows, compiled):
+    """Turned heads, what attention makes of them and the gradient lie as (B, T, heads, ...): flattened without a copy.
+    Compiled ones are the eager ones."""
+    torch.manual_seed(0)
+    projected = torch.randn(2, 9, 3, 16, requires_grad=True)
+    positions = torch.randint(50, (2, 9)) if rows else torch.arange(9)
+    turn = Rotary(width, Rope())(positions)
+
+    def turned(x, turn):
+        return rotate(x.transpose(1, 2), turn)
+
+    run = torch.compile(turned, backend="aot_eager", fullgraph=True) if compiled else turned
+    out = run(projected, turn)
+    attended = torch.nn.functional.scaled_dot_product_attention(out, out, out, is_causal=True)
+    (gradient,) = torch.autograd.grad(out, projected, torch.ones(2, 9, 3, 16).transpose(1, 2))
+    assert all(heads.transpose(1, 2).is_contiguous() for heads in (out, attended)) and gradient.is_contiguous()
+    exact = rotate(projected.detach().double().transpose(1, 2), turn)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
+
+
 def test_gradients_with_an_attention_factor():
     rope = Rope(scaling="yarn", factor=16.0, original_max_length=64)
     turn = Rotary(8, rope)(torch.arange(6))

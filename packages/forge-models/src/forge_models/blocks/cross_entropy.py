@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
 from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
@@ -73,7 +74,7 @@ def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Nothing else of the whole size is made: the gradient of the projection is the largest of a model.
     """
-    last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    last = not graph_is_kept()
     found = total if last and total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     if total.dtype == scale.dtype == dtype:
         return torch.mul(total, scale, out=found)

@@ -109,12 +109,25 @@ def rotate(x: Tensor, turn: Rotation) -> Tensor:
     """`x` (B, heads, T, head_dim), its first dimensions turned by its positions; computed in fp32, rounded once."""
     width = 2 * turn.cos.shape[-1]
     if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], turn), x[..., width:]), dim=-1)
-    if torch.compiler.is_compiling():  # a compiler fuses the plain formula
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = turn
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return _Rotate.apply(x, *turn)
+        turning, still = (part.transpose(1, 2) for part in x.transpose(1, 2).split((width, x.shape[-1] - width), dim=-1))
+        return joined(rotate(turning, turn), still)
+    return _plain(x, *turn) if torch.compiler.is_compiling() else _Rotate.apply(x, *turn)
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Parts of heads (B, heads, T, ...) along their last dimension; in memory (B, T, heads, head_dim), as projections make heads.
+
+    Attention keeps the order of its inputs, so what it returns is the input of the next projection without a copy.
+    """
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
+
+
+def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The formula, for a compiler that fuses it; its result and its gradient lie as those of `joined`."""
+    first, second = x.transpose(1, 2).chunk(2, dim=-1)
+    cos, sin = (angles.unsqueeze(1) if angles.dim() == 2 else angles.transpose(1, 2) for angles in (cos, sin))
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype).transpose(1, 2)
 
 
 def _exponents(width: int, device: torch.device) -> Tensor:

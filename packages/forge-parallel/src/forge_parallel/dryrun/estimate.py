@@ -25,7 +25,7 @@ from forge_parallel.boxes import local_box
 from forge_parallel.clipping import clip
 from forge_parallel.dryrun.bound import Bound, bounds
 from forge_parallel.dryrun.even import evenly
-from forge_parallel.dryrun.ledger import Ledger, held
+from forge_parallel.dryrun.ledger import GRADIENTS, Ledger, held
 from forge_parallel.dryrun.world import Weightless, fake_world
 from forge_parallel.experts.stack import stacks
 from forge_parallel.model import ParallelModel
@@ -337,7 +337,7 @@ def _counted(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch
     with ledger.open(), traffic:
         result = step(batches)
         gradients = [tensor.grad for _, tensor, _ in model.trainable() if tensor.grad is not None]
-        ledger.name("gradients", gradients, anew=True)
+        ledger.name(GRADIENTS, gradients, anew=True)
         clip(model, result.norm, 1.0)
         optimizer.step(result.skip)
     size = held(gradients)

@@ -22,6 +22,9 @@ from forge_parallel.boxes import plain
 WORK = "activations and work"
 """Class of all storages of which nobody says what they are."""
 
+GRADIENTS = "gradients"
+"""Class of what a step leaves to the optimizer; a loss head may have made some of it in its forward."""
+
 
 class Ledger(TorchDispatchMode):
     """Inside, what operators allocate is noted under a number per storage, and so is what is freed or resized."""
@@ -94,8 +97,9 @@ class Ledger(TorchDispatchMode):
         return {kind: size for kind, size in held.items() if size}
 
     def growth(self, first: int, last: int) -> int:
-        """Bytes of activations and work that came between two places and are still there at the second."""
-        return self.at(last).get(WORK, 0) - self.at(first).get(WORK, 0)
+        """Bytes of activations, work and gradients that came between two places and are still there at the second."""
+        before, after = self.at(first), self.at(last)
+        return sum(after.get(kind, 0) - before.get(kind, 0) for kind in (WORK, GRADIENTS))
 
     def rise(self, first: int, last: int) -> int:
         """How far the bytes of all classes rise above those at the first place before the second."""
