@@ -1,11 +1,13 @@
-"""Training tokens per second of Forge's decoder, eager and compiled, against the same model in transformers under accelerate.
+"""Training tokens per second of Forge's decoder, eager and compiled, against the same model in another trainer.
 
     python benchmarks/models/train.py [--shapes small-4k,small-32k,20m,125m,wide-20m] [--compute fp32,bf16] [--rounds 7]
+    python benchmarks/models/train.py --rival torchtitan --shapes small-4k,small-32k --compute bf16
 
-`20m` and `125m` are the presets of these names, at their sequence length. Every side begins with the same weights and tokens,
-which its first loss shows, and has fp32 masters, fused AdamW, clipping and SDPA attention. Each side is a process of its own;
-steps alternate between them, and a figure is the ratio of step times round by round, so drift of the machine cancels. Peak memory
-is that of the process. Needs `transformers` and `accelerate`.
+`20m` and `125m` are the presets of these names, at their sequence length. The rival is transformers under accelerate, eager, or
+torchtitan (0.2.2), compiled (`rivals.py`). Every side begins with the same weights and tokens, which its first loss shows, and
+has fp32 masters, fused AdamW, clipping and SDPA attention. Each side is a process of its own; steps alternate between them, and a
+figure is the ratio of step times round by round, so drift of the machine cancels. Peak memory is that of the process. Needs
+`transformers` and `accelerate`, or `torchtitan==0.2.2` and `triton`, which it imports.
 """
 
 import argparse
@@ -22,15 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import rivals
 import torch
 
 from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_models.hf.families.llama import LLAMA
-from forge_models.hf.family import config_of
-from forge_models.hf.names import places_in
 from forge_parallel.clipping import clip
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile
@@ -41,7 +41,7 @@ from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_train import presets
 
-SIDES = ("transformers", "forge", "forge-compiled")
+RIVALS = {rival.__name__: rival for rival in (rivals.transformers, rivals.torchtitan)}
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -95,32 +95,11 @@ def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
     return one
 
 
-def rival(shape: Shape, compute: str) -> Callable[[], float]:
-    from accelerate import Accelerator
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if compute == "bf16" else "no")
-    settings = config_of(LLAMA, shape.decoder) | {"use_cache": False, "attn_implementation": "sdpa"}
-    model = LlamaForCausalLM(LlamaConfig(**settings))
-    places = places_in(LLAMA, shape.decoder)
-    ours = {name: tensor.detach() for name, tensor in realized(shape, "fp32").part.named_parameters()}
-    theirs = {other: tensor for name, place in places.items() for other, tensor in place.split(ours[name]).items()}
-    missing, unexpected = model.load_state_dict(theirs, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head is the embedding
-    del ours, theirs
+def rival(name: str, shape: Shape, compute: str) -> Callable[[], float]:
+    weights = {name: tensor.detach() for name, tensor in realized(shape, "fp32").part.named_parameters()}
+    one = RIVALS[name](shape.decoder, weights, shape.batch(), compute)
+    del weights
     RESET.write_text("5")  # the peak shall be of training alone
-    adamw = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    model, optimizer = accelerator.prepare(model, adamw)
-    data = shape.batch()
-
-    def one() -> float:
-        loss = model(input_ids=data.tokens, labels=data.labels, shift_labels=data.labels).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
     return one
 
 
@@ -128,7 +107,7 @@ def work(name: str, compute: str, side: str, threads: int) -> None:
     """A side's process: prints its first loss, for each line that comes the seconds of a step, at last its peak memory in MiB."""
     torch.set_num_threads(threads)
     shape = SHAPES[name]()
-    one = rival(shape, compute) if side == "transformers" else forge(shape, compute, side == "forge-compiled")
+    one = rival(side, shape, compute) if side in RIVALS else forge(shape, compute, side == "forge-compiled")
     loss = one()
     one()
     print(loss, flush=True)
@@ -168,16 +147,16 @@ class Side:
         return float(line)
 
 
-def compare(name: str, compute: str, rounds: int, threads: int) -> None:
+def compare(name: str, compute: str, rival: str, rounds: int, threads: int) -> None:
     shape = SHAPES[name]()
     with ExitStack() as stack:
-        sides = {side: Side(name, compute, side, threads, stack) for side in SIDES}
-        first = sides["transformers"]
+        sides = {side: Side(name, compute, side, threads, stack) for side in (rival, "forge", "forge-compiled")}
+        first = sides[rival]
         for label, side in sides.items():
             if not math.isclose(side.loss, first.loss, rel_tol=1e-5 if compute == "fp32" else 1e-3):
-                raise SystemExit(f"{name} {compute}: the first loss of {label} is {side.loss}, of transformers {first.loss}")
+                raise SystemExit(f"{name} {compute}: the first loss of {label} is {side.loss}, of {rival} {first.loss}")
         for number in range(rounds):
-            for label in SIDES if number % 2 else reversed(SIDES):
+            for label in sides if number % 2 else reversed(sides):
                 sides[label].step()
         for label, side in sides.items():
             ratios = sorted(theirs / ours for ours, theirs in zip(side.times, first.times, strict=True))
@@ -191,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="small-4k,small-32k,20m,125m")
     parser.add_argument("--compute", default="fp32,bf16")
+    parser.add_argument("--rival", default="transformers", choices=RIVALS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -199,10 +179,10 @@ def main() -> None:
         work(*json.loads(arguments.worker))
         return
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds")
-    print("x: transformers' step time over this side's, round by round (quartiles)")
+    print(f"x: step time of {arguments.rival} over this side's, round by round (quartiles)")
     for name in arguments.shapes.split(","):
         for compute in arguments.compute.split(","):
-            compare(name, compute, arguments.rounds, arguments.threads)
+            compare(name, compute, arguments.rival, arguments.rounds, arguments.threads)
 
 
 if __name__ == "__main__":
