@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from forge_core.batch import Batch
+from forge_core.batch import IGNORE, Batch
 from forge_models.components.decoder import Decoder
 from forge_models.hf.families.llama import LLAMA
 from forge_models.hf.family import config_of
@@ -51,7 +51,7 @@ def torchtitan(decoder: Decoder, weights: dict[str, Tensor], data: Batch, comput
     """torchtitan's Llama, its blocks and its loss compiled, in the order of its trainer's step on one device.
 
     Raises:
-        ValueError: for a decoder that its Llama cannot be: a tied head, grouped heads, another width of the MLP.
+        ValueError: for a decoder that its Llama cannot be: a tied head, scaled positions, another width of the MLP.
     """
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import JobConfig
@@ -71,12 +71,16 @@ def torchtitan(decoder: Decoder, weights: dict[str, Tensor], data: Batch, comput
         n_kv_heads=settings["num_key_value_heads"],
         vocab_size=decoder.vocab_size,
         norm_eps=settings["rms_norm_eps"],
+        rope_theta=decoder.rope.theta,
         max_seq_len=decoder.max_length,
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
     )
     model = Transformer(arguments)
-    if settings["tie_word_embeddings"] or model.layers["0"].feed_forward.w1.out_features != decoder.ffn_dim:
-        raise ValueError("torchtitan's Llama has a head of its own and an MLP of 8/3 of its width, up to a multiple of 256")
+    width = model.layers["0"].feed_forward.w1.out_features
+    if settings["tie_word_embeddings"] or decoder.rope.scaling != "none" or width != decoder.ffn_dim:
+        raise ValueError(
+            f"torchtitan's Llama has a head of its own, plain positions and an MLP of {width} here; try another shape"
+        )
     adapter = Llama3StateDictAdapter(arguments, None)
     model.load_state_dict(adapter.from_hf(exported(decoder, weights)), strict=True)
     apply_compile(model, config.compile)
@@ -85,7 +89,7 @@ def torchtitan(decoder: Decoder, weights: dict[str, Tensor], data: Batch, comput
 
     def one() -> float:
         optimizer.zero_grad()
-        tokens = (data.labels != -100).sum().float()
+        tokens = (data.labels != IGNORE).sum().float()
         with torch.autocast("cpu", torch.bfloat16) if compute == "bf16" else nullcontext():
             logits = model(data.tokens)
             loss = loss_of(logits, data.labels) / tokens

@@ -178,6 +178,8 @@ def main() -> None:
     if arguments.worker:
         work(*json.loads(arguments.worker))
         return
+    if unknown := set(arguments.shapes.split(",")) - set(SHAPES):
+        parser.error(f"no shape {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
     print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} rounds")
     print(f"x: step time of {arguments.rival} over this side's, round by round (quartiles)")
     for name in arguments.shapes.split(","):

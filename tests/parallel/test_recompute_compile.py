@@ -108,6 +108,24 @@ def test_compilation_changes_nothing(compiler: None) -> None:
     assert counters["stats"]["unique_graphs"] == 1, "all blocks share one graph"
 
 
+def test_compilation_changes_nothing_in_wide_blocks(compiler: None) -> None:
+    """In fp32, at the width of the 125M preset, where sums are long enough to round: the whole gradient, also against fp64."""
+    wide = Decoder(dim=768, layers=1, heads=12, ffn_dim=2048, vocab_size=VOCAB, max_length=256)
+    setting = Case(wide.build, CrossEntropy().build(), AdamW().build, VOCAB, rows=8, micro_batch=8, length=256, steps=1)
+
+    def gradient(compute: str, *transforms: Any) -> torch.Tensor:
+        state = "fp64" if compute == "fp64" else "fp32"
+        found = measure(replace(setting, compute=compute, state=state), Layout(), list(transforms), CPU).gradients
+        return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+    def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float((one - other).norm() / other.norm())
+
+    exact, eager, compiled = gradient("fp64"), gradient("fp32"), gradient("fp32", Compile().build())
+    assert distance(compiled, eager) < 1e-6
+    assert distance(compiled, exact) < 1.25 * distance(eager, exact), "no less exact than the eager block"
+
+
 def _recompiles(layout: str, recompute: bool) -> int:
     """Graphs after warm-up; a recompilation afterwards raises."""
     torch._dynamo.reset()

@@ -11,9 +11,9 @@ def chunk_rows(vocab: int, dim: int, itemsize: int) -> int:
     """Rows of a chunk of hidden states (rows, dim) whose logits have `vocab` elements of `itemsize` bytes.
 
     Each chunk reads the projection (vocab, dim) and adds to the sum of its gradient, so rows are what amortises that traffic:
-    half as many as `dim`, which makes a chunk's logits half the size of the projection, and 256 at least.
+    as many as `dim`, which makes a chunk's logits as large as the projection, and 256 at least.
     """
-    return max(512 if 512 * vocab * itemsize <= CHUNK else 256, dim // 2)
+    return max(512 if 512 * vocab * itemsize <= CHUNK else 256, dim)
 
 
 def block_rows(rows: int, width: int, device: str) -> int:

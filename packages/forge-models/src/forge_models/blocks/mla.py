@@ -3,6 +3,7 @@
 from math import sqrt
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forge_core.protocols.model import AttentionCore
@@ -10,7 +11,7 @@ from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.blocks.attention import HEADS, STREAM
 from forge_models.blocks.core import LocalAttention
 from forge_models.blocks.layers import Linear, linear_specs
-from forge_models.blocks.rope import Rotary, Rotation, joined, magnitude, rotate
+from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
 from forge_models.cache import LayerCache
 from forge_models.components.attentions import MLA
 from forge_models.context import BlockContext
@@ -58,8 +59,8 @@ class LatentAttention(nn.Module):
             key, latent = cache.update(key, latent)
         made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, config.qk_nope_head_dim + config.v_head_dim))
         k_still, v = made.transpose(1, 2).split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
-        q = tap("attention.q", joined(q_still, rotate(q_turning, turn)))
-        k = tap("attention.k", joined(k_still, key.expand(-1, k_still.shape[1], -1, -1)))
+        q = tap("attention.q", torch.cat((q_still, rotate(q_turning, turn)), dim=-1))
+        k = tap("attention.k", torch.cat((k_still, key.expand(-1, k_still.shape[1], -1, -1)), dim=-1))
         out = self.core(q, k, v, shared, self.scale)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -106,24 +106,21 @@ def magnitude(rope: Rope, weight: float) -> float:
 
 
 def rotate(x: Tensor, turn: Rotation) -> Tensor:
-    """`x` (B, heads, T, head_dim), its first dimensions turned by its positions; computed in fp32, rounded once."""
+    """`x` (B, heads, T, head_dim), its first dimensions turned by its positions; computed in fp32, rounded once.
+
+    Result and gradient lie in memory as (B, T, heads, head_dim), the order of projections. Attention keeps the order of its
+    inputs, so what it returns is the input of the next projection without a copy.
+    """
     width = 2 * turn.cos.shape[-1]
     if width < x.shape[-1]:
-        turning, still = (part.transpose(1, 2) for part in x.transpose(1, 2).split((width, x.shape[-1] - width), dim=-1))
-        return joined(rotate(turning, turn), still)
+        turning, still = x.transpose(1, 2).split((width, x.shape[-1] - width), dim=-1)
+        turned = rotate(turning.transpose(1, 2), turn).transpose(1, 2)
+        return torch.cat((turned, still), dim=-1).transpose(1, 2)
     return _plain(x, *turn) if torch.compiler.is_compiling() else _Rotate.apply(x, *turn)
 
 
-def joined(*parts: Tensor) -> Tensor:
-    """Parts of heads (B, heads, T, ...) along their last dimension; in memory (B, T, heads, head_dim), as projections make heads.
-
-    Attention keeps the order of its inputs, so what it returns is the input of the next projection without a copy.
-    """
-    return torch.cat([part.transpose(1, 2) for part in parts], dim=-1).transpose(1, 2)
-
-
 def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The formula, for a compiler that fuses it; its result and its gradient lie as those of `joined`."""
+    """The formula, for a compiler that fuses it."""
     first, second = x.transpose(1, 2).chunk(2, dim=-1)
     cos, sin = (angles.unsqueeze(1) if angles.dim() == 2 else angles.transpose(1, 2) for angles in (cos, sin))
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

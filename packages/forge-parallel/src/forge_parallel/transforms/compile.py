@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._functorch.config as functorch
 from torch import nn
-from torch._inductor import list_mode_options
 
 from forge_core.protocols.model import Transform
 from forge_parallel.experts.stack import apart
 from forge_parallel.plan import Phase
-from forge_parallel.transforms import products
 from forge_parallel.transforms.recompute import inside
 
 if TYPE_CHECKING:
@@ -53,14 +51,13 @@ class Compile(Transform):
         for path in context.specs.blocks:
             block = part.get_submodule(path)
             broken = any(stack.startswith(f"{path}.") for stack in outside)
-            wrap = partial(self._compiled, fullgraph=self.fullgraph and not broken, device=context.topology.device)
+            wrap = partial(self._compiled, fullgraph=self.fullgraph and not broken)
             # The compiler takes recomputation into a graph, but none that is broken: it would give up on the whole block.
             block.forward = inside(block.forward, wrap) if broken else wrap(block.forward)  # type: ignore[method-assign]
         return part
 
-    def _compiled(self, forward: Callable[..., Any], fullgraph: bool, device: torch.device) -> Callable[..., Any]:
-        options = list_mode_options(self.mode) | products.options(device)
-        compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=False, options=options)
+    def _compiled(self, forward: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
+        compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=False, mode=self.mode)
         return compiled if self.budget == 1.0 else partial(self._within, compiled)
 
     def _within(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
