@@ -187,21 +187,41 @@ def test_blocks_of_a_chunk_change_no_gradient(monkeypatch, dtype, soft_cap):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts[3:], whole[3:], strict=True))
 
 
+class Wide(TorchDispatchMode):
+    """Sizes of the tensors of four bytes that operators returned, the largest last."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = [0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.itemsize == 4]
+        self.sizes = sorted({*self.sizes, *(value.numel() for value in found)})
+        return out
+
+
 def test_in_bf16_only_a_block_of_logits_is_in_fp32(monkeypatch):
-    class Wide(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            wide = [value.numel() for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.itemsize == 4]
-            self.largest = max(self.largest, *wide, 0)
-            return out
-
     monkeypatch.setattr(chunking, "BLOCK", 16 * 211)
     hidden, weight, labels = problem(rows=96, dim=8, vocab=211, dtype=torch.bfloat16)
     with Wide() as seen:
         ChunkedCrossEntropy(64)(hidden, weight, labels, 0.1, None)[0].backward()
-    assert seen.largest == 16 * 211  # a chunk's are 64 x 211; the sum of the weight's gradient is 8 x 211
+    assert seen.sizes[-1] == 16 * 211  # a chunk's are 64 x 211; the sum of the weight's gradient is 8 x 211
+
+
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_so_on_an_accelerator(soft_cap):
+    """The head of an 8B model and 8,192 tokens, without its memory: beside the sum of the weight's gradient (2 GiB) all
+    in fp32 is at most 256 MiB, where a chunk's logits would be 2 GiB."""
+    hidden = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    labels = torch.empty(8192, dtype=torch.int64, device="meta")
+    with Wide() as forward:
+        total = ChunkedCrossEntropy()(hidden, weight, labels, 0.1, soft_cap)[0]
+    assert forward.sizes[-1] == weight.numel() and 2**25 < forward.sizes[-2] <= 2**26
+    with Wide() as backward:
+        total.backward()
+    assert weight.grad.dtype == torch.bfloat16 and 2**25 < backward.sizes[-1] <= 2**26
 
 
 @pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)

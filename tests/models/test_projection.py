@@ -44,6 +44,13 @@ def test_others_keep_every_bit(vocab, dtype):
     assert tiles == 0 and found is out and torch.equal(found, hidden @ weight.T)
 
 
+def test_it_is_off_where_torch_shall_not_use_onednn(monkeypatch):
+    hidden, weight, out = problem()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    found, tiles = counted(hidden, weight, out)
+    assert tiles == 0 and torch.equal(found, hidden @ weight.T)
+
+
 def test_the_loss_head_by_tiles_equals_cross_entropy():
     """Loss and both gradients at a vocabulary that needs tiles, against torch in fp64 on whole logits."""
     hidden, weight, _ = problem()

@@ -6,6 +6,9 @@ CHUNK = 2**25
 BLOCK = 2**20
 """Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""
 
+ACCELERATED = 2**26
+"""The same on an accelerator: 256 MiB in fp32, so that a pass takes far longer than its launch."""
+
 
 def chunk_rows(vocab: int, dim: int, itemsize: int) -> int:
     """Rows of a chunk of hidden states (rows, dim) whose logits have `vocab` elements of `itemsize` bytes.
@@ -17,5 +20,5 @@ def chunk_rows(vocab: int, dim: int, itemsize: int) -> int:
 
 
 def block_rows(rows: int, width: int, device: str) -> int:
-    """How many of `rows`, of `width` elements each, to work on at a time on a type of device."""
-    return max(1, min(rows, BLOCK // width)) if device == "cpu" else rows
+    """How many of `rows`, of `width` elements each, to work on at a time on a type of device: so much exists in fp32."""
+    return max(1, min(rows, (BLOCK if device == "cpu" else ACCELERATED) // width))

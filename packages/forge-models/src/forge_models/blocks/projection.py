@@ -15,6 +15,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
     In fp32 on a CPU it is by oneDNN, tile by tile, in two thirds of the time of MKL, which torch calls (`benchmarks/LOG.md`).
     torch's FlopCounterMode counts 0 for it; `forge_models.flops` counts by the model's shape.
+    `torch.backends.mkldnn.enabled = False` turns it off.
     """
     if weight.numel() < LEAST or not _replaces_mkl(hidden):
         return torch.mm(hidden, weight.T, out=out)
@@ -25,4 +26,5 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 def _replaces_mkl(hidden: Tensor) -> bool:
     fp32 = hidden.device.type == "cpu" and hidden.dtype == torch.float32
-    return fp32 and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return fp32 and onednn and torch.backends.mkl.is_available()

@@ -63,7 +63,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * grads[0], (weight_grad * grads[0]).to(ctx.dtype), *(None,) * 4
+        scaled = torch.empty_like(weight_grad, dtype=ctx.dtype)
+        return hidden_grad * grads[0], torch.mul(weight_grad, grads[0], out=scaled), *(None,) * 4
 
 
 def _chunked(
