@@ -210,7 +210,7 @@ def test_in_bf16_only_a_block_of_logits_is_in_fp32(monkeypatch):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
-def test_so_on_an_accelerator(soft_cap):
+def test_on_an_accelerator_too_only_a_block_is_in_fp32(soft_cap):
     """The head of an 8B model and 8,192 tokens, without its memory: beside the sum of the weight's gradient (2 GiB) all
     in fp32 is at most 256 MiB, where a chunk's logits would be 2 GiB."""
     hidden = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)

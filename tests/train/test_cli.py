@@ -96,6 +96,43 @@ def test_a_run_leaves_recipe_numbers_logs_checkpoint_and_report(here: Path) -> N
     )
 
 
+CALLER = """
+from dataclasses import dataclass
+from forge_core.component import Component
+from forge_core.protocols.run import Hook
+
+@dataclass(frozen=True)
+class Caller(Component):
+    api_key: str = ""
+    address: str = ""
+
+    def build(self, run):
+        assert self.api_key == "sk-hidden-1" and self.address == "s3://me:sk-hidden-2@bucket"
+        return Hook()
+"""
+
+
+def test_secrets_reach_nothing_but_the_recipe_which_only_its_owner_may_read(here: Path) -> None:
+    (here / "mine.py").write_text(CALLER)
+    caller = "{name='./mine.py:Caller', api_key='sk-hidden-1', address='s3://me:sk-hidden-2@bucket'}"
+    run = here / "runs" / "tiny"
+    for said in ("8/8", "resuming after step 8"):
+        found = forge(here, "run", "tiny.toml", f"--hooks=[{{name='save'}}, {{name='progress'}}, {caller}]")
+        assert found.returncode == 0, found.stderr
+        assert said in found.stdout + found.stderr and "sk-hidden" not in found.stdout + found.stderr
+    kept = {path for path in run.rglob("*") if path.is_file() and b"sk-hidden" in path.read_bytes()}
+    assert kept == {run / "config.toml"} and (run / "config.toml").stat().st_mode & 0o077 == 0
+    (manifest, *_) = run.glob("checkpoints/step-*/manifest.json")
+    assert '"(hidden)"' in manifest.read_text() and "s3://(hidden)@bucket" in manifest.read_text()
+
+
+def test_a_recipe_without_secrets_may_be_read_by_others(here: Path) -> None:
+    assert forge(here, "run", "tiny.toml").returncode == 0
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert (here / "runs" / "tiny" / "config.toml").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 def test_a_finished_run_does_nothing_and_fresh_starts_over(here: Path) -> None:
     forge(here, "run", "tiny.toml")
     again = forge(here, "run", "tiny.toml")

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge_core.errors import DataError
+from forge_train.redact import redacted, redacted_text
 from forge_train.report.chart import Line, Reference, chart, thin, ticks
 from forge_train.report.machine import machine, versions
-from forge_train.report.redact import redacted, redacted_text
 from forge_train.report.write import rewrite_report, write_report
 from forge_train.trackers.jsonl import JsonlTracker
 

@@ -20,6 +20,7 @@ from forge_core.protocols.run import Hook
 from forge_data.cursor import merged
 from forge_parallel.model import ParallelModel
 from forge_train.job import Job
+from forge_train.redact import redacted
 from forge_train.run import Run
 
 
@@ -77,7 +78,7 @@ class Checkpoints:
             "cursor": self._cursor_of_all(run.state.cursor),
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
-            "config": self.config,
+            "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),
             "hooks": [[type(hook).__name__, dict(hook.state())] for hook in run.hooks],
             "versions": {"torch": torch.__version__, "python": platform.python_version()},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from forge_core.errors import ForgeError
 from forge_train.job import Job
+from forge_train.redact import redacted_text
 
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""
@@ -35,6 +36,16 @@ def claim(directory: Path, fresh: bool) -> None:
         ) from cause
     if fresh:
         _empty(directory)
+
+
+def keep_recipe(directory: Path, recipe: str) -> None:
+    """Writes the resolved recipe, whole, since it can be run again. Only its owner may read one that holds secrets."""
+    path = directory / RECIPE
+    private = redacted_text(recipe) != recipe
+    path.touch(mode=0o600 if private else 0o666)
+    if private:
+        path.chmod(0o600)  # it may be of an earlier start
+    path.write_text(recipe, encoding="utf-8")
 
 
 def _empty(directory: Path) -> None:

@@ -30,7 +30,7 @@ def run(
     """
     from forge_core.registry import Registry
     from forge_parallel.launcher import launch
-    from forge_train.directory import RECIPE, claim, run_directory
+    from forge_train.directory import claim, keep_recipe, run_directory
     from forge_train.recipe import load
 
     registry = Registry()
@@ -39,7 +39,7 @@ def run(
     directory = run_directory(resolved.job)
     if where.rank == 0:
         claim(directory, fresh)
-        (directory / RECIPE).write_text(resolved.as_toml())
+        keep_recipe(directory, resolved.as_toml())
     code = _train(resolved, directory, where, registry)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Removes secrets from what a report shows."""
+"""Removes secrets from what is shown or kept: reports, trackers, checkpoints."""
 
 import re
 from collections.abc import Mapping
