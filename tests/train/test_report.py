@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.errors import DataError
-from forge_train.redact import redacted, redacted_text
+from forge_core.errors import CheckpointError, DataError
+from forge_core.redact import redacted, redacted_text
+from forge_core.registry import Registry
+from forge_data.commands import recipes
 from forge_train.report.chart import Line, Reference, chart, thin, ticks
 from forge_train.report.machine import machine, versions
 from forge_train.report.write import rewrite_report, write_report
 from forge_train.trackers.jsonl import JsonlTracker
+from forge_train.weights import job_of
 
 SUMMARY = {
     "name": "small <demo>",
@@ -168,6 +171,17 @@ def test_redaction_of_plain_data() -> None:
         "tokenizer": "bpe",
         "tokens": 5,
     }
+
+
+def test_what_a_checkpoint_hides_is_refused_where_it_is_needed() -> None:
+    sources = [{"name": "text", "path": "corpus.txt"}, {"name": "text", "path": "s3://me:secret@bucket/more.txt"}]
+    config = redacted({"model": {"name": "decoder"}, "data": {"sources": sources}})
+    assert job_of({"config": config}, Registry(), "model").model is not None
+    for needed in (lambda: job_of({"config": config}, Registry(), "data"), lambda: recipes.of(config, "checkpoint step-3")):
+        with pytest.raises(CheckpointError, match=r"data\.sources\.1\.path is hidden there"):
+            needed()
+    del config["data"]["sources"][1]
+    assert recipes.of(config, "checkpoint step-3").data.sources == job_of({"config": config}, Registry(), "data").data.sources
 
 
 def test_rewriting_gives_the_same_page_and_needs_no_summary(run) -> None:

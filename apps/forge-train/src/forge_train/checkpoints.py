@@ -17,10 +17,10 @@ from forge_core.protocols.ckpt import Piece, Store, World
 from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
+from forge_core.redact import redacted
 from forge_data.cursor import merged
 from forge_parallel.model import ParallelModel
 from forge_train.job import Job
-from forge_train.redact import redacted
 from forge_train.run import Run
 
 
@@ -78,6 +78,7 @@ class Checkpoints:
             "cursor": self._cursor_of_all(run.state.cursor),
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
+            # The model is built from its part again, so that is kept as it is.
             "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),
             "hooks": [[type(hook).__name__, dict(hook.state())] for hook in run.hooks],

@@ -5,8 +5,8 @@ import tempfile
 from pathlib import Path
 
 from forge_core.errors import ForgeError
+from forge_core.redact import redacted_text
 from forge_train.job import Job
-from forge_train.redact import redacted_text
 
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""

@@ -18,6 +18,7 @@ from forge_core.config.validate import resolve
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_train.job import Job
 
@@ -58,11 +59,13 @@ def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:
 
     Raises:
         ConfigError: a component that they name is not installed, or reads other keys by now.
+        CheckpointError: it carries none, or without the secrets that they had.
     """
     config = meta.get("config")
     if not isinstance(config, Mapping) or "model" not in config:
         raise CheckpointError("the checkpoint carries no recipe, so nothing says what its tensors are")
     chosen = {name: config[name] for name in sections if name in config}
+    refuse_redacted(chosen, "the checkpoint")
     tree = build(chosen, (), lambda _: "checkpoint", Path.cwd())
     assert isinstance(tree, Table)
     return resolve(Job, tree, registry).value

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_train.redact import redacted, redacted_text
+from forge_core.redact import redacted, redacted_text
 from forge_train.report.page import page
 from forge_train.trackers.jsonl import read
 

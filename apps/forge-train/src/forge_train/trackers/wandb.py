@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import ForgeError
-from forge_train.redact import redacted
+from forge_core.redact import redacted
 from forge_train.trackers.guarded import library
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, build
 from forge_core.config.validate import resolve
 from forge_core.errors import ConfigError
+from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.components.section import Data
 
@@ -64,7 +65,9 @@ def of(tables: Mapping[str, Any], origin: str) -> Recipe:
 
     Raises:
         ConfigError: a component that it names is not installed, or reads other keys by now.
+        CheckpointError: the data had secrets, which it does not carry.
     """
+    refuse_redacted({"data": tables.get("data")}, origin)
     tree = build(dict(tables), (), lambda _: origin, Path.cwd())
     assert isinstance(tree, Table)
     return _resolved(tree, Registry())

@@ -1,8 +1,10 @@
 """Removes secrets from what is shown or kept: reports, trackers, checkpoints."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from forge_core.errors import CheckpointError
 
 HIDDEN = "(hidden)"
 
@@ -26,6 +28,26 @@ def redacted(value: Any, key: str = "") -> Any:
     if isinstance(value, str):
         return HIDDEN if secret(key) and value else redacted_text(value)
     return value
+
+
+def refuse_redacted(tables: Mapping[str, Any], origin: str) -> None:
+    """Raises a CheckpointError that names the keys of `tables`, read from `origin`, whose secrets were left out."""
+    if names := ", ".join(_hidden(tables)):
+        raise CheckpointError(
+            f"{origin} keeps no secrets: {names} is hidden there; give the recipe itself, such as the run's config.toml, or, "
+            "where only text has to become tokens, --tokenizer"
+        )
+
+
+def _hidden(value: Any, *path: str) -> Iterator[str]:
+    if isinstance(value, str) and HIDDEN in value:
+        yield ".".join(path)
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _hidden(item, *path, str(name))
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _hidden(item, *path, str(index))
 
 
 def redacted_text(text: str) -> str:
