@@ -1,16 +1,21 @@
 """The loss over a vocabulary that is split over ranks: against torch's cross-entropy, and what it holds while it runs."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from forge_core import logits as chunking
 from forge_parallel.boxes import chunk
 from forge_parallel.collectives import Ranks
 from forge_parallel.dryrun.ledger import Ledger
-from forge_parallel.tensor.loss import SplitCrossEntropy
+from forge_parallel.tensor.loss import SplitCrossEntropy, _SplitCrossEntropy
 from harness.pool import World
 
 VOCAB, DIM, ROWS, Z_LOSS = 23, 6, 600, 0.3
@@ -105,3 +110,26 @@ def test_only_a_chunk_of_logits_exists_and_only_a_block_in_fp32(world: World, so
     for peak, all_logits in world.run(_held, 2, rows, vocab, soft_cap, block * share):
         assert gradients + 512 * share * 2 < peak < gradients + chunk_and_block + numbers
         assert peak < all_logits / 4
+
+
+class Returned(TorchDispatchMode):
+    """Shape and dtype of every tensor that operators returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[torch.Size, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made += [(value.shape, value.dtype) for value in tree_leaves(out) if isinstance(value, Tensor)]
+        return out
+
+
+def test_the_gradient_is_scaled_without_a_wide_copy() -> None:
+    """On an accelerator, where an operator writes another dtype than it computes in; inside of a CPU's operator there is one."""
+    total = torch.empty(VOCAB, DIM, device="meta")
+    hidden = torch.empty(ROWS, DIM, dtype=torch.bfloat16, device="meta")
+    context = SimpleNamespace(saved_tensors=(hidden, total), dtype=torch.bfloat16)
+    with Returned() as seen:
+        gradients = _SplitCrossEntropy.backward(context, torch.empty((), device="meta"), None, None)
+    assert gradients[1].shape == total.shape and {dtype for shape, dtype in seen.made if shape == total.shape} == {torch.bfloat16}
