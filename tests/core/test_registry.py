@@ -139,7 +139,7 @@ def test_files_that_hold_no_plugin(tmp_path: Path) -> None:
     registry = Registry([])
     with pytest.raises(BrokenPlugin, match=r"has no 'Mein'; did you mean 'Mine'\?"):
         registry.load("forge.optimizers", f"{path}:Mein")
-    with pytest.raises(UnknownComponent, match="there is no file"):
+    with pytest.raises(UnknownComponent, match=r"nowhere.py:Mine': there is no such file"):
         registry.load("forge.optimizers", f"{tmp_path}/nowhere.py:Mine")
     with pytest.raises(UnknownComponent, match=r"write file\.py:ClassName"):
         registry.load("forge.optimizers", f"{path}:")

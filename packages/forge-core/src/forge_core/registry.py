@@ -131,16 +131,21 @@ class Registry:
             except BrokenPlugin:
                 raise
             except (Exception, SystemExit) as cause:  # whatever a stranger's module raises on import; scripts call sys.exit
-                raise BrokenPlugin(
-                    f"{GROUPS[entry.group].kind} {entry.name!r} of {entry.distribution} {entry.version} "
-                    f"({entry.target}) cannot be loaded: {type(cause).__name__}: {cause}"
-                ) from cause
+                raise BrokenPlugin(f"{_described(entry)} cannot be loaded: {type(cause).__name__}: {cause}") from cause
             self._loaded[entry] = loaded
         return self._loaded[entry]
 
     def used(self, names: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
         """`{group, name, distribution, version}` of each chosen (group, name), as a checkpoint records them."""
         return [self.find(group, name).as_json() for group, name in names]
+
+
+def _described(entry: Entry) -> str:
+    """Who offers what, in one place of a message; a plugin file is its own distribution."""
+    kind = GROUPS[entry.group].kind
+    if ".py:" in entry.target:
+        return f"{kind} {entry.name!r} ({entry.version})"
+    return f"{kind} {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
 
 
 def _load_point(entry: Entry) -> Any:
@@ -151,7 +156,7 @@ def _file_entry(group: str, name: str) -> Entry:
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: there is no file {path}")
+        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: there is no such file")
     if not attribute.isidentifier():
         raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: write file.py:ClassName")
     digest = sha256(path.read_bytes()).hexdigest()[:12]
@@ -163,7 +168,7 @@ def _load_file(entry: Entry) -> Any:
     module = _module_of(Path(file))
     if not hasattr(module, attribute):
         offered = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
-        raise AttributeError(f"{file} has no {attribute!r}; " + (did_you_mean(attribute, offered) or "it defines no class"))
+        raise AttributeError(f"the file has no {attribute!r}; " + (did_you_mean(attribute, offered) or "it defines no class"))
     return getattr(module, attribute)
 
 
@@ -190,7 +195,7 @@ def _conform(entry: Entry, loaded: Any) -> None:
     group = GROUPS[entry.group]
 
     def refuse(why: str) -> BrokenPlugin:
-        return BrokenPlugin(f"{group.kind} {entry.name!r} of {entry.distribution} {entry.version} ({entry.target}) {why}")
+        return BrokenPlugin(f"{_described(entry)} {why}")
 
     if group.build is None:
         if not callable(loaded) and entry.group != "forge.presets":

@@ -53,7 +53,9 @@ def _agree(module: nn.Module, specs: Specs) -> None:
     if off_meta := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
         raise PlanError(f"the builder allocated memory for {', '.join(off_meta)}; create tensors without a device")
     if missing := sorted(tensors.keys() - specs.tensors.keys()):
-        raise PlanError(f"no spec covers {', '.join(missing)}")
+        raise PlanError(
+            f"{type(module).__name__}.specs() leaves out {', '.join(missing)}; give each a TensorSpec in Specs.tensors"
+        )
     if unknown := sorted(specs.tensors.keys() - tensors.keys()):
         raise PlanError(f"specs name tensors that the model does not have: {', '.join(unknown)}")
     for name, tensor in tensors.items():
@@ -168,5 +170,7 @@ def _all_tensors(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:
 
 def _spec(model: ParallelModel, name: str) -> TensorSpec:
     if name not in model.specs.tensors:
-        raise PlanError(f"a transform left {name}, which no spec covers")
+        raise PlanError(
+            f"a transform has added {name}, which is not in the model's specs(); transforms keep the names of tensors"
+        )
     return model.specs.tensors[name]

@@ -1,5 +1,6 @@
 """Reads a recipe's layers, lowest first, and merges them: `base` files, the recipe, the command line."""
 
+import codecs
 import os
 import re
 import tomllib
@@ -11,7 +12,7 @@ from typing import Any
 
 from forge_core.config.merge import merge
 from forge_core.config.overrides import parse_overrides
-from forge_core.config.scan import key_lines
+from forge_core.config.scan import key_lines, repeated_key
 from forge_core.config.tree import DEFAULT, Leaf, Table, build
 from forge_core.errors import ConfigError, Fault, PluginError
 from forge_core.registry import Registry
@@ -76,11 +77,14 @@ def read(path: Path) -> Table:
     """
     shown = _shown(path)
     try:
-        text = path.read_bytes().decode()
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which means nothing in UTF-8
     except OSError as error:
         raise ConfigError([Fault(shown, f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([Fault(shown, f"is not UTF-8 text (byte {error.start})")]) from error
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ConfigError([Fault(shown, "is UTF-16 text", hint="save it as UTF-8")]) from error
+        raise ConfigError([Fault(shown, f"is not UTF-8 text (byte {error.start})", hint="save it as UTF-8")]) from error
     try:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -103,6 +107,8 @@ def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: 
     """
     if recipe.endswith(".toml") or "/" in recipe:
         path = (folder / recipe).resolve()
+        if path.is_dir():
+            raise ConfigError([_directory(recipe, path, key, origin)])
         if not path.is_file():
             near = {file.stem: file.name for file in path.parent.glob("*.toml")} if path.parent.is_dir() else {}
             close = get_close_matches(path.stem, near, n=1)
@@ -114,6 +120,8 @@ def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: 
     try:
         found = registry.load(PRESETS, recipe)
     except PluginError as error:
+        if recipe and (folder / recipe).is_dir():
+            raise ConfigError([_directory(recipe, folder / recipe, key, origin)]) from error
         hint = "a recipe is a .toml file or the name of a preset"
         raise ConfigError([Fault(key, str(error), origin, hint)]) from error
     path = Path(str(found() if callable(found) else found))
@@ -132,17 +140,34 @@ def _base(table: Table, path: Path, registry: Registry) -> Path | None:
     return find_recipe(base.value, registry, "base", base.origin, path.parent)
 
 
+def _directory(recipe: str, path: Path, key: str, origin: str) -> Fault:
+    inside = sorted(str(Path(recipe) / file.name) for file in path.glob("*.toml") if file.is_file())
+    hint = f"give the file in it: {' or '.join(inside[:5])}" if inside else "give the path of a TOML file"
+    return Fault(key, f"{recipe} is a directory", origin, hint)
+
+
 def _syntax(shown: str, text: str, error: tomllib.TOMLDecodeError) -> Fault:
     at = re.search(r"\(at line (\d+), column (\d+)\)|\(at end of document\)", str(error))
     line = int(at[1]) if at and at[1] else max(len(text.splitlines()), 1)
+    if str(error).startswith(_TWICE):
+        return _twice(shown, "\n".join(text.replace("\r\n", "\n").split("\n")[:line]))
     written = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
-    hint = ""
-    if "Invalid value" in str(error):
-        hint = "text needs quotes; booleans are true and false"
-    elif "overwrite" in str(error) or "twice" in str(error):
-        hint = "a key may be given once"
+    hint = "text needs quotes; booleans are true and false" if "Invalid value" in str(error) else ""
     message = f"is not valid TOML: {str(error).split(' (at ')[0]}" + (f" in `{written}`" if written else "")
     return Fault(shown, message, f"{shown}:{line}", hint)
+
+
+_TWICE = ("Cannot declare", "Cannot overwrite", "Cannot mutate", "Cannot redefine")
+"""How tomllib's messages about a key or table that is given a second time begin."""
+
+
+def _twice(shown: str, text: str) -> Fault:
+    """The fault of a text whose last key or header stood before."""
+    path, line, first = repeated_key(text)
+    name = ".".join(map(str, path))
+    if text.split("\n")[line - 1].lstrip().startswith("["):
+        name = f"[{name}]"
+    return Fault(shown, f"{name} is given twice" + (f", first on line {first}" if first else ""), f"{shown}:{line}")
 
 
 def _shown(path: Path) -> str:

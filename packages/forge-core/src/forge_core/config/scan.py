@@ -15,6 +15,22 @@ def key_lines(text: str) -> dict[Keys, int]:
     return _Scanner(text.replace("\r\n", "\n")).document()
 
 
+def repeated_key(text: str) -> tuple[Keys, int, int | None]:
+    """Of a document whose last key or header is one too many: its path, its line, and the line where it stood before.
+
+    Where only a part of the path stood before (`a = {}`, then `a.b = 1`), that part is returned.
+    """
+    scanner = _Scanner(text.replace("\r\n", "\n"))
+    scanner.document()
+    *before, (path, line) = scanner.met
+    first: dict[Keys, int] = {}
+    for keys, at in before:
+        for end in range(len(keys), 0, -1):
+            first.setdefault(keys[:end], at)
+    part = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in first), path)
+    return part, line, first.get(part)
+
+
 class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
@@ -22,6 +38,7 @@ class _Scanner:
         self.breaks = [index for index, letter in enumerate(text) if letter == "\n"]
         self.lines: dict[Keys, int] = {}
         self.arrays: dict[Keys, int] = {}  # arrays of tables: number of items so far
+        self.met: list[tuple[Keys, int]] = []  # every key and header in the order of the text, with its line
 
     def document(self) -> dict[Keys, int]:
         prefix: Keys = ()
@@ -52,6 +69,7 @@ class _Scanner:
                 self.lines.setdefault(path, line)
         if not array:
             self.lines[path] = line  # the table's own header, not that of a table inside it which came first
+        self.met.append((path, line))
         return path
 
     def pair(self, prefix: Keys) -> None:
@@ -60,6 +78,7 @@ class _Scanner:
         for name in self.key():
             path = (*path, name)
             self.lines.setdefault(path, line)
+        self.met.append((path, line))
         self.at += 1  # the equals sign
         self.spaces()
         self.value(path)

@@ -4,8 +4,8 @@ Leaves are typed by pydantic, strictly and in JSON mode: its Python mode is lax 
 mode turns "yes" into True and "3" into 3.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from forge_core.component import Component, FieldInfo
@@ -23,6 +23,8 @@ class Bad:
 
 
 BAD = Bad()
+
+UNKNOWN_KEY = "unknown key"
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,19 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
-    return Outcome(
-        BAD if walker.faults else value, walker.parts, resolved, tuple(walker.used), walker.fields, tuple(walker.faults)
-    )
+    faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
+    return Outcome(BAD if faults else value, walker.parts, resolved, tuple(walker.used), walker.fields, faults)
+
+
+def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
+    """An unknown key that is known in another table says so."""
+    name = fault.key.rpartition(".")[2]
+    if fault.message != UNKNOWN_KEY or fault.hint.startswith("did you mean"):
+        return fault
+    if name == "base":
+        return replace(fault, hint="base belongs at the top of the file, above the first [table]")
+    places = [key for key in known if key.rpartition(".")[2] == name]
+    return replace(fault, hint=f"did you mean {' or '.join(map(repr, places))}?") if 0 < len(places) <= 3 else fault
 
 
 def default_of(value: Any, shape: Shape, registry: Registry) -> Any:
@@ -87,7 +99,7 @@ class _Walker:
         resolved: dict[str, Node] = {"name": node.items["name"]} if component else {}
         for name, item in node.items.items():
             if name not in fields and not (component and name == "name"):
-                self.fault(join(key, name), "unknown key", item.origin, did_you_mean(name, list(fields)))
+                self.fault(join(key, name), UNKNOWN_KEY, item.origin, did_you_mean(name, list(fields)))
         for name, (info, shape) in fields.items():
             if component and name == "name":
                 continue

@@ -122,7 +122,7 @@ def _overlap(topology: Topology) -> None:
 def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> nn.Parameter:
     """The parameter on the meta device, as this rank will hold it."""
     if name not in table.cut:
-        raise PlanError(f"tensor: no spec covers {name}")
+        raise PlanError(f"tensor: {name} is not in the model's specs(); give it a TensorSpec in Specs.tensors")
     whole = parameter.detach()
     if name in table.packed:
         whole = whole.unflatten(1, (table.packed[name], -1))
