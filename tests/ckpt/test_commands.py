@@ -45,6 +45,25 @@ def test_list_show_verify(root: Path) -> None:
     assert result.exit_code == 0 and "step-00000002 is what was written" in result.stdout
 
 
+@pytest.mark.parametrize("form", ["run", "store", "checkpoint"])
+def test_m8_a_run_its_checkpoints_or_one_of_them(root: Path, form: str) -> None:
+    run_directory = root.parent / "run"
+    run_directory.mkdir()
+    root.rename(run_directory / "checkpoints")
+    given = {"run": ".", "store": "checkpoints", "checkpoint": "checkpoints/step-00000001"}[form]
+    result = run("verify", run_directory / given, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["name"] == ("step-00000001" if form == "checkpoint" else "step-00000002")
+    assert json.loads(run("show", run_directory / given, "--json").stdout)["step"] == (1 if form == "checkpoint" else 2)
+    assert len(json.loads(run("list", run_directory / given, "--json").stdout)) == 2
+    assert json.loads(run("show", run_directory / given, "2", "--json").stdout)["step"] == 2
+
+
+def test_m8_where_no_checkpoint_is_the_directory_is_named(tmp_path: Path) -> None:
+    result = run("verify", tmp_path)
+    assert result.exit_code == 2 and str(tmp_path) in result.output and "give a run's directory" in result.output
+
+
 def test_damage_is_exit_code_1_and_nothing_is_moved(root: Path) -> None:
     file = root / "step-00000002/rank-00000.bin"
     file.write_bytes(file.read_bytes()[:-1] + b"\7")

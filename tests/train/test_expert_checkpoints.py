@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from forge_ckpt.locate import locate
 from forge_core.registry import Registry
 from forge_parallel.gather import full
 from forge_train.loop import fit
-from forge_train.weights import ForgeWeights, locate
+from forge_train.weights import ForgeWeights
 from harness.pool import World
 from train.runs import prepared
 

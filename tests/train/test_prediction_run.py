@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge_ckpt.locate import locate
 from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_models.hf.reader import Folder
 from forge_train.loop import fit
 from forge_train.recipe import load
-from forge_train.weights import ForgeWeights, locate
+from forge_train.weights import ForgeWeights
 from models.hf.command_line import WORDS, run
 from train.runs import prepared
 

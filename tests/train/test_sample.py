@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from forge_ckpt.locate import locate
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation import generate
 from forge_models.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
 from forge_train.inference import loaded
-from forge_train.weights import ForgeWeights, locate
+from forge_train.weights import ForgeWeights
 from harness.pool import World
 from train.runs import TINY, train
 

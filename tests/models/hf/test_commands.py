@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_ckpt.locate import locate
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import origin_at, plain
 from forge_core.errors import ForgeError
@@ -29,7 +30,7 @@ from forge_train.inference import Continuation
 from forge_train.job import Job
 from forge_train.loop import fit
 from forge_train.start import fill_from
-from forge_train.weights import ForgeWeights, locate
+from forge_train.weights import ForgeWeights
 from harness.pool import World
 from models.hf.command_line import WORDS, run, with_tokenizer
 from models.hf.zoo import random_model, saved, tokens

@@ -1,14 +1,14 @@
 """Weights of a Forge checkpoint, read by tensor from any layout, and written as a checkpoint of weights alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
 from forge_ckpt import resume, saver
-from forge_ckpt.names import MANIFEST
+from forge_ckpt.locate import Place, locate
 from forge_ckpt.store import LocalStore
 from forge_ckpt.verify import open_manifest
 from forge_ckpt.world import Alone
@@ -25,33 +25,6 @@ from forge_train.job import Job
 PREFIX = "model/"
 TOKENIZER = "tokenizer"
 """Folder beside converted checkpoints that keeps the tokenizer's files."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """One checkpoint: the store's directory, the checkpoint's name, and the run's directory where it is one."""
-
-    store: Path
-    name: str
-    run: Path | None
-
-
-def locate(path: Path) -> Place:
-    """The checkpoint that `path` means: itself, the newest of a run's directory, or the newest of a directory of checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no directory; give a run's directory, its checkpoints, or one checkpoint")
-    path = path.resolve()
-    if (path / MANIFEST).is_file():
-        store, name = path.parent, path.name
-    else:
-        store = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        name = resume.resolve(LocalStore(store), None, Alone())
-    run = store.parent if store.name == "checkpoints" else None
-    return Place(store, name, run)
 
 
 def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:

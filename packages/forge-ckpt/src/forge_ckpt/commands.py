@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="ckpt", help="Look into checkpoints and verify them.", no_args_is_help=True, add_completion=False)
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.")]
-Step = Annotated[str | None, typer.Argument(metavar="[STEP]", help="A step or a name inside DIR; the newest when absent.")]
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A run's directory, a directory of checkpoints, or one checkpoint.")
+]
+Step = Annotated[
+    str | None, typer.Argument(metavar="[STEP]", help="A step or a name; by default DIR itself, or the newest in it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory that belongs to another user.")]
 
@@ -23,7 +27,7 @@ Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory tha
 @app.command("list")
 def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Every checkpoint of a directory, newest first; lengths and manifests are checked, contents are not."""
-    store, rows = _open(directory, foreign), []
+    store, rows = _open(directory, foreign)[0], []
     from forge_ckpt.names import DAMAGED, SUPERSEDED, committed
     from forge_ckpt.verify import open_manifest
 
@@ -41,7 +45,7 @@ def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = Fals
         typer.echo(json.dumps(rows, indent=2))
         return
     if not rows:
-        typer.echo(f"no checkpoints in {directory}")
+        typer.echo(f"no checkpoints in {store.root}")
     for row in rows:
         held = f"{row['bytes']:>16,} bytes  {row['tensors']:>6} tensors  {row['world']:>4} ranks" if "bytes" in row else ""
         typer.echo(f"{row['name']:<24} {row['state']:<10} {held}{row.get('reason', '')}".rstrip())
@@ -50,11 +54,11 @@ def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = Fals
 @app.command()
 def show(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """The tensors of one checkpoint and what the trainer recorded beside them."""
-    store = _open(directory, foreign)
+    store, only = _open(directory, foreign)
     from forge_ckpt.errors import Damaged
 
     try:
-        name, manifest = _read(store, step)
+        name, manifest = _read(store, step or only)
     except Damaged as cause:
         _refuse(cause)
     _, borders = manifest.by_tensor
@@ -76,7 +80,8 @@ def show(directory: Directory, step: Step = None, as_json: AsJson = False, forei
 @app.command()
 def verify(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Read every byte of one checkpoint and compare it with its checksums; exit code 1 when it is damaged."""
-    store = _open(directory, foreign)
+    store, only = _open(directory, foreign)
+    step = step or only
     from forge_ckpt.errors import Damaged
     from forge_ckpt.verify import agreed_fault
     from forge_ckpt.world import Alone
@@ -121,12 +126,16 @@ def convert(context: typer.Context) -> None:
     raise typer.Exit(code if isinstance(code, int) else 0)
 
 
-def _open(directory: Path, foreign: bool) -> "LocalStore":
+def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
+    """The checkpoints that a path means, and the name of the one that it is, where it is one."""
+    from forge_ckpt.locate import store_of
     from forge_ckpt.store import LocalStore
 
-    if not directory.is_dir():
-        _refuse(CheckpointError(f"{directory} is no directory; give the one that holds the step-* directories"))
-    return LocalStore(directory, allow_foreign_owner=foreign)
+    try:
+        store, name = store_of(directory)
+    except CheckpointError as cause:
+        _refuse(cause)
+    return LocalStore(store, allow_foreign_owner=foreign), name
 
 
 def _read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":

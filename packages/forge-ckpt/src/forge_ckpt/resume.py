@@ -212,9 +212,11 @@ def resolve(store: Store, which: str | int | None, world: World) -> str:
     for entry in steps:
         if which is None or entry.step == which:
             return entry.name
-    offered = ", ".join(str(entry.step) for entry in steps[:_SHOWN]) or "none"
-    wanted = "" if which is None else f" {which!r}"
-    raise CheckpointError(f"there is no checkpoint{wanted}; steps on offer: {offered}")
+    place = getattr(store, "root", "the store")
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {place}; give a run's directory, its checkpoints, or one checkpoint")
+    offered = ", ".join(str(entry.step) for entry in steps[:_SHOWN])
+    raise CheckpointError(f"there is no checkpoint {which!r} in {place}; steps on offer: {offered}")
 
 
 def _fitting(

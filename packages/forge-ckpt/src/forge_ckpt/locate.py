@@ -1,0 +1,48 @@
+"""What a path on the command line means: a run, a directory of checkpoints, or one checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_ckpt.names import MANIFEST
+from forge_core.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+"""Where a run keeps its checkpoints, below its directory."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One checkpoint: the store's directory, the checkpoint's name, and the run's directory where it is one."""
+
+    store: Path
+    name: str
+    run: Path | None
+
+
+def store_of(path: Path) -> tuple[Path, str | None]:
+    """The directory of checkpoints that `path` means, and the name of the checkpoint that it is itself, if it is one.
+
+    Raises:
+        CheckpointError: it is not a directory.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give a run's directory, its checkpoints, or one checkpoint")
+    path = path.resolve()
+    if (path / MANIFEST).is_file():
+        return path.parent, path.name
+    return (path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path), None
+
+
+def locate(path: Path) -> Place:
+    """The checkpoint that `path` means: itself, the newest of a run's directory, or the newest of a directory of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from forge_ckpt.resume import resolve
+    from forge_ckpt.store import LocalStore
+    from forge_ckpt.world import Alone
+
+    store, name = store_of(path)
+    run = store.parent if store.name == CHECKPOINTS else None
+    return Place(store, name or resolve(LocalStore(store), None, Alone()), run)
