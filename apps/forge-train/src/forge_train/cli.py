@@ -7,20 +7,23 @@ what typer does not know as `context.args`: the overrides `--section.key=value`.
 
 import ast
 import inspect
+import platform
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_command, get_group
+from typer.main import get_command
 
 from forge_core.console import Console
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
+from forge_train.completion import OverridesCommand
 
 GROUP = "forge.commands"
 
@@ -36,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def root(registry: Registry) -> TyperGroup:
     """The command with every registered subcommand, none of them imported."""
-    app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-    app.callback(help="Train foundation models: dense, mixture-of-experts and vision-language.")(_nothing)
-    group = get_group(app)
+    app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None)
+    app.callback(help="Train foundation models: dense, mixture-of-experts and vision-language.")(_options)
+    group = get_command(app)
     assert isinstance(group, _Commands)
     group.registry = registry
     for name in registry.names(GROUP):
@@ -72,7 +75,7 @@ def command(entry: Entry, registry: Registry) -> Any:
             item.annotation in (typer.Context, "typer.Context") for item in inspect.signature(loaded).parameters.values()
         )
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if open_ended else {}
-        app.command(entry.name, context_settings=settings)(loaded)
+        app.command(entry.name, cls=OverridesCommand if open_ended else None, context_settings=settings)(loaded)
     try:
         return get_command(app)
     except Exception as cause:  # whatever typer makes of a stranger's signature
@@ -122,3 +125,18 @@ def _placeholder(name: str, line: str) -> Any:
 
 def _nothing() -> None:
     """Stands for a command that was not imported."""
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=lambda given: _version(given), help="Print versions and end.")
+    ] = False,
+) -> None:
+    """Options of the whole command."""
+
+
+def _version(given: bool) -> None:
+    """One line, without importing torch: `forge-train 2.0.0 (torch 2.13.0, Python 3.11.7)`."""
+    if given:
+        print(f"forge-train {version('forge-train')} (torch {version('torch')}, Python {platform.python_version()})")
+        raise typer.Exit

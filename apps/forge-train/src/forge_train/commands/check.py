@@ -4,10 +4,12 @@ from typing import Annotated
 
 import typer
 
+from forge_train.completion import Recipe
+
 
 def check(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.")],
+    recipe: Recipe,
     world: Annotated[int, typer.Option("--world", help="Number of processes that it is meant for.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Answer as JSON.")] = False,
 ) -> None:

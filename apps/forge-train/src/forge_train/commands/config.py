@@ -6,17 +6,18 @@ from typing import Annotated
 
 import typer
 
+from forge_train.completion import OverridesCommand, Recipe
+
 config = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into recipes.")
 
 _OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}
-_Recipe = Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.")]
 _Json = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
 
 
-@config.command(context_settings=_OPEN)
+@config.command(cls=OverridesCommand, context_settings=_OPEN)
 def show(
     context: typer.Context,
-    recipe: _Recipe,
+    recipe: Recipe,
     origins: Annotated[bool, typer.Option("--origins", help="Say where every value comes from.")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -32,10 +33,10 @@ def show(
         console.text(resolved.as_toml(origins=origins).rstrip("\n"))
 
 
-@config.command(context_settings=_OPEN)
+@config.command(cls=OverridesCommand, context_settings=_OPEN)
 def explain(
     context: typer.Context,
-    recipe: _Recipe,
+    recipe: Recipe,
     key: Annotated[str, typer.Argument(help="A key such as optimizer.lr, or a section.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
@@ -64,6 +65,34 @@ def explain(
         console.text(f"    {item.expected}{default}")
         if item.names:
             console.text(f"    names: {', '.join(item.names)}")
+
+
+@config.command(cls=OverridesCommand, context_settings=_OPEN)
+def diff(
+    context: typer.Context,
+    one: Annotated[str, typer.Argument(help="A recipe, a run's directory, or a checkpoint.", show_default=False)],
+    other: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    as_json: _Json = False,
+) -> None:
+    """Keys that differ between two recipes, runs or checkpoints, defaults included; exit code 1 when there are any.
+
+    Overrides such as --optimizer.lr=1e-3 change the second one.
+    """
+    from forge_core.config.write import value_text
+    from forge_core.console import Console
+    from forge_train.comparison import ABSENT, differences
+
+    found = differences(one, other, context.args)
+    console = Console(as_json=as_json)
+    if as_json:
+        console.document([vars(item) for item in found])
+    else:
+        for item in found:
+            one, other = (value if value == ABSENT else value_text(value) for value in (item.one, item.other))
+            console.text(f"{item.key}: {one} -> {other}")
+        console.text(f"{len(found)} keys differ" if found else "no difference")
+    if found:
+        raise typer.Exit(1)
 
 
 @config.command()

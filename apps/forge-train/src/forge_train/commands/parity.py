@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from forge_core.console import Console
+from forge_train.completion import Recipe
 
 if TYPE_CHECKING:
     from forge_parallel.parity import Measurement
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 def parity(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.")],
+    recipe: Recipe,
     layouts: Annotated[str, typer.Option(help="Layout strings, separated by commas.")] = "dp2,hsdp2x1,hsdp2x2,dp4",
     mode: Annotated[str, typer.Option(help="fp64: all numbers within 1e-10; fp32: loss, norm, gradients within 2e-6.")] = "fp64",
     rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,

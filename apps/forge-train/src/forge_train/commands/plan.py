@@ -4,10 +4,12 @@ from typing import Annotated
 
 import typer
 
+from forge_train.completion import Recipe
+
 
 def plan(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `7b`.")],
+    recipe: Recipe,
     world: Annotated[int, typer.Option("--world", min=1, help="Number of processes, one for each GPU.")] = 1,
     per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes of one node, for the map of ranks.")] = 8,
     ranks: Annotated[

@@ -5,11 +5,12 @@ from typing import Annotated, Any
 import typer
 
 from forge_core.console import Console
+from forge_train.completion import Recipe
 
 
 def prepare(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.")],
+    recipe: Recipe,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
     """Tokenise the text of a recipe before its run starts.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forge_train.completion import Recipe
+
 if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_parallel.launcher import Launch
@@ -20,7 +22,7 @@ REQUEUE = 75
 
 def run(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.")],
+    recipe: Recipe,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove this run's checkpoints and numbers first.")] = False,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3

@@ -1,0 +1,87 @@
+"""What the shell offers behind a command: recipes, and the keys that a recipe has, each as `--section.key=`.
+
+`forge-train --install-completion` switches it on; nothing here runs otherwise, and torch is never imported.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from forge_core.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge_core.config.validate import Outcome
+    from forge_core.registry import Registry
+
+RECIPE = "recipe"
+"""Name of the argument that takes a recipe, in every command that has one."""
+
+
+class OverridesCommand(TyperCommand):
+    """A command that takes a recipe and overrides."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Options of the command, then keys of the recipe that was given."""
+        recipe, options = ctx.params.get(RECIPE), super().shell_complete(ctx, incomplete)
+        item = type(super().shell_complete(ctx, "--")[0])  # --help is always there
+        before = [part for part in ctx.args if part != "="][-1:]
+        if recipe and before and before[0].startswith("--") and "=" not in before[0]:  # shells cut a word at its `=`
+            return [item(name) for name in names(recipe, before[0].removeprefix("--")) if name.startswith(incomplete)]
+        if incomplete.startswith("-"):
+            options += [item(f"--{key}=") for key in keys(recipe) if f"--{key}".startswith(incomplete)]
+        return options
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Presets and TOML files whose names begin so."""
+    from forge_core.config.layers import PRESETS
+    from forge_core.registry import Registry
+
+    folder = Path(incomplete).parent if "/" in incomplete else Path()
+    files = [str(path) for path in sorted(folder.glob("*.toml"))] if folder.is_dir() else []
+    return [name for name in (*Registry().names(PRESETS), *files) if name.startswith(incomplete)]
+
+
+def keys(recipe: str | None) -> Iterator[str]:
+    """Every key of a recipe that takes a value."""
+    from forge_core.config.explain import explain
+
+    for item in explain(*_walked(recipe)):
+        table = isinstance(item.value, dict)  # of a component, whose `name` is a key; of a section, which is none itself
+        if not table or item.names:
+            yield f"{item.key}.name" if table else item.key
+
+
+def names(recipe: str, key: str) -> tuple[str, ...]:
+    """What the component behind `key` (such as `optimizer.name`) may be called."""
+    from forge_core.config.explain import explain
+
+    outcome, registry = _walked(recipe)
+    component = key.removesuffix(".name")
+    known = component != key and component in outcome.fields
+    return explain(outcome, registry, component)[0].names if known else ()
+
+
+def _walked(recipe: str | None) -> "tuple[Outcome, Registry]":
+    """A recipe as it stands, or the defaults where it cannot be read: a recipe that is being written has faults."""
+    from forge_core.config.layers import load_layers
+    from forge_core.config.tree import DEFAULT, Table
+    from forge_core.config.validate import walk
+    from forge_core.registry import Registry
+    from forge_train.job import Job
+
+    registry = Registry()
+    try:
+        tree = load_layers(recipe, (), Job, registry).tree if recipe else Table({}, DEFAULT)
+    except ForgeError:
+        tree = Table({}, DEFAULT)
+    return walk(Job, tree, registry), registry
+
+
+Recipe = Annotated[
+    str, typer.Argument(help="A TOML file, or the name of a preset such as `demo`.", show_default=False, autocompletion=recipes)
+]
+"""The argument of every command that reads a recipe."""
