@@ -78,9 +78,10 @@ def read(path: Path) -> Table:
     shown = _shown(path)
     try:
         content = path.read_bytes()
-        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which means nothing in UTF-8
     except OSError as error:
         raise ConfigError([Fault(shown, f"cannot be read: {error.strerror}")]) from error
+    try:
+        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which means nothing in UTF-8
     except UnicodeDecodeError as error:
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ConfigError([Fault(shown, "is UTF-16 text", hint="save it as UTF-8")]) from error
