@@ -59,7 +59,7 @@ def assemble(
     world = Group() if topology.size > 1 else Alone()
     say = _announcer(console)
 
-    with _rank_zero_first(world):
+    with rank_zero_first(world):
         shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}
         data = open_stream(
             job.data,
@@ -154,7 +154,7 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
 
 
 @contextmanager
-def _rank_zero_first(world: World) -> Iterator[None]:
+def rank_zero_first(world: World) -> Iterator[None]:
     """Rank 0 runs the body before the others, so that what it prepares is there for them; its failure is theirs."""
     if world.rank > 0:
         try:

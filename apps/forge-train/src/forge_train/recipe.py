@@ -57,12 +57,12 @@ class Resolved:
 
 
 def load(
-    recipe: str | Path, overrides: Sequence[str] = (), world: int | None = None, registry: Registry | None = None
+    recipe: str | Path | Table, overrides: Sequence[str] = (), world: int | None = None, registry: Registry | None = None
 ) -> Resolved:
     """Reads a recipe with its bases and overrides.
 
     Args:
-        recipe: path of a TOML file, or name of a preset.
+        recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
         overrides: `--section.key=value`, as they stand on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.

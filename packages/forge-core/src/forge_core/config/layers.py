@@ -35,12 +35,12 @@ class Layered:
 
 
 def load_layers(
-    recipe: str | Path, overrides: Sequence[str], schema: type, registry: Registry, folder: Path | None = None
+    recipe: str | Path | Table, overrides: Sequence[str], schema: type, registry: Registry, folder: Path | None = None
 ) -> Layered:
     """Merges the recipe (a TOML file or a preset's name) with its bases and the command line.
 
     Args:
-        recipe: path of a TOML file, or name of a preset.
+        recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
         overrides: arguments `--section.key=value`.
         schema: dataclass of the whole recipe; tells which tables hold components.
         registry: finds presets and components.
@@ -49,24 +49,28 @@ def load_layers(
     Raises:
         ConfigError: a file is missing, is not TOML, or the bases form a circle.
     """
-    path = find_recipe(str(recipe), registry, "RECIPE", "command line", Path())
-    layers: list[tuple[Path, Table]] = []
-    chain: list[Path] = []
-    following: Path | None = path
-    while following is not None:
-        if following in chain:
-            circle = " -> ".join(_shown(file) for file in [*chain[chain.index(following) :], following])
-            raise ConfigError([Fault("base", f"the bases form a circle: {circle}", _shown(chain[-1]))])
-        chain.append(following)
-        table = read(following)
-        layers.append((following, table))
-        following = _base(table, following, registry)
+    layers = {} if isinstance(recipe, Table) else _files(str(recipe), registry)
+    lowest = [recipe] if isinstance(recipe, Table) else []
     tree, faults = Table({}, DEFAULT), []
     extra, wrong = parse_overrides(overrides, folder or Path.cwd())
-    for layer in [*(table for _, table in reversed(layers)), extra]:
+    for layer in [*lowest, *reversed(layers.values()), extra]:
         tree, found = merge(tree, layer, schema, registry)
         faults += found
-    return Layered(tree, (*wrong, *faults), tuple(file for file, _ in reversed(layers)))
+    return Layered(tree, (*wrong, *faults), tuple(reversed(layers)))
+
+
+def _files(recipe: str, registry: Registry) -> dict[Path, Table]:
+    """The recipe's file and its bases, each with what it says, the recipe first."""
+    layers: dict[Path, Table] = {}
+    following: Path | None = find_recipe(recipe, registry, "RECIPE", "command line", Path())
+    while following is not None:
+        if following in layers:
+            chain = list(layers)
+            circle = " -> ".join(_shown(file) for file in [*chain[chain.index(following) :], following])
+            raise ConfigError([Fault("base", f"the bases form a circle: {circle}", _shown(chain[-1]))])
+        layers[following] = read(following)
+        following = _base(layers[following], following, registry)
+    return layers
 
 
 def read(path: Path) -> Table:

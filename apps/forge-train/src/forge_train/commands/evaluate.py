@@ -1,0 +1,57 @@
+"""`forge-train evaluate CHECKPOINT`: loss on held-out sets."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Takes [data] and the rest but the model from this recipe.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+) -> None:
+    """Evaluate a checkpoint on held-out sets: those of its recipe, or others by --data.evaluation.NAME.name=text ...
+
+    Alone or under torchrun, on any layout: --parallel.tp=2. The result does not depend on the number of processes.
+    """
+    from dataclasses import asdict
+
+    from forge_core.console import Console
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_parallel import bootstrap
+    from forge_parallel.launcher import launch
+    from forge_train.evaluating import recipe_for, scores
+    from forge_train.inference import opened
+
+    registry, where, console = Registry(), launch(os.environ), Console(as_json=as_json)
+    first, code = where.rank == 0, 0
+    try:
+        weights = opened(checkpoint, registry)
+        resolved = recipe_for(weights, recipe, context.args, where.size, registry)
+        device = bootstrap.start(where, resolved.job.parallel.timeout)
+        found = []
+        for score in scores(weights, resolved, device, registry, console.note if first else lambda _: None):
+            found.append(asdict(score))
+            if first and not as_json:
+                bits = f"  {score.bits_per_byte:.4f} bits per byte" if score.bits_per_byte is not None else ""
+                numbers = f"loss {score.loss:.4f}  perplexity {score.perplexity:.2f}{bits}"
+                console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
+        if first and as_json:
+            console.document({"checkpoint": weights.facts.origin, "step": weights.facts.step, "sets": found})
+        bootstrap.stop()
+    except ForgeError as refusal:
+        if where.size == 1:
+            raise
+        code = console.error(refusal) if first else refusal.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if where.size > 1:
+        # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
+        os._exit(code)

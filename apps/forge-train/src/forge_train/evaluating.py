@@ -1,0 +1,112 @@
+"""Held-out loss of stored weights: of a run, a checkpoint or a Hugging Face folder, on any layout."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_ckpt.world import Alone, Group
+from forge_core.config.tree import Table, build
+from forge_core.errors import DataError, ForgeError
+from forge_core.protocols.convert import Weights
+from forge_core.redact import refuse_redacted
+from forge_core.registry import Registry
+from forge_data.loader import evaluation
+from forge_parallel.plan import Plan
+from forge_parallel.realization import Blueprint, realize
+from forge_parallel.step import Step
+from forge_parallel.topology import Topology
+from forge_train.assemble import pipeline_of, rank_zero_first, transforms_of
+from forge_train.directory import run_directory
+from forge_train.hooks.evaluate import perplexity
+from forge_train.inference import tokenizer_for
+from forge_train.recipe import Resolved, load
+from forge_train.start import fill_from
+from forge_train.weights import table_of
+
+_SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
+"""What says how a loss is computed. Hooks, checkpoints and the layout of the training run have no part in it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one held-out set.
+
+    Attributes:
+        loss: nats per predicted token.
+        perplexity: exp(loss).
+        bits_per_byte: of the text behind the tokens; None where its size is not known.
+        tokens: that were predicted.
+    """
+
+    name: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+
+
+def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
+    """The recipe under which weights are evaluated: the one that they carry, or another one, with the weights' own model.
+
+    Args:
+        recipe: says what is evaluated; None takes the recipe of the weights.
+        overrides: `--section.key=value`; the layout is one of data ranks unless they say otherwise.
+        world: number of processes.
+
+    Raises:
+        ForgeError: the weights carry no recipe and none is given, or it has faults, or has no [data.evaluation].
+    """
+    origin = weights.facts.origin if recipe is None else recipe
+    values: dict[str, Any] = dict(weights.facts.recipe) if recipe is None else load(recipe, (), None, registry).as_json()
+    if "data" not in values:
+        raise ForgeError(f"{origin} carries no recipe that says what to evaluate on; give one with --recipe RECIPE")
+    chosen = {name: values[name] for name in _SECTIONS if name in values}
+    refuse_redacted({"data": chosen["data"]}, origin)
+    chosen["model"] = table_of(weights.model, registry)
+    chosen["data"] = {**chosen["data"], "phases": []}
+    micro_batch = chosen["train"]["micro_batch"]
+    chosen["train"] = {**chosen["train"], "global_batch": micro_batch * world}
+    tree = build(chosen, (), lambda _: origin, Path.cwd())
+    assert isinstance(tree, Table)
+    resolved = load(tree, overrides, world, registry)
+    if not resolved.job.data.evaluation:
+        raise ForgeError(
+            f"{origin} has no held-out set; add one, such as --data.evaluation.mine.name=text "
+            "--data.evaluation.mine.path=FILE, or give another recipe with --recipe"
+        )
+    return resolved
+
+
+def scores(
+    weights: Weights, resolved: Resolved, device: torch.device, registry: Registry, say: Callable[[str], None]
+) -> Iterator[Score]:
+    """Collective: evaluates each held-out set of the recipe in turn; every rank gets the same numbers.
+
+    Raises:
+        ForgeError: a set cannot be read, was made with another tokenizer, or the weights do not fit the model.
+    """
+    job, layout = resolved.job, resolved.layout
+    assert layout is not None
+    topology = Topology.of(layout, device)
+    with rank_zero_first(Group() if topology.size > 1 else Alone()):
+        try:
+            tokenizer = tokenizer_for(weights, None, registry, say)
+        except DataError:
+            tokenizer = None  # the weights were trained on ids, or their data are elsewhere by now
+        workspace = (weights.facts.run or run_directory(job)) / "data"
+        vocab_size = getattr(job.model, "vocab_size", None)
+        sets = evaluation(job.data, workspace=workspace, report=say, vocab_size=vocab_size, tokenizer=tokenizer)
+    plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
+    precision = (job.precision.compute, job.precision.state)
+    model = realize(Blueprint.of(job.model.build), plan, topology, lambda model: fill_from(weights, model), *precision)
+    model.at_step(weights.facts.step, job.train.max_steps)
+    step = Step(model, job.objective.build())
+    for name, held_out in sets.items():
+        result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
+        bits = result.loss * result.tokens / math.log(2)
+        per_byte = bits / held_out.text_bytes if held_out.text_bytes else None
+        yield Score(name, result.loss, perplexity(result.loss), per_byte, result.tokens)
