@@ -111,6 +111,33 @@ def test_the_gate_sees_a_wrong_divisor(world: World) -> None:
     assert difference.gradients == pytest.approx(0.5, rel=1e-6)
 
 
+def _slightly_off(*arguments: Any) -> Any:
+    """The objective with a value that is too large by 1e-8 of itself; its gradients are right."""
+    terms = cross_entropy(*arguments)
+    return terms._replace(sum=terms.sum + 1e-8 * terms.sum.detach())
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2"])
+def test_e11_a_loss_that_is_off_by_one_in_a_hundred_million_is_caught(world: World, layout: str) -> None:
+    reference, case = alone(_measure, CASE, "1"), replace(CASE, objective=_slightly_off)
+    for found in world.run(_measure, Layout.parse(layout).world, case, layout):
+        difference = compare(reference, found)
+        assert difference.loss == pytest.approx(1e-8, rel=1e-4)
+        assert max(difference.norm, difference.gradients, difference.weights) <= 1e-10
+        assert not difference.accepted("fp64")
+
+
+@pytest.mark.parametrize("field", ["loss", "norm", "by_source"])
+def test_e11_every_number_of_a_step_is_compared_in_fp64(field: str) -> None:
+    def off(value: Any) -> Any:
+        return {key: off(inner) for key, inner in value.items()} if isinstance(value, dict) else value * (1 + 1e-9)
+
+    reference = alone(_measure, CASE, "1")
+    found = replace(reference, **{field: [off(value) for value in getattr(reference, field)]})
+    assert not compare(reference, found).accepted("fp64")
+    assert compare(reference, found).accepted("fp32")
+
+
 def _averaging(case: Case) -> Measurement:
     def mean(self: FSDPModule, factor: float) -> None:
         original(self, 2 * factor)

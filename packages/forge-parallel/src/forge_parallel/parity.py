@@ -183,7 +183,9 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
 def _scalars(reference: Sequence[float], other: Sequence[float]) -> float:
     if len(reference) != len(other):
         return float("inf")
-    return max((_relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(reference, other, strict=True)), default=0.0)
+    # Python's floats are fp64, and torch.tensor would round them to fp32.
+    pairs = torch.tensor([*zip(reference, other, strict=True)], dtype=torch.float64)
+    return max((_relative(one, two) for one, two in pairs), default=0.0)
 
 
 def _largest(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[float, str]:
