@@ -52,6 +52,14 @@ def slow(session: nox.Session) -> None:
     _pytest(session, "slow and not gpu", success=(0, none_collected))
 
 
+@nox.session(venv_backend="none")
+def machines(session: nox.Session) -> None:
+    """What compares numbers, as on other machines: instruction sets, threads, load. `-- --only avx2 tests/models` is a part."""
+    _workshop(session)
+    command = (_tool("python"), "-m", "harness.machines", *session.posargs)
+    session.run(*command, external=True, env={"PYTHONPATH": "tests"})
+
+
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """Ruff's rules and its formatting."""

@@ -1,15 +1,34 @@
 """Fixtures of all tests, and the table of where the minutes go."""
 
+import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from harness import margins
 from harness.pool import World
 
 settings.register_profile("shared", deadline=None)  # a machine that does other work is not a slow function
 settings.load_profile("shared")
+
+_COMPARES = re.compile(r"assert_close|assert_allclose|closeness|approx\(|\.accepted\(")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Notes how close comparisons are to their limits, where that is asked for."""
+    if (noted := margins.plugin()) is not None:
+        config.pluginmanager.register(noted)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of every module that compares floating-point numbers: `nox -s machines` runs those."""
+    compares = functools.cache(lambda path: bool(_COMPARES.search(path.read_text())))
+    for item in items:
+        if compares(item.path):
+            item.add_marker(pytest.mark.numbers)
 
 
 @pytest.fixture(scope="session")

@@ -267,7 +267,7 @@ class World:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("FORGE_TEST_THREADS", "1"),
             "HF_HUB_OFFLINE": "1",
         }
         self._forker = subprocess.Popen(

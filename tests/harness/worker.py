@@ -84,7 +84,7 @@ def _prepare(call: wire.Call) -> Callable[..., Any]:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.path[:] = call.sys_path
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("FORGE_TEST_THREADS", "1")))
     torch.manual_seed(0)
     random.seed(0)
     if call.group:

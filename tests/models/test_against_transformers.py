@@ -6,6 +6,7 @@ import torch
 from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.rope import Rope
+from harness.closeness import wide
 
 NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -67,9 +68,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@wide()
 def test_logits_loss_and_gradients_equal_llama(make, tokens, case):
     # Weights are spread to standard deviations of about 0.2: attention is far from uniform then.
-    model = make(spread=10.0, **CASES[case])
+    model = make(dtype=torch.float64, spread=10.0, **CASES[case])
     with torch.no_grad():  # norms must not be all ones, or a norm in the wrong place would pass
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -80,26 +82,27 @@ def test_logits_loss_and_gradients_equal_llama(make, tokens, case):
     labels[0, 3:7] = -100
 
     expected = twin(inputs).logits
-    torch.testing.assert_close(model(inputs), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(inputs), expected, rtol=0, atol=1e-11)
 
     terms = model(inputs, labels=labels, objective=CrossEntropy().build())
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
     assert int(terms.tokens) == (labels != -100).sum()
-    torch.testing.assert_close(terms.sum / terms.tokens, loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(terms.sum / terms.tokens, loss, rtol=1e-12, atol=0)
 
     (terms.sum / terms.tokens).backward()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
     for name, parameter in model.named_parameters():
         other = gradients.pop(llama_name(name))
-        torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()), msg=name)
+        torch.testing.assert_close(parameter.grad, other, rtol=0, atol=1e-11 * float(other.abs().max()), msg=name)
     assert not gradients
 
 
+@wide()
 def test_given_positions_turn_as_in_llama(make, tokens):
-    model = make(spread=10.0)
+    model = make(dtype=torch.float64, spread=10.0)
     positions = torch.tensor([[0, 1, 2, 0, 1, 9, 10, 40], [3, 1, 4, 1, 5, 9, 2, 6]])
     expected = llama(model)(tokens(2, 8), position_ids=positions).logits
     ours = model(tokens(2, 8), positions=positions.int())
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
     assert float((ours - model(tokens(2, 8))).detach().abs().max()) > 1e-2

@@ -9,6 +9,7 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
 from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.components.rope import Rope
+from harness.closeness import wide
 
 COMMON = {
     "vocab_size": 97,
@@ -149,10 +150,11 @@ def their_model(family, fields):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@wide()
 def test_logits_and_gradients_equal_those_of_the_family(make, tokens, family):
     their_fields, ours, parts = FAMILIES[family]
     twin = their_model(family, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | their_fields | _tied(ours))
-    model = make(**{"layers": 4, "norm": RMSNorm(eps=1e-6)} | ours)
+    model = make(dtype=torch.float64, **{"layers": 4, "norm": RMSNorm(eps=1e-6)} | ours)
     generator = torch.Generator().manual_seed(3)
     middle = 1.0 - getattr(model.config.resolved_norm, "offset", 0)
     theirs = dict(twin.named_parameters())
@@ -167,12 +169,12 @@ def test_logits_and_gradients_equal_those_of_the_family(make, tokens, family):
             theirs[names[name]].copy_(value)
     rows = tokens(2, 40)
     mine, expected = model(rows), twin(rows).logits
-    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-11)
     mine.square().sum().backward()
     expected.square().sum().backward()
     for name, parameter in model.named_parameters():
         other = theirs[names[name]].grad
-        torch.testing.assert_close(parameter.grad, other, rtol=1e-3, atol=2e-5 * float(other.abs().max()), msg=name)
+        torch.testing.assert_close(parameter.grad, other, rtol=0, atol=1e-11 * float(other.abs().max()), msg=name)
 
 
 def _tied(ours):

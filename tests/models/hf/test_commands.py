@@ -31,9 +31,10 @@ from forge_train.job import Job
 from forge_train.loop import fit
 from forge_train.start import fill_from
 from forge_train.weights import ForgeWeights
+from harness.closeness import assert_no_farther
 from harness.pool import World
 from models.hf.command_line import WORDS, run, with_tokenizer
-from models.hf.zoo import random_model, saved, tokens
+from models.hf.zoo import exact_logits, random_model, saved, tokens
 from train.runs import prepared
 
 
@@ -69,7 +70,7 @@ def test_a_run_on_4_processes_becomes_a_folder_after_training(world: World, reci
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     inputs = tokens(length=16)
     with torch.no_grad():
-        torch.testing.assert_close(ours(inputs), theirs(inputs).logits, rtol=1e-5, atol=1e-5)
+        assert_no_farther(ours(inputs), theirs(inputs).logits, exact_logits(theirs, inputs))
     text = theirs.generate(inputs[:1, :4], max_new_tokens=28, do_sample=False, eos_token_id=None, pad_token_id=0)
     begun = Continuation(inference.loaded(folder), _Plain(), GREEDY, max_tokens=28)
     assert "".join(begun(" ".join(map(str, inputs[0, :4].tolist())))).split() == [str(token) for token in text[0, 4:].tolist()]

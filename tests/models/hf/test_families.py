@@ -12,7 +12,8 @@ from forge_models.generation import generate
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.logits import logits_of
-from models.hf.zoo import CASES, random_model, saved, tokens
+from harness.closeness import assert_no_farther, wide
+from models.hf.zoo import CASES, exact_logits, random_model, saved, tokens
 
 
 def module_of(weights: Weights) -> torch.nn.Module:
@@ -30,9 +31,12 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference(tokens()).logits
     ours = module_of(folder)
+    exact = exact_logits(reference, tokens())
+    with wide():
+        torch.testing.assert_close(logits_of(folder, tokens(), torch.float64), exact, rtol=0, atol=1e-11)
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens()), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits_of(folder, tokens()), expected, rtol=1e-5, atol=1e-5)
+        assert_no_farther(ours(tokens()), expected, exact, "the module")
+    assert_no_farther(logits_of(folder, tokens()), expected, exact, "block by block")
 
     converter = Hf(max_shard_bytes=30_000).build()
     converter.write(tmp_path / "ours", folder)

@@ -9,9 +9,10 @@ from safetensors import safe_open
 
 from forge_models.hf.reader import Folder
 from forge_train.loop import fit
+from harness.closeness import assert_no_farther
 from harness.pool import World
 from models.hf.command_line import run
-from models.hf.zoo import CASES, random_model, saved, tokens
+from models.hf.zoo import CASES, exact_logits, random_model, saved, tokens
 from train.runs import TINY, prepared
 
 LAYOUTS = {
@@ -58,8 +59,9 @@ def there_and_back(world: World, tmp_path: Path, kind: str, layout: str) -> None
     overrides = [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=2", "--schedule.name=constant", *keys]
     found = world.run(trained, ranks, recipe, overrides, rows, timeout=200)
     with torch.no_grad():
-        for before, _ in found:
-            torch.testing.assert_close(before, reference(rows).logits, rtol=1e-5, atol=2e-5)
+        at_first = reference(rows).logits
+    for before, _ in found:
+        assert_no_farther(before, at_first, exact_logits(reference, rows))
 
     assert run("convert", "--from", "forge", "--to", "hf", tmp_path / "run", tmp_path / "ours") == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
@@ -67,7 +69,7 @@ def there_and_back(world: World, tmp_path: Path, kind: str, layout: str) -> None
         expected = theirs(rows).logits
     assert (expected - found[0][0]).abs().max() > 1e-2, "it has trained"
     for _, after in found:
-        torch.testing.assert_close(after, expected, rtol=1e-5, atol=2e-5)
+        assert_no_farther(after, expected, exact_logits(theirs, rows))
     assert names_and_shapes(tmp_path / "ours") == names_and_shapes(folder), "what save_pretrained writes"
     before, after = Folder(folder), Folder(tmp_path / "ours")
     assert before.tensors == after.tensors
@@ -121,6 +123,6 @@ def test_a_model_made_from_a_dense_one_trains_on_shared_experts(world: World, tm
     with torch.no_grad():
         expected = dense(rows).logits
     for before, after in found:
-        torch.testing.assert_close(before, expected, rtol=1e-5, atol=2e-5)
+        assert_no_farther(before, expected, exact_logits(dense, rows))
         assert (after - before).abs().max() > 1e-2, "it trains"
-    torch.testing.assert_close(alone, found[0][0], rtol=1e-5, atol=2e-5)
+    assert_no_farther(alone, expected, exact_logits(dense, rows))

@@ -7,7 +7,8 @@ import torch
 
 from forge_models.components.converters import Hf
 from forge_train.cli import main
-from models.hf.zoo import random_model, saved, tokens
+from harness.closeness import assert_no_farther
+from models.hf.zoo import exact_logits, random_model, saved, tokens
 
 RECIPE = """
 base = "debug"
@@ -34,7 +35,7 @@ def test_a_dense_folder_becomes_one_with_experts(tmp_path: Path, capsys: pytest.
         expected = dense(tokens()).logits
     found = Hf().build().reference(tmp_path / "sparse", tokens())
     assert isinstance(found, torch.Tensor)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    assert_no_farther(found, expected, exact_logits(dense, tokens()))
 
 
 def test_a_recipe_without_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

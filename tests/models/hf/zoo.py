@@ -1,12 +1,15 @@
 """Tiny random models of transformers, one per family and option, and what the tests ask of them."""
 
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+
+from harness.closeness import wide
 
 SIZES = {
     "vocab_size": 97,
@@ -117,6 +120,17 @@ def saved(model: torch.nn.Module, folder: Path, **options: Any) -> Path:
     """The folder as transformers writes it."""
     model.save_pretrained(folder, **options)  # type: ignore[operator]
     return folder
+
+
+def exact_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """(B, T, vocab) of a model of transformers with the same weights in fp64 throughout, its fp32 islands included."""
+    config = deepcopy(model.config)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # grouped products do not take fp64
+    with wide(), torch.no_grad():
+        twin = type(model)._from_config(config, dtype=torch.float64).eval()
+        twin.load_state_dict(model.state_dict())
+        return twin(ids).logits
 
 
 def tokens(rows: int = 2, length: int = 40, seed: int = 1) -> torch.Tensor:
