@@ -215,7 +215,7 @@ def running(pid: int) -> bool:
 def test_a_broken_record_stops_every_worker(records: Records, tmp_path: Path, processes: bool) -> None:
     (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "fine"}\n{"no text": 1}')
     broken = Jsonl(path=str(tmp_path / "corpus")).records()
-    with pytest.raises(DataError, match=r"1\.jsonl at byte 17: 'text' is missing"):
+    with pytest.raises(DataError, match=r"1\.jsonl at byte 17 \(line 2\): 'text' is missing"):
         made(broken, tmp_path / "store", workers=2, processes=processes)
     assert not (tmp_path / "store").exists()
 

@@ -171,11 +171,11 @@ def test_splits_share_no_record_and_leave_none_out(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"a\.jsonl at byte 14 is no line of JSON"),
-    (b'{"text": "a"}\n{"other": "b"}\n{"text": "c"}', r"a\.jsonl at byte 14: 'text' is missing or null, not text"),
-    (b'{"text": "a"}\n{"text": 7}\n{"text": "c"}', r"byte 14: 'text' is a int, not text"),
-    (b'{"text": "a"}\n["b"]\n{"text": "c"}', r"byte 14 is no JSON object with a key 'text'"),
-    (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}', r"byte 14 is no line of JSON: .*utf-8"),
+    (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"a\.jsonl at byte 14 \(line 2\) is no line of JSON"),
+    (b'{"text": "a"}\n{"other": "b"}\n{"text": "c"}', r"a\.jsonl at byte 14 \(line 2\): 'text' is missing or null, not text"),
+    (b'{"text": "a"}\n{"text": 7}\n{"text": "c"}', r"line 2\): 'text' is a int, not text"),
+    (b'{"text": "a"}\n["b"]\n{"text": "c"}', r"line 2\) is no JSON object with a key 'text'"),
+    (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}', r"line 2\) is no line of JSON: .*utf-8"),
 ]
 
 
@@ -199,10 +199,10 @@ def test_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_path: Pat
     ("value", "message"),
     [
         ([1, -2], "negative id -2"),
-        ([1.5], "is a list, not a list of token ids"),
+        ([1.5], "holds a float at index 0, not a token id"),
         ("ab", "is a str"),
         (None, "missing or null"),
-        ([[1]], "not a list of token ids"),
+        ([[1]], "holds a list at index 0, not a token id"),
     ],
 )
 def test_broken_ids_are_named(tmp_path: Path, value: Any, message: str) -> None:

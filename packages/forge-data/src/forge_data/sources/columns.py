@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,10 +43,14 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
             for values in content.column(group, wanted.column):
                 for value in values:
                     name = f"{file.name}:{group}:{row}"
-                    found = checked(value, f"{file.where}, group {group}, row {row}", wanted, skips)
+                    found = checked(value, partial(_place, file, group, row), wanted, skips)
                     row += 1
                     if found is not None:
                         yield name, found
+
+
+def _place(file: File, group: int, row: int) -> str:
+    return f"{file.where}, group {group}, row {row}"
 
 
 class _Parquet:
@@ -116,11 +121,26 @@ def values(column: "pa.Array") -> list[Any]:
 
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
-        return column.to_pylist()
+        return _plain(column)
     flat = column.values
     if flat.null_count:
-        return column.to_pylist()
+        return _plain(column)
     ids = flat.to_numpy(zero_copy_only=False)
     edges = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
     missing = column.is_null().to_pylist() if column.null_count else [False] * len(column)
     return [None if missing[row] else ids[edges[row] : edges[row + 1]] for row in range(len(column))]
+
+
+def _plain(column: "pa.Array") -> list[Any]:
+    """Values as Python objects; text that is not UTF-8 as bytes, so that the records around it can be read."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [_text_or_bytes(value) for value in column]
+
+
+def _text_or_bytes(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return value.as_buffer().to_pybytes()

@@ -42,7 +42,7 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
 
         column = dataset[start : min(start + _ROWS, part.stop)][wanted.column].combine_chunks()
         for row, value in enumerate(values(column), start):
-            found = checked(value, f"{wanted.options['path']}, row {row}", wanted, skips)
+            found = checked(value, partial("{}, row {}".format, wanted.options["path"], row), wanted, skips)
             if found is not None:
                 yield f"{wanted.options['dataset_split']}:{row}", found
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -10,8 +11,10 @@ from forge_core.errors import DataError
 from forge_data.sources import zstd
 from forge_data.sources.files import File
 from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
+from forge_data.sources.values import wide_encoding
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
+_BLOCK = 1 << 22
 
 
 def cut(files: Sequence[File], size: int) -> list[Part]:
@@ -28,14 +31,14 @@ def cut(files: Sequence[File], size: int) -> list[Part]:
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
-    (file,) = part.files
-    for offset, line in _lines(file, part):
-        record = _record(file, offset, line, wanted.column, skips)
+    lines = _Lines(part)
+    for line in lines:
+        record = _record(lines, line, wanted.column, skips)
         if record is None:
             continue
-        found = checked(record.get(wanted.column), f"{file.where} at byte {offset}", wanted, skips)
+        found = checked(record.get(wanted.column), lines.place, wanted, skips)
         if found is not None:
-            yield f"{file.name}:{offset}", found
+            yield f"{lines.file.name}:{lines.offset}", found
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -45,45 +48,83 @@ def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
         DataError: a line is no object.
     """
     skips = Skips()
-    for offset, line in _lines(file, Part((file,), 0, file.size, file.size)):
-        record = _record(file, offset, line, None, skips)
+    lines = _Lines(Part((file,), 0, file.size, file.size))
+    for line in lines:
+        record = _record(lines, line, None, skips)
         assert record is not None, "nothing is skipped"
-        yield offset, record
+        yield lines.offset, record
 
 
-def _record(file: File, offset: int, line: bytes, key: str | None, skips: Skips) -> dict[str, Any] | None:
+def _record(lines: "_Lines", line: bytes, key: str | None, skips: Skips) -> dict[str, Any] | None:
     """A line's object, or None when it is broken and may be skipped."""
     try:
-        record = json.loads(line)
-    except ValueError as error:  # also what is not UTF-8
-        skips.broken(f"{file.where} at byte {offset} is no line of JSON: {error}")
+        # Decoded here: given bytes, `loads` guesses at UTF-16 and lets halves of characters pass.
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        skips.broken(f"{lines.place()} is no line of JSON: {_reason(error)}")
         return None
     if not isinstance(record, dict):
-        skips.broken(f"{file.where} at byte {offset} is no JSON object" + (f" with a key {key!r}" if key else ""))
+        skips.broken(f"{lines.place()} is no JSON object" + (f" with a key {key!r}" if key else ""))
         return None
     return record
 
 
-def _lines(file: File, part: Part) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that begin inside the part and are not blank."""
-    compressed = _compressed(file)
-    offset = 0
-    with _opened(file) as content:
-        if part.start and not compressed:
-            content.seek(part.start - 1)
-            offset = part.start - 1 + len(content.readline())  # the rest of a line that began before
-        while compressed or part.stop < 0 or offset < part.stop:
-            try:
-                line = content.readline()
-            except (EOFError, OSError, ValueError) as error:
-                raise DataError(
-                    f"{file.where} is damaged after byte {offset} of its content: {error}; restore the file"
-                ) from error
-            if not line:
-                return
-            if not line.isspace():
-                yield offset, line
-            offset += len(line)
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):  # its own place is that inside the line
+        return f"{error.msg} at column {error.colno}"
+    return "brackets are nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+class _Lines:
+    """The lines that begin inside a part and are not blank, without the byte order mark of their file.
+
+    Attributes:
+        file: that they are in.
+        offset: byte (uncompressed) at which the newest line begins.
+    """
+
+    def __init__(self, part: Part) -> None:
+        (self.file,) = part.files
+        self.offset = self._first = self._number = 0
+        self._part = part
+
+    def __iter__(self) -> Iterator[bytes]:
+        file, part, compressed = self.file, self._part, _compressed(self.file)
+        offset = 0
+        with _opened(file) as content:
+            if part.start and not compressed:
+                content.seek(part.start - 1)
+                offset = part.start - 1 + len(content.readline())  # the rest of a line that began before
+            self._first = offset
+            while compressed or part.stop < 0 or offset < part.stop:
+                try:
+                    line = content.readline()
+                except (EOFError, OSError, ValueError) as error:
+                    raise DataError(
+                        f"{file.where} is damaged after byte {offset} of its content: {error}; restore the file"
+                    ) from error
+                if not line:
+                    return
+                self.offset, self._number = offset, self._number + 1
+                offset += len(line)
+                if self.offset == 0:
+                    line = self._without_mark(line)
+                if line and not line.isspace():
+                    yield line
+
+    def place(self) -> str:
+        """File, byte and line of the newest line, for messages; counts the lines before the part, so it may take a while."""
+        before = 0
+        with _opened(self.file) as content:
+            left = self._first
+            while left > 0 and (block := content.read(min(left, _BLOCK))):
+                before, left = before + block.count(b"\n"), left - len(block)
+        return f"{self.file.where} at byte {self.offset} (line {before + self._number})"
+
+    def _without_mark(self, line: bytes) -> bytes:
+        if encoding := wide_encoding(line):
+            raise DataError(f"{self.file.where} is {encoding} text by its byte order mark; convert it to UTF-8")
+        return line.removeprefix(BOM_UTF8)
 
 
 @contextmanager

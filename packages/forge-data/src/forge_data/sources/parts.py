@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b, sha256
 from importlib import import_module
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.errors import DataError
 from forge_data.sources.files import File
+from forge_data.sources.values import ids_of, text_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Document = tuple[str, "str | np.ndarray"]
 """Name, and text or token ids."""
@@ -145,26 +147,22 @@ def in_split(name: str, split: str, held_out: float) -> bool:
     return (place < held_out) == (split == "held_out")
 
 
-def checked(value: Any, name: str, wanted: Wanted, skips: Skips) -> "str | np.ndarray | None":
+def checked(value: Any, place: Callable[[], str], wanted: Wanted, skips: Skips) -> "str | np.ndarray | None":
     """The value of a record's field as text or ids, or None when the record is broken and may be skipped.
+
+    Args:
+        value: of the field.
+        place: names the record; asked only when it is broken.
+        wanted: what is taken from records.
+        skips: counts broken ones.
 
     Raises:
         DataError: it is broken and no more may be.
     """
-    if not wanted.ids:
-        if isinstance(value, str):
-            return value
-        skips.broken(f"{name}: {wanted.column!r} is {_kind(value)}, not text")
-        return None
-    if value is not None and not isinstance(value, str | dict):
-        ids = np.asarray(value)
-        if ids.ndim == 1 and (ids.dtype.kind in "ui" or not len(ids)):
-            if len(ids) and int(ids.min()) < 0:
-                skips.broken(f"{name}: {wanted.column!r} holds the negative id {int(ids.min())}")
-                return None
-            return ids.astype(np.int64)
-    skips.broken(f"{name}: {wanted.column!r} is {_kind(value)}, not a list of token ids")
-    return None
+    found, fault = ids_of(value) if wanted.ids else text_of(value)
+    if fault:
+        skips.broken(f"{place()}: {wanted.column!r} {fault}")
+    return found
 
 
 def grouped(files: Iterable[File], size: int) -> list[Part]:
@@ -190,7 +188,3 @@ def from_json(content: dict[str, Any]) -> Part:
     """The part that `as_json` wrote."""
     files = tuple(File(**file) for file in content["files"])
     return Part(files, content["start"], content["stop"], content["size"])
-
-
-def _kind(value: Any) -> str:
-    return "missing or null" if value is None else f"a {type(value).__name__}"

@@ -5,9 +5,13 @@ from collections.abc import Iterator, Sequence
 from forge_core.errors import DataError
 from forge_data.sources.files import File, find
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, grouped, in_split
+from forge_data.sources.values import wide_encoding
 
 SUFFIXES = (".txt", ".md")
 """What a directory is searched for."""
+
+_MARK = "\ufeff"
+"""The byte order mark, with which some editors begin a file of UTF-8; it is no text."""
 
 
 def text_files(path: str, split: str = "all", held_out: float = 0.05, skip: int = 0) -> Records:
@@ -37,8 +41,12 @@ def documents(files: Sequence[File], what: str, skip: int = 0) -> Records:
 def read(part: Part, _: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its file."""
     for file in part.files:
+        content = file.read(0, file.size)
+        if encoding := wide_encoding(content[:4]):
+            skips.broken(f"{file.where} is {encoding} text by its byte order mark; convert it to UTF-8")
+            continue
         try:
-            text = file.read(0, file.size).decode("utf-8")
+            text = content.decode("utf-8").removeprefix(_MARK)
         except UnicodeDecodeError as error:
             skips.broken(f"{file.where} at byte {error.start} is not UTF-8 text: {error.reason}; convert or remove it")
             continue

@@ -5,6 +5,7 @@ in a shard is one number, and finding it again costs reading, not tokenising, wh
 """
 
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from itertools import islice
 
@@ -76,7 +77,7 @@ class DatasetTexts:
         skips = Skips(self._skip)
         for row, record in enumerate(self._dataset.shard(self.shards, number)):
             name = f"{self.name}, shard {number}, row {row}"
-            content = checked(record.get(self.wanted.column), name, self.wanted, skips)
+            content = checked(record.get(self.wanted.column), partial(str, name), self.wanted, skips)
             if content is not None and len(content) and in_split(f"{number}:{row}", self.wanted.split, self.wanted.held_out):
                 yield name, content
 
