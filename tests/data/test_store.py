@@ -58,7 +58,7 @@ def test_opening_reads_no_shard(make_store: Any, monkeypatch: pytest.MonkeyPatch
     assert StoreSource(path).tokens == 400
 
 
-@pytest.mark.parametrize("name", ["shard-00001.bin", "shard-00001.doc.npy", "counts.npy"])
+@pytest.mark.parametrize("name", ["shard-00001.bin", "counts.npy"])
 def test_a_flipped_byte_is_found(make_store: Any, name: str) -> None:
     path = make_store("store", [[1, 2, 3]] * 100, shard_tokens=40)
     flip(path / name, -2)

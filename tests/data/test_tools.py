@@ -165,7 +165,8 @@ def verified(path: Path, vocab_size: int | None = None, **more: Any) -> dict[str
 
 
 def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.megatron._CHECKED", 1)
+    monkeypatch.setattr("forge_data.sources.borders._WHOLE", 1)
+    monkeypatch.setattr("forge_data.sources.borders.CHECKED", 2)  # blocks: the first and the last
     foreign.megatron(tmp_path / "m", [[[number % 9, 0]] for number in range(20_000)])
     assert verified(tmp_path / "m")["faults"] == []
     content = bytearray((tmp_path / "m.idx").read_bytes())
@@ -176,16 +177,17 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
     faults = verified(tmp_path / "m")["faults"]
     assert any(f"m.idx at byte {at}: sequence 15000 does not begin where the one before it ends" in fault for fault in faults)
 
-    path = foreign.datatrove(tmp_path / "a.ds", [[1, 0], [2, 0], [3, 0]])
+    path = foreign.datatrove(tmp_path / "a.ds", [[1, 0] for _ in range(20_000)])
     index = bytearray((tmp_path / "a.ds.index").read_bytes())
-    index[8:16] = (1).to_bytes(8, "little")
+    index[80_000:80_008] = (1).to_bytes(8, "little")
     (tmp_path / "a.ds.index").write_bytes(index)
     (fault,) = verified(path)["faults"]
-    assert fault.endswith("a.ds.index at byte 8: document 1 ends before it begins")
+    assert fault.endswith("a.ds.index at byte 80000: document 10000 ends before it begins")
 
     foreign.megatron(tmp_path / "holes", [[[1, 0]], [[]], [[2, 0]]])
-    (fault,) = verified(tmp_path / "holes")["faults"]
-    assert fault.endswith("holes.idx: 1 documents have no token, the first is document 1")
+    found = verified(tmp_path / "holes")
+    assert (found["faults"], found["empty_documents"]) == ([], 1)
+    assert "1 documents have no token" in verifying.as_text(found)
 
 
 def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

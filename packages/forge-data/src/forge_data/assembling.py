@@ -55,6 +55,7 @@ class Assembler:
     def _cut(self, source: int, numbers: np.ndarray) -> Cut:
         packing = self.packings[source]
         cut = packing.cut(numbers, self.length) if isinstance(packing, Streamed) else packing.cut(numbers)
+        _refuse_borders(packing, numbers, cut)
         self._refuse_unknown(packing, numbers, cut.windows)
         return cut
 
@@ -68,6 +69,19 @@ class Assembler:
             found = int(windows[row, column])
             where = "" if isinstance(packing, Streamed) else _where(packing, int(numbers[row]), column)
             raise DataError(f"{packing.source.name}{where}: id {found}, but the model's vocab_size is {self.vocab_size}")
+
+
+def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: Cut) -> None:
+    """Of a large index only a part was checked when it was opened; of a plugin's source nothing."""
+    rows, columns = cut.rows, cut.columns
+    if not len(rows):
+        return
+    wrong = (columns < 1) | (columns >= cut.windows.shape[1])
+    wrong[1:] |= (columns[1:] <= columns[:-1]) & (rows[1:] == rows[:-1])
+    if wrong.any():
+        row = int(rows[np.argmax(wrong)])
+        where = "" if isinstance(packing, Streamed) else f" at token {packing.token_at(int(numbers[row]), 0)}"
+        raise DataError(f"{packing.source.name}{where}: document ends do not ascend; data verify names the file and the byte")
 
 
 def _where(packing: Packing, row: int, column: int) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 
 PORTION = 1 << 22
@@ -21,9 +22,20 @@ def portions(source: Source, tokens: int = PORTION) -> Iterator[tuple[int, np.nd
             size *= 2
         ends = ends if size == tokens else ends[:1]
         stop = int(ends[-1]) if len(ends) else source.tokens
+        refuse_falling(ends, start, source)
         found = ends.astype(np.int64) - start if len(ends) else np.array([stop - start])
         yield start, source.read(start, stop), found
         start = stop
+
+
+def refuse_falling(ends: np.ndarray, start: int, source: Source) -> None:
+    """Refuses document ends that do not ascend from `start`, or go beyond the last token.
+
+    Raises:
+        DataError: naming the source.
+    """
+    if len(ends) and (int(ends[0]) <= start or int(ends[-1]) > source.tokens or (ends[1:] <= ends[:-1]).any()):
+        raise DataError(f"{source.name}: document ends do not ascend; data verify names the file and the byte")
 
 
 def place_of(source: Source, token: int) -> str:

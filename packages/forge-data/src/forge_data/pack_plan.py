@@ -20,7 +20,9 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_data.best_fit import best_fit
+from forge_data.documents import refuse_falling
 from forge_data.packing import Cut
+from forge_data.sources.borders import blocks_of
 from forge_data.workspace import locked
 
 VERSION = 1
@@ -46,6 +48,7 @@ class Planned:
         self.summary: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
         self.rows = self.ragged = int(self.summary["rows"])
         self._firsts, self._starts, self._lengths = (_mapped(path / name, dtype) for name, dtype in _FILES.items())
+        self._refuse_damage()
 
     def cut(self, numbers: np.ndarray) -> Cut:
         """The windows of rows `numbers` (N,) int64."""
@@ -73,6 +76,27 @@ class Planned:
         piece = min(int(np.searchsorted(stops, column, side="right")), len(stops) - 1)
         before = int(stops[piece - 1]) if piece else 0
         return int(self._starts[pieces][piece]) + column - before
+
+    def _refuse_damage(self) -> None:
+        """Compares the files with their description: all of them, or blocks of large ones.
+
+        Raises:
+            ValueError: they differ; says how.
+        """
+        pieces = int(self.summary["pieces"])
+        if (len(self._firsts), len(self._starts), len(self._lengths)) != (self.rows + 1, pieces, pieces):
+            raise ValueError("a file has another size than it was written with")
+        if int(self._firsts[0]) or int(self._firsts[-1]) != pieces:
+            raise ValueError("its rows do not hold all pieces")
+        for start, stop in blocks_of(self.rows, whole=False):
+            firsts = self._firsts[start : stop + 1]
+            if (firsts[1:] <= firsts[:-1]).any():
+                raise ValueError("a row begins behind the next one")
+        for start, stop in blocks_of(pieces, whole=False):
+            begins, lengths = self._starts[start:stop], self._lengths[start:stop] & ~_GOES_ON
+            tokens = np.uint64(self.source.tokens)
+            if int(lengths.max()) > self.length or ((begins > tokens) | (begins + lengths > tokens)).any():
+                raise ValueError("a piece lies outside the tokens")
 
     def _read(self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
         read, tokens = self.source.read, self.source.tokens
@@ -113,7 +137,9 @@ def pieces_of(source: Source, length: int, portion: int = PORTION) -> Iterator[t
         done += len(held[-1])
         if done < portion and stop < source.tokens:
             continue
-        ends = np.concatenate(held).astype(np.int64)
+        listed = np.concatenate(held)
+        refuse_falling(listed, begun, source)
+        ends = listed.astype(np.int64)
         if len(ends):
             yield (*_pieces(np.concatenate([[begun], ends[:-1]]), ends, length), len(ends))
             begun = int(ends[-1])

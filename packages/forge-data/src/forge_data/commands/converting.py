@@ -105,8 +105,9 @@ def _writer(
 def _refuse_lost_sequences(source: Source, join: bool) -> None:
     if not isinstance(source, Corpus):
         return
-    sequences, documents = source.described.more.get("sequences"), source.described.documents
-    if isinstance(sequences, int) and sequences != documents and not join:
+    described = source.described
+    sequences, documents = described.more.get("sequences"), described.documents
+    if not join and described.joins is not None and described.joins():
         raise DataError(
             f"{source.name} has {sequences} sequences in {documents} documents; what is written knows documents only, so say "
             "--join-sequences to join the sequences of each"

@@ -6,8 +6,8 @@ from typing import Any
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceContext
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.sources.containers import is_llmc
 from forge_data.sources.files import find, find_one, is_url
-from forge_data.sources.llmc import is_header
 
 FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -72,7 +72,7 @@ def detect(path: str) -> str:
     first = find(path, (".npy", ".bin"), "token")[0]
     if first.name.endswith(_RECORDS):
         raise DataError(f"{path} is text, not tokens; tokenise it with `data prepare`")
-    return "llmc" if is_header(first.read(0, 12), first.size) else "tokens"
+    return "llmc" if is_llmc(first.read(0, 256)) else "tokens"
 
 
 def _is_directory(path: str) -> bool:

@@ -56,6 +56,8 @@ def _ids(source: Source, limit: int | None, found: dict[str, Any], report: Calla
     kept = np.sort(np.concatenate(hashes))
     copies = int(np.count_nonzero(kept[1:] == kept[:-1]))
     found |= {"documents": documents, "max_id": high, "ids_outside": outside}
+    stated = source.described.documents if isinstance(source, Corpus) else None
+    found["empty_documents"] = 0 if stated is None else stated - documents
     found["duplicates"] = {"documents_compared": len(kept), "copies": copies}
     return faults
 
@@ -73,5 +75,7 @@ def as_text(found: dict[str, Any]) -> str:
     compared = found["duplicates"]["documents_compared"]
     lines = [f"{Path(found['path'])}: {found['tokens']:,} tokens in {found['documents']:,} documents are as they should be"]
     lines.append(f"  largest id {found['max_id']}")
+    if empty := found["empty_documents"]:
+        lines.append(f"  {empty:,} documents have no token: training passes over them, `data convert` needs --skip-empty")
     lines.append(f"  {found['duplicates']['copies']:,} of {compared:,} documents that were compared occur earlier too")
     return "\n".join(lines)

@@ -5,8 +5,15 @@ from typing import Protocol
 
 import numpy as np
 
+from forge_core.errors import DataError
 from forge_data.packing import borders_in
 from forge_data.sources.shards import Kept, Shards
+
+CHECKED = 32
+"""So many tables of a corpus are opened and compared with themselves when it is; the others when they are first needed."""
+_WHOLE = 1 << 23
+"""Of a table with more documents `CHECKED` blocks are; what lies between them is checked as rows are cut."""
+_BLOCK, _PART = 4096, 1 << 18
 
 
 class Documents(Protocol):
@@ -24,33 +31,101 @@ class Table(Protocol):
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]: ...
 
+    def faults(self, whole: bool) -> list[str]:
+        """What is wrong, with file and byte: of all documents, or of a large table only in blocks of them."""
+        ...
+
 
 class Ends:
-    """A table that is an ascending array of uint64, which may be memory-mapped."""
+    """A table that is an ascending array of uint64, which may be memory-mapped.
 
-    def __init__(self, array: np.ndarray) -> None:
+    A document without a token ends where the one before it ended: that is one border.
+    """
+
+    def __init__(self, array: np.ndarray, tokens: int, where: str, offset: int = 0, empty: bool = True) -> None:
+        """
+        Args:
+            array: (documents,) ends.
+            tokens: of the shard, where the last document ends.
+            where: the file, for messages.
+            offset: bytes in it before the first end.
+            empty: documents without a token are allowed.
+        """
         self.array = array
+        self._tokens, self._where, self._offset, self._empty = tokens, where, offset, empty
 
     def ends(self, start: int, stop: int) -> np.ndarray:
         low, high = np.searchsorted(self.array, np.array([start, stop], dtype=np.uint64), side="right")
-        return self.array[low:high]
+        found = self.array[low:high]
+        return found if len(found) < 2 or (found[1:] != found[:-1]).all() else np.unique(found)
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        return borders_in(self.array, starts, length)
+        return distinct(*borders_in(self.array, starts, length))
+
+    def faults(self, whole: bool) -> list[str]:
+        found: list[str] = []
+        for start, stop in blocks_of(len(self.array), whole):
+            before = self.array[start - 1 : start] if start else np.zeros(1, dtype=np.uint64)
+            ends = np.concatenate([before, self.array[start:stop]])
+            wrong = (ends[1:] < ends[:-1] if self._empty else ends[1:] <= ends[:-1]) | (ends[1:] > self._tokens)
+            if wrong.any():
+                place = int(np.argmax(wrong))
+                found.append(self._fault(start + place, int(ends[place]), int(ends[place + 1])))
+        if not found and int(self.array[-1]) != self._tokens:
+            found.append(f"{self._where}: documents end at token {int(self.array[-1])} of {self._tokens}")
+        return found
+
+    def _fault(self, document: int, before: int, end: int) -> str:
+        what = f"ends at token {end} of {self._tokens}" if end > self._tokens else "ends before it begins"
+        what = "has no token" if end == before else what
+        return f"{self._where} at byte {self._offset + 8 * document}: document {document} {what}"
+
+
+def blocks_of(count: int, whole: bool) -> list[tuple[int, int]]:
+    """[start, stop) of blocks of `count` things: of all of them, or of evenly spaced ones where there are very many."""
+    if whole or count <= _WHOLE:
+        return [(start, min(start + _PART, count)) for start in range(0, count, _PART)]
+    starts = np.linspace(0, count - _BLOCK, CHECKED).astype(np.int64).tolist()
+    return [(start, start + _BLOCK) for start in starts]
+
+
+def distinct(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Borders without those that are the same as the one before."""
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (columns[1:] != columns[:-1]) | (rows[1:] != rows[:-1])
+    return (rows, columns) if new.all() else (rows[new], columns[new])
 
 
 class Listed:
-    """Documents of shards that each have a table; none crosses a shard."""
+    """Documents of shards that each have a table; none crosses a shard. A table is checked before it is used."""
 
-    def __init__(self, firsts: Sequence[int], table: Callable[[int], Table], kept: int | None = None) -> None:
+    def __init__(
+        self,
+        firsts: Sequence[int],
+        table: Callable[[int], Table],
+        kept: int | None = None,
+        *,
+        remote: bool = False,
+        advice: str = "restore the file",
+    ) -> None:
         """
         Args:
             firsts: see `Shards.firsts`.
             table: opens the table of a shard.
             kept: tables that stay open.
+            remote: a table has to be fetched as a whole, so none is checked before it is needed.
+            advice: what to do about a damaged table.
+
+        Raises:
+            DataError: a table that was looked at does not ascend, or ends elsewhere than its shard; with file and byte.
         """
         self._firsts = np.array(firsts, dtype=np.uint64)
-        self._tables = Kept(table, kept)
+        self._open, self._advice = table, advice
+        self._checked: set[int] = set()
+        self._tables = Kept(self._table, kept)
+        count = len(self._firsts) - 1
+        for number in () if remote else range(0, count, max(1, count // CHECKED)):
+            self._table(number)
 
     def ends(self, start: int, stop: int) -> np.ndarray:
         parts = [np.empty(0, dtype=np.uint64)]
@@ -78,6 +153,18 @@ class Listed:
             rows.append(np.full(len(found), row))
             columns.append(found)
         return _by_row(rows, columns)
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong with all tables."""
+        return [fault for number in range(len(self._firsts) - 1) for fault in self._open(number).faults(whole=True)]
+
+    def _table(self, number: int) -> Table:
+        table = self._open(number)
+        if number not in self._checked:
+            if wrong := table.faults(whole=False):
+                raise DataError(f"{wrong[0]}; {self._advice}")
+            self._checked.add(number)
+        return table
 
     def _shard_of(self, token: int) -> int:
         return int(np.searchsorted(self._firsts[1:-1], np.uint64(max(0, token)), side="right"))

@@ -27,6 +27,8 @@ class Described:
     vocab_size: int | None = None
     tokenizer: str | None = None
     more: dict[str, object] = field(default_factory=dict)
+    joins: Callable[[], bool] | None = None
+    """Whether a document has several sequences, which are joined; None where the format has none."""
 
 
 class Corpus:
@@ -141,8 +143,12 @@ def same_dtype(found: Sequence[tuple[str, np.dtype]]) -> np.dtype:
     first_name, first = found[0]
     for name, dtype in found:
         if dtype != first:
-            raise DataError(f"{first_name} holds {first.name} and {name} {dtype.name}; make two sources of them")
+            raise DataError(f"{first_name} holds {_named(first)} and {name} {_named(dtype)}; make two sources of them")
     return first
+
+
+def _named(dtype: np.dtype) -> str:
+    return f"big-endian {dtype.name}" if dtype.str[0] == ">" else dtype.name
 
 
 def integers(where: str, dtype: np.dtype) -> np.dtype:

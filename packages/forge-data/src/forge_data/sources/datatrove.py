@@ -44,24 +44,9 @@ def open_datatrove(component: Datatrove) -> Corpus:
     dtype = same_dtype([(file.where, found) for file, found in zip(files, dtypes, strict=True)])
     shards = Shards([Shard(file, tokens) for file, tokens in zip(files, counts, strict=True)], dtype)
     documents = sum(index.size // 8 for index in indices)
-    listed = Listed(shards.firsts, partial(_table, indices))
+    listed = Listed(shards.firsts, partial(_table, indices, counts), remote=shards.remote)
     described = Described("datatrove", documents, component.vocab_size, more={"made_with": _metadata(files[0], beside)[0]})
-    return Corpus(component.path, shards, listed, described, _identity(indices), partial(_check, indices))
-
-
-def _check(indices: Sequence[File]) -> list[str]:
-    """Everything that is wrong with the indices."""
-    wrong = []
-    for number, index in enumerate(indices):
-        ends = _table(indices, number).array.astype(np.int64)
-        for document in np.flatnonzero(np.diff(ends, prepend=0) <= 0).tolist()[:1]:
-            what = (
-                "has no token"
-                if (document and ends[document] == ends[document - 1]) or not ends[document]
-                else "ends before it begins"
-            )
-            wrong.append(f"{index.where} at byte {8 * document}: document {document} {what}")
-    return wrong
+    return Corpus(component.path, shards, listed, described, _identity(indices), listed.faults)
 
 
 def _index(file: File, beside: Beside) -> File:
@@ -99,8 +84,9 @@ def _metadata(file: File, beside: Beside) -> tuple[str | None, int | None]:
     return (lines[0] if lines else None), (int(lines[1]) if len(lines) > 1 and lines[1].isdigit() else None)
 
 
-def _table(indices: Sequence[File], number: int) -> Ends:
-    return Ends(map_file(indices[number], _U8, indices[number].size // 8))
+def _table(indices: Sequence[File], tokens: Sequence[int], number: int) -> Ends:
+    index = indices[number]
+    return Ends(map_file(index, _U8, index.size // 8), tokens[number], index.where)
 
 
 def _identity(indices: list[File]) -> str:

@@ -42,15 +42,6 @@ def open_llmc(component: Llmc) -> Corpus:
     return Corpus(component.path, stream, Delimited(stream, bos=bos), described, f"bos {bos}")
 
 
-def is_header(head: bytes, size: int) -> bool:
-    """Whether a file of `size` bytes that begins with `head` is one of llm.c."""
-    if len(head) < 12:
-        return False
-    magic, version, tokens = struct.unpack("<iii", head[:12])
-    kind = _KINDS.get((magic, version))
-    return kind is not None and size == HEADER + tokens * np.dtype(kind[0]).itemsize
-
-
 def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:
     if len(head) < 12:
         raise DataError(

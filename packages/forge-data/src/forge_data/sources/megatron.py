@@ -15,7 +15,7 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Megatron
-from forge_data.sources.borders import Listed
+from forge_data.sources.borders import Listed, blocks_of, distinct
 from forge_data.sources.corpus import Corpus, Described, integers, same_dtype
 from forge_data.sources.files import File, find, find_one, neighbours
 from forge_data.sources.shards import Shard, Shards, map_file
@@ -25,8 +25,6 @@ HEAD = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _I4, _I8 = np.dtype("<i4"), np.dtype("<i8")
 _BLOCK = 4096
-_CHECKED = 32
-"""So many datasets, and so many blocks of each index, are compared with themselves when they are opened."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Index:
 
     def __init__(self, pair: Pair) -> None:
         n, head = pair.sequences, HEAD.size
+        self._pair = pair
         self.lengths = map_file(pair.index, _I4, n, head)
         self.pointers = map_file(pair.index, _I8, n, head + 4 * n)
         self.documents = map_file(pair.index, _I8, pair.entries, head + 12 * n)
@@ -79,10 +78,31 @@ class Index:
         rows = np.repeat(np.arange(len(starts)), counts)
         numbers = np.arange(len(rows)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
         columns = self._at(numbers) - starts[rows]
-        # Documents without a token end where the one before them ended: that is one border.
-        new = np.ones(len(rows), dtype=bool)
-        new[1:] = (columns[1:] != columns[:-1]) | (rows[1:] != rows[:-1])
-        return rows[new], columns[new]
+        return distinct(rows, columns)
+
+    def faults(self, whole: bool) -> list[str]:
+        found = []
+        where, n = self._pair.index.where, self._pair.sequences
+        for start, stop in blocks_of(n, whole):
+            lengths, pointers = self.lengths[start:stop].astype(np.int64), self.pointers[start : stop + 1]
+            negative = np.flatnonzero(lengths < 0)
+            expected = pointers[: len(lengths)] + lengths * self._itemsize
+            wrong = np.flatnonzero(expected[: len(pointers) - 1] != pointers[1:])
+            if len(negative):
+                number = start + int(negative[0])
+                found.append(f"{where} at byte {HEAD.size + 4 * number}: sequence {number} has a negative length")
+            elif len(wrong):
+                number = start + int(wrong[0]) + 1
+                offset = HEAD.size + 4 * n + 8 * number
+                found.append(f"{where} at byte {offset}: sequence {number} does not begin where the one before it ends")
+        for start, stop in blocks_of(len(self.documents), whole):
+            documents = self.documents[start : stop + 1]
+            wrong = np.flatnonzero((np.diff(documents, prepend=documents[:1]) < 0) | (documents < 0) | (documents > n))
+            if len(wrong):
+                number = start + int(wrong[0])
+                what = "behind the last sequence" if documents[wrong[0]] > n else "before the one before it"
+                found.append(f"{where} at byte {HEAD.size + 12 * n + 8 * number}: document {number} begins {what}")
+        return found
 
     def _ended(self, tokens: np.ndarray) -> np.ndarray:
         """How many documents end at or before each place."""
@@ -126,9 +146,11 @@ def open_megatron(component: Megatron) -> Corpus:
         documents=sum(pair.entries - 1 for pair in found),
         vocab_size=component.vocab_size,
         more={"sequences": sum(pair.sequences for pair in found)},
+        joins=partial(_joins, found),
     )
-    listed = Listed(shards.firsts, partial(_index, found))
-    return Corpus(component.path, shards, listed, described, _identity(found), partial(_check, found))
+    remote = any(pair.index.remote for pair in found)
+    listed = Listed(shards.firsts, partial(_index, found), remote=remote, advice="restore the index")
+    return Corpus(component.path, shards, listed, described, _identity(found), listed.faults)
 
 
 def pairs(path: str) -> list[Pair]:
@@ -143,56 +165,17 @@ def pairs(path: str) -> list[Pair]:
         raise DataError(f"{prefix}.bin has no {prefix}.idx beside it; restore it, or read raw ids with source 'tokens'")
     indices = [one] if one else find(path, (".idx",), "Megatron index")
     beside = neighbours(indices)
-    found = [_pair(index, beside) for index in indices]
-    for pair in found[:: max(1, len(found) // _CHECKED)]:
-        if pair.index.remote:
-            continue
-        blocks = all_blocks(pair)
-        if wrong := faults(pair, Index(pair), blocks[:: max(1, len(blocks) // _CHECKED)]):
-            raise DataError(f"{wrong[0]}; restore the index")
-    return found
+    return [_pair(index, beside) for index in indices]
 
 
-def faults(pair: Pair, index: Index, blocks: Sequence[int]) -> list[str]:
-    """What is wrong with parts of an index, one message each; `blocks` are the first sequences of blocks of 4,096."""
-    found = []
-    for start in blocks:
-        stop = min(start + _BLOCK, pair.sequences)
-        lengths, pointers = index.lengths[start:stop].astype(np.int64), index.pointers[start : stop + 1]
-        negative = np.flatnonzero(lengths < 0)
-        expected = pointers[: len(lengths)] + lengths * pair.dtype.itemsize
-        wrong = np.flatnonzero(expected[: len(pointers) - 1] != pointers[1:])
-        if len(negative):
-            number = start + int(negative[0])
-            found.append(f"{pair.index.where} at byte {HEAD.size + 4 * number}: sequence {number} has a negative length")
-        elif len(wrong):
-            number = start + int(wrong[0]) + 1
-            offset = HEAD.size + 4 * pair.sequences + 8 * number
-            found.append(f"{pair.index.where} at byte {offset}: sequence {number} does not begin where the one before it ends")
-        part = slice(start, min(start + _BLOCK, pair.entries) + 1)
-        falling = np.flatnonzero(np.diff(index.documents[part]) < 0)
-        if len(falling):
-            number = start + int(falling[0]) + 1
-            offset = HEAD.size + 12 * pair.sequences + 8 * number
-            found.append(f"{pair.index.where} at byte {offset}: document {number} begins before the one before it")
-    return found
-
-
-def all_blocks(pair: Pair) -> list[int]:
-    """The first sequences of all blocks of an index."""
-    return list(range(0, max(pair.sequences, pair.entries), _BLOCK))
-
-
-def _check(found: Sequence[Pair]) -> list[str]:
-    """Everything that is wrong with the indices."""
-    wrong = []
+def _joins(found: Sequence[Pair]) -> bool:
+    """Whether a document has more than one sequence."""
     for pair in found:
-        index = Index(pair)
-        wrong += faults(pair, index, all_blocks(pair))
-        lengths = np.diff(np.append(index.pointers, pair.ids.size)[index.documents[:-1]], append=pair.ids.size)
-        if empty := np.flatnonzero(lengths == 0).tolist():
-            wrong.append(f"{pair.index.where}: {len(empty)} documents have no token, the first is document {empty[0]}")
-    return wrong
+        documents = Index(pair).documents
+        for start in range(0, pair.entries, _BLOCK):
+            if (np.diff(documents[start : start + _BLOCK + 1]) > 1).any():
+                return True
+    return False
 
 
 def _index(found: Sequence[Pair], number: int) -> Index:

@@ -43,7 +43,7 @@ class StoreSource:
         self._check_sizes()
         pieces = [Piece(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
         self._tokens = Shards(pieces, self.dtype)
-        self._documents = Listed(self._tokens.firsts, self._table)
+        self._documents = Listed(self._tokens.firsts, self._table, advice="write the store again")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
@@ -94,13 +94,7 @@ class StoreSource:
 
     def _verify_shard(self, number: int, shard: Shard, found: np.ndarray) -> list[str]:
         """The manifest's claims about one shard; counts its tokens into `found`."""
-        faults: list[str] = []
-        ends = self._shard_ends(number)
-        if len(ends) != shard.documents or int(ends[-1]) != shard.tokens or int(ends[0]) == 0:
-            faults.append(f"{self.path / shard.ends.file}: document ends do not cover the {shard.tokens} tokens of the shard")
-        falling = np.flatnonzero(ends[1:] <= ends[:-1])
-        if len(falling):
-            faults.append(f"{self.path / shard.ends.file}: document {int(falling[0]) + 1} does not end after the one before")
+        faults = self._table(number).faults(whole=True)
         data = map_file(self._file(shard.data), self.dtype, shard.tokens)
         for start in range(0, len(data), _BLOCK):
             block = data[start : start + _BLOCK]
@@ -131,11 +125,9 @@ class StoreSource:
                     )
 
     def _table(self, number: int) -> Ends:
-        return Ends(self._shard_ends(number))
-
-    def _shard_ends(self, number: int) -> np.ndarray:
-        """(documents,) uint64 ends of one shard, mapped."""
-        entry = self.manifest.shards[number].ends
+        """Document ends of one shard, mapped."""
+        shard = self.manifest.shards[number]
+        entry = shard.ends
         file = self._file(entry)
         head = io.BytesIO(file.read(0, _HEAD))
         try:
@@ -143,9 +135,13 @@ class StoreSource:
             shape, _, dtype = np.lib.format.read_array_header_1_0(head)
         except ValueError as error:
             raise DataError(f"{file.where} is a damaged .npy file: {error}; write the store again") from error
-        if dtype != _U8 or len(shape) != 1 or not shape[0] or head.tell() + 8 * shape[0] != entry.bytes:
-            raise DataError(f"{file.where}: document ends must be a list of uint64, found {dtype} {shape}")
-        return map_file(file, _U8, shape[0], head.tell())
+        if dtype != _U8 or shape != (shard.documents,) or not shape[0] or head.tell() + 8 * shape[0] != entry.bytes:
+            raise DataError(
+                f"{file.where} must list the ends of {shard.documents} documents as uint64, found {dtype} {shape}; "
+                "write the store again"
+            )
+        ends = map_file(file, _U8, shape[0], head.tell())
+        return Ends(ends, shard.tokens, file.where, head.tell(), empty=False)
 
     def _file(self, entry: FileEntry) -> File:
         return File(entry.file, str(self.path / entry.file), entry.bytes, entry.xxh3)

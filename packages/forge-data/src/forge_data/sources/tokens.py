@@ -10,8 +10,8 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Tokens
-from forge_data.sources import llmc
 from forge_data.sources.borders import Delimited
+from forge_data.sources.containers import foreign_content
 from forge_data.sources.corpus import Corpus, Described, integers, same_dtype
 from forge_data.sources.files import File, find, neighbours
 from forge_data.sources.shards import Shard, Shards
@@ -104,12 +104,10 @@ def _stated(files: Sequence[File], stated: str | None) -> np.dtype:
 
 
 def _raw(file: File, head: bytes, dtype: np.dtype, beside: Callable[[str], File | None]) -> Header:
-    if llmc.is_header(head, file.size):
-        raise DataError(f"{file.where} begins with the header of llm.c; use source 'llmc', which knows its dtype")
-    if file.where.endswith(".bin") and beside(file.where.removesuffix(".bin") + ".idx"):
-        raise DataError(f"{file.where} has an index beside it; use source 'megatron', which knows its dtype and documents")
     if not file.size:
         raise DataError(f"{file.where} is empty")
+    if what := foreign_content(file, head, dtype.itemsize, beside):
+        raise DataError(f"{file.where} {what}")
     if file.size % dtype.itemsize:
         cut = file.size - file.size % dtype.itemsize
         raise DataError(
