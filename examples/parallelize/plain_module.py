@@ -28,7 +28,7 @@ def build() -> nn.Module:
 def train(layout: str, steps: int = 20) -> list[float]:
     """Losses of each step, of the whole batch of 32 rows."""
     plan = {"1.*.up": "colwise", "1.*.down": "rowwise"}  # what tensor parallelism cuts; not needed without tp
-    model = parallelize(build, layout, [Recompute(policy="full")], tp_plan=plan)  # weights by the modules' own initialisers
+    model = parallelize(build, layout, [Recompute(policy="full")], tp_plan=plan)  # weights as `build` makes them
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):

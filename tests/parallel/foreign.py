@@ -76,6 +76,14 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, **experts, num_key_value_heads=2, head_dim=6))
 
 
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "experts_implementation": "eager"}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2, head_dim=6))
+
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "tied": tied,
@@ -83,4 +91,5 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "llama, tied": llama_tied,
     "qwen3": qwen3,
     "mixtral": mixtral,
+    "qwen3 moe": qwen3_moe,
 }

@@ -19,7 +19,7 @@ from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.gather import gathered
 from harness.pool import World
-from parallel.foreign import BUILDERS, PLAN, VOCAB, Plain, llama, tied
+from parallel.foreign import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied
 
 
 def _tokens(rows: int) -> Tensor:
@@ -66,7 +66,7 @@ def _sharded(
     if materialised:
         torch.manual_seed(11)
     source: Any = BUILDERS[name]() if materialised else BUILDERS[name]
-    plan = PLAN if name in ("plain", "tied") and "tp" in layout else plan
+    plan = PLAN if plan is None and name in ("plain", "tied") and "tp" in layout else plan
     model = parallelize(source, layout, more, tp_plan=plan, compute="fp64", state="fp64", seed=3)
     start = model.state_dict(whole=True)
     rows = 4
@@ -170,6 +170,25 @@ def test_a_tied_head_without_a_style_is_refused() -> None:
         rules_of(tied(), {"embed": "embedding_rowwise"})
 
 
+def test_e9_alternatives_in_a_models_own_plan_may_match_nothing(world: World) -> None:
+    """Every layer of this Qwen3MoE has experts, so its plan's lines for dense layers match nothing."""
+    _equal(world, "qwen3 moe", "tp2", False, [])
+
+
+def test_e9_a_users_pattern_must_match() -> None:
+    module = qwen3_moe()
+    assert rules_of(module, module._tp_plan)
+    with pytest.raises(PlanError, match=r"'model\.layers\.\*\.mlp\.up_proj' \(rowwise\) matches no module"):
+        rules_of(module, {**module._tp_plan, "model.layers.*.mlp.up_proj": "rowwise"})
+
+
+@pytest.mark.parametrize("name", ["tied", "llama, tied"])
+def test_e8_a_tied_head_may_stay_whole(world: World, name: str) -> None:
+    blocks = {key: value for key, value in PLAN.items() if key.startswith("blocks")}
+    whole = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.gate_proj": "colwise"}
+    _equal(world, name, "tp2", False, [], blocks if name == "tied" else {**whole, "model.layers.*.mlp.down_proj": "rowwise"})
+
+
 class Stack(nn.Module):
     """Experts that are laid out as those of a transformers model."""
 
@@ -226,18 +245,6 @@ def test_each_rank_has_its_part_of_every_packed_matrix(world: World) -> None:
 def test_blocks_are_found() -> None:
     assert find_blocks(Plain()) == ["blocks.0", "blocks.1", "blocks.2"]
     assert find_blocks(nn.Linear(2, 2)) == []
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-
-def test_parameters_without_an_initialiser_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"Bare at the root has parameters but no reset_parameters"):
-        parallelize(Bare, "1")
 
 
 def _stepped(layout: str) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:

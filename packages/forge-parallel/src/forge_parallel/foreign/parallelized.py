@@ -193,7 +193,7 @@ def parallelize(
 
     Args:
         source: a module, whose weights all ranks hold alike and which is consumed; or a function that builds one, whose
-            parameters then never exist whole: they are drawn by the module's own initialiser.
+            parameters then exist whole one at a time: what its constructors do to them is recorded and replayed.
         layout: such as "dp2tp2" or "hsdp2x4"; see `forge_core.layout.Layout.parse`.
         transforms: components or transforms beyond those that the axes ask for, such as `Recompute()` and `Compile()`.
         tp_plan: patterns of module paths -> styles; a transformers model brings its own.
@@ -203,7 +203,7 @@ def parallelize(
         compute: `bf16`, `fp32` or `fp64`, of forward and backward. With `bf16` on one data rank, span forward and backward
             by `with model.computing():`.
         state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
-        seed: of the initialiser.
+        seed: of a builder's random numbers.
 
     Raises:
         PlanError: what cannot be laid out, by name.
@@ -218,7 +218,7 @@ def parallelize(
             )
     place = torch.device(device) if device is not None else _default_device()
     topology = Topology.of(layout, place)
-    skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, blocks, seed)
+    skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, seed)
     chosen = _transforms(skeleton, layout, transforms, tp_plan)
     _prepare(skeleton.module)
     if layout.tp > 1:

@@ -36,19 +36,25 @@ equal size are packed into the outputs, which then count as a dimension of their
 def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Callable[[Specs, int, bool], Rules]:
     """A rule table for `Tensor` from a plan for `module`, which may be on the meta device.
 
+    A pattern of the module's own plan (`_tp_plan`, as transformers' models have it) may match nothing: such plans list
+    alternatives, such as dense layers and experts.
+
     Raises:
         PlanError: a style is not implemented, a pattern matches nothing, or a matched module is no linear layer or table.
     """
     roles: dict[str, Role] = {}
     summed: set[str] = set()
     stacked, packed = _stacked(module, plan)
+    own = getattr(module, "_tp_plan", None) or {}
     for pattern, style in plan.items():
         if any(_matches(pattern, name) for name in stacked):
+            continue
+        paths = [path for path, _ in module.named_modules() if path and _matches(pattern, path)]
+        if not paths and own.get(pattern) == style:
             continue
         if style not in STYLES:
             known = ", ".join(sorted({*STYLES, *STACKED}))
             raise PlanError(f"tensor: the plan's style {style!r} ({pattern}) is not implemented; those that are: {known}")
-        paths = [path for path, _ in module.named_modules() if path and _matches(pattern, path)]
         if not paths:
             raise PlanError(f"tensor: the plan's pattern {pattern!r} ({style}) matches no module")
         for path in paths:
@@ -73,7 +79,7 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Callable[[Specs, int
             name = ties[id(parameter)]
             _agree(name, cut, dim, roles, path)
             cut[name] = dim
-    for name in cut:
+    for name, _ in module.named_parameters(remove_duplicate=False):  # a tied copy's module reads the parameter, too
         roles.setdefault(name.rpartition(".")[0], Role.STREAM)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]

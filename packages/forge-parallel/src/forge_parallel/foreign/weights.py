@@ -1,16 +1,12 @@
-"""Where the weights of a foreign module come from: the module itself, or its own initialiser.
+"""Where the weights of a foreign module come from: the module itself, or its own constructors.
 
-Either way they are the same in every layout. A materialised module's are the truth, once all ranks hold the same. A builder's
-are drawn unit by unit (a block, or a module outside of blocks) by the module's own initialiser, with random numbers that depend
-on the seed and the unit's path only; no more than one unit is in memory beside this rank's share.
+Either way they are the same in every layout. A materialized module's are the truth, once all ranks hold the same. A builder's are
+what its constructors make, recorded and replayed for one parameter at a time (`foreign.recording`).
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +14,7 @@ from torch import nn
 
 from forge_core.errors import PlanError
 from forge_parallel.boxes import local_box
-from forge_parallel.foreign.describe import find_blocks
+from forge_parallel.foreign.recording import recorded
 from forge_parallel.model import ParallelModel
 
 
@@ -85,68 +81,23 @@ def of_module(module: nn.Module) -> Skeleton:
     return Skeleton(module, buffers, lambda: iter([truth]))
 
 
-def of_builder(build: Callable[[], nn.Module], blocks: Sequence[str] | None, seed: int) -> Skeleton:
-    """The skeleton of what `build` makes; its weights are drawn by its own initialiser when they are needed.
+def of_builder(build: Callable[[], nn.Module], seed: int) -> Skeleton:
+    """The skeleton of what `build` makes; its weights are what its constructors make of them, when they are needed.
 
-    That is `module._init_weights(part)` for every part, where the module has it (transformers' models do), else
-    `part.reset_parameters()` of every part with parameters of its own.
+    Raises:
+        PlanError: a buffer has no memory, or nothing says what a parameter holds at first.
     """
-    with _parameters_on_meta():
-        module = build()
-    _to_meta(module)  # what a constructor replaced behind our back
+    module, recording = recorded(build, seed)
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     if hollow := [name for name, buffer in buffers.items() if buffer.is_meta]:
         raise PlanError(f"parallelize: the builder gave {hollow[0]} no memory; let it create buffers on a real device")
-    template = deepcopy(module)
-    units = find_blocks(template) if blocks is None else list(blocks)
-    return Skeleton(module, buffers, lambda: _drawn(template, units, seed))
-
-
-def _drawn(template: nn.Module, blocks: list[str], seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    inside = tuple(f"{block}." for block in blocks)
-    own = [p for p, m in template.named_modules() if any(v is not None for v in m._parameters.values())]
-    alone = [path for path in own if path not in blocks and not f"{path}.".startswith(inside)]
-    for path in (*alone, *blocks):
-        unit = template.get_submodule(path)
-        real = deepcopy(unit).to_empty(device="cpu")
-        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest()
-        parts = real.modules() if path in blocks else [real]
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int.from_bytes(digest, "little"))
-            for part in parts:
-                _initialize(template, path, part)
-        # A tied tensor is drawn by each unit that has it; only the name under which the module lists it is taken.
-        named = real.named_parameters(recurse=path in blocks)
-        yield {f"{path}.{name}".removeprefix("."): parameter for name, parameter in named}
-
-
-def _initialize(root: nn.Module, path: str, part: nn.Module) -> None:
-    if callable(own := getattr(root, "_init_weights", None)):
-        own(part)
-    elif callable(reset := getattr(part, "reset_parameters", None)):
-        reset()
-    elif any(parameter is not None for parameter in part._parameters.values()):
+    wanted = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    if unsaid := [name for name, parameter in wanted.items() if not recording.starts(parameter)]:
         raise PlanError(
-            f"parallelize: {type(part).__name__} at {path or 'the root'} has parameters but no reset_parameters(), so nothing "
-            "says how they start; add it, or give a materialised module"
+            f"parallelize: the builder leaves {unsaid[0]} uninitialized; give it a value in the constructor that creates it, or "
+            "give a materialized module"
         )
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its memory as soon as a module takes it; buffers are computed as ever."""
-    original = nn.Module.register_parameter
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = cast(Any, type(param))(param.to("meta"), requires_grad=param.requires_grad)
-        original(self, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+    return Skeleton(module, buffers, lambda: ({name: recording.replay(p)} for name, p in wanted.items()))
 
 
 def _to_meta(module: nn.Module) -> None:
@@ -156,8 +107,7 @@ def _to_meta(module: nn.Module) -> None:
         for slot, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    hollow = parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                    made[id(parameter)] = hollow
+                    made[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
                 part._parameters[slot] = made[id(parameter)]
 
 

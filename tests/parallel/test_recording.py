@@ -1,0 +1,133 @@
+"""What a builder's constructors do to parameters, against the same constructors with memory: in one process, plain torch."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.errors import PlanError
+from forge_parallel import parallelize
+from forge_parallel.foreign.weights import of_builder
+from parallel.foreign import BUILDERS
+
+
+class Scaled(nn.Module):
+    """As nanoGPT: an `_init_weights` of its own, then projections that are scaled by depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"fc": nn.Linear(32, 32), "c_proj": nn.Linear(32, 32)}) for _ in range(2))
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * 50))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+class Many(nn.Module):
+    """Most things that constructors do to parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 16)
+        nn.init.zeros_(self.gate.weight)
+        self.gate.bias.data.fill_(3.0)
+        self.scale = nn.Parameter(torch.linspace(0, 1, 8))
+        self.drawn = nn.Parameter(torch.randn(64, 64) * 0.3)
+        late = nn.Parameter(torch.empty(64, 64))
+        self.late = late
+        nn.init.trunc_normal_(late, std=0.5)
+        self.clone = copy.deepcopy(self.gate)
+        with torch.no_grad():
+            self.clone.weight.copy_(torch.eye(16))
+            self.clone.bias[:4] = 7.0
+        self.turned = nn.Linear(64, 64, bias=False)
+        nn.init.orthogonal_(self.turned.weight)
+        self.lower = nn.Linear(64, 64, bias=False)
+        self.lower.weight.data = self.lower.weight.data * 0.5
+        self.follows = nn.Parameter(self.drawn.detach() + 1)
+        self.short = nn.Linear(64, 64)
+        nn.init.trunc_normal_(self.short.weight, std=0.5)
+        if self.short.weight.device.type == "cpu":
+            nn.init.trunc_normal_(self.short.bias, a=1.0, b=2.0)
+        self.table = nn.Embedding(64, 16, padding_idx=3)
+        self.packed = nn.Linear(64, 128, bias=False)
+        nn.init.zeros_(self.packed.weight[64:])
+        self.stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 8), 2, enable_nested_tensor=False)
+        shared = nn.Parameter(torch.ones(3))
+        self.one, self.other = nn.Module(), nn.Module()
+        self.one.weight = self.other.weight = shared
+        shared.data.mul_(2.0)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_head=4, n_layer=2, vocab_size=97, n_positions=16))
+
+
+MADE: dict[str, Callable[[], nn.Module]] = {"scaled": Scaled, "many": Many, "gpt2": gpt2, **BUILDERS}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_e3_a_builders_initial_values_are_its_constructors(name: str) -> None:
+    """What does not depend on random numbers is equal, what does has the same spread."""
+    found = {key: value for part in of_builder(MADE[name], 5).values() for key, value in part.items()}
+    torch.manual_seed(0)
+    one, other = (dict(MADE[name]().named_parameters()) for _ in range(2))
+    assert found.keys() == one.keys()
+    for key, value in one.items():
+        assert found[key].shape == value.shape
+        assert found[key].dtype == value.dtype
+        if torch.equal(value, other[key]):
+            assert torch.equal(found[key], value), key
+            continue
+        drawn = value != other[key]
+        assert torch.equal(found[key][~drawn], value[~drawn]), key
+        near = max(0.1, 8 / math.sqrt(int(drawn.sum())))
+        assert found[key][drawn].std().item() == pytest.approx(value[drawn].std().item(), rel=near), key
+        assert abs(found[key][drawn].mean() - value[drawn].mean()) < near * value[drawn].std(), key
+
+
+def test_e3_what_constructors_relate_stays_related() -> None:
+    found = {key: value for part in of_builder(Many, 5).values() for key, value in part.items()}
+    assert torch.equal(found["follows"], found["drawn"] + 1)
+    assert torch.equal(found["turned.weight"] @ found["turned.weight"].T, found["turned.weight"] @ found["turned.weight"].T)
+    torch.testing.assert_close(found["turned.weight"] @ found["turned.weight"].T, torch.eye(64), rtol=0, atol=1e-5)
+    assert torch.equal(found["stack.layers.0.linear1.weight"], found["stack.layers.1.linear1.weight"]), "torch clones a layer"
+    assert not torch.equal(found["late"], found["drawn"])
+    assert torch.equal(found["one.weight"], torch.full((3,), 2.0))
+    assert "other.weight" not in found
+    again = {key: value for part in of_builder(Many, 5).values() for key, value in part.items()}
+    other = {key: value for part in of_builder(Many, 6).values() for key, value in part.items()}
+    assert all(torch.equal(found[key], again[key]) for key in found)
+    assert not torch.equal(found["late"], other["late"])
+    assert not torch.equal(found["drawn"], other["drawn"])
+
+
+def test_e3_a_builder_leaves_the_callers_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    for _ in of_builder(Many, 5).values():
+        pass
+    assert torch.equal(torch.rand(3), expected)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+def test_e3_a_parameter_that_nothing_initializes_is_refused() -> None:
+    with pytest.raises(PlanError, match="leaves scale uninitialized"):
+        parallelize(Bare, "1")
