@@ -6,7 +6,7 @@ means that `forge-train check` on a recipe that names it is slower; the wheel be
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -26,6 +26,7 @@ class Lion(Component):
     """Weight of the momentum in the update, and its own decay."""
     weight_decay: Annotated[float, Ge(0)] = 0.3
     """Decoupled decay of matrices and of an untied output head."""
+    shards: ClassVar[str] = "elementwise"
 
     def build(self, model: TrainableModel) -> "SignedMomentum":
         return SignedMomentum(self, model)

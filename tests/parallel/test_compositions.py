@@ -60,6 +60,12 @@ ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
 """For low precision: a score that is rounded otherwise may choose another expert, and what is chosen is no matter of degree."""
 
 LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise", "float8_experts"})
+WITH_FEW = frozenset(
+    {"float8_rowwise", "float8_experts", "float8_wide_gather", "compile_budget", "pp_more_stages", "ep_in_turn", "reshard"}
+    | {"keep_gathered", "recompute_full"}
+)
+"""Options that are proven with what is in their table."""
+
 AXES = frozenset({"dp_shard", "dp_replicate", "tp", "cp", "pp"})
 
 
@@ -75,7 +81,8 @@ def case_of(run: frozenset[str], tied: bool) -> Case:
     further = Prediction(depth=depth) if "prediction" in run else None
     experts = None if "experts" not in run else EXPERTS if run.isdisjoint(LOW) else ALL_CHOSEN
     wide = "float8" in run or run >= {"compile", "experts"}
-    decoder = replace(WIDE if wide else DECODER, tied_embeddings=tied, prediction=further, moe=experts)
+    layers = 6 if "pp_more_stages" in run else 4
+    decoder = replace(WIDE if wide else DECODER, tied_embeddings=tied, prediction=further, moe=experts, layers=layers)
     rows = 4 * layout_of(run).data
     micro_batch = 1 if "accumulate" in run else 4
     objective = CrossEntropy(z_loss=1e-2).build()
@@ -84,25 +91,35 @@ def case_of(run: frozenset[str], tied: bool) -> Case:
 
 def measured(case: Case, layout: str, run: frozenset[str], device: torch.device = CPU) -> Measurement:
     """One rank of a run; in a world of one, strategies that need more have nothing to do."""
-    shard = Shard(reduce="each" if "reduce_each" in run else "last", on_host="offload" in run)
+    reshard = True if "reshard" in run else False if "keep_gathered" in run else None
+    shard = Shard(reshard, reduce="each" if "reduce_each" in run else "last", on_host="offload" in run)
     transforms: list[Any] = [shard, Tensor("tp_whole" not in run)]
-    transforms += [Expert(kind, 2 if kind == "hierarchical" else None) for kind in get_args(Dispatcher) if f"ep_{kind}" in run]
+    transforms += [
+        Expert(kind, 2 if kind == "hierarchical" else None, "ep_in_turn" not in run)
+        for kind in get_args(Dispatcher)
+        if f"ep_{kind}" in run
+    ]
     if "etp" in run and "ep" not in {feature.partition("_")[0] for feature in run}:
         transforms.append(Expert())
     transforms += [ContextParallel(kind) for kind in get_args(Kind) if f"cp_{kind}" in run]
     if "recompute" in run:
         # With experts on ranks of their own, compiled blocks are recomputed as a whole.
-        transforms.append(Recompute(None if run >= {"compile", "experts"} else ("matmul", "attention")))
+        transforms.append(
+            Recompute(None if run >= {"compile", "experts"} or "recompute_full" in run else ("matmul", "attention"))
+        )
     if "compile" in run:
-        transforms.append(Compile())
+        transforms.append(Compile(budget=0.5 if "compile_budget" in run else 1.0))
     if "float8" in run:
         recipe = "rowwise" if "float8_rowwise" in run else "tensorwise"
-        transforms.append(Float8(recipe, all_gather="float8_rowwise" not in run, experts="float8_experts" in run))
+        transforms.append(
+            Float8(recipe, all_gather=run.isdisjoint({"float8_rowwise", "float8_wide_gather"}), experts="float8_experts" in run)
+        )
     at = Layout.parse(layout)
     pipeline = None
     if at.pp > 1:
         (schedule,) = (feature.removeprefix("pp_") for feature in run if feature.startswith("pp_"))
-        pipeline = Pipeline(Registry().load("forge.pipeline_schedules", schedule)().build())
+        more = {"stages_per_rank": 3} if "pp_more_stages" in run else {}
+        pipeline = Pipeline(Registry().load("forge.pipeline_schedules", schedule)(**more).build())
     with warnings.catch_warnings():
         if {"compile", "float8"} & run:  # imports of compiler and torchao warn
             warnings.simplefilter("ignore")
@@ -189,7 +206,7 @@ def test_the_table_is_what_it_says() -> None:
         pair
         for pair in combinations(FEATURES, 2)
         if frozenset(pair) not in PROVEN
-        and not set(pair) & {"tp_asynchronous", "offload", "float8_rowwise", "float8_experts"}  # refused, or with few others only
+        and not set(pair) & {"tp_asynchronous", "offload", *WITH_FEW}
         and not any(set(pair) <= choices for choices in exclusive)
         and not any(name in ("experts", "etp") or name.startswith("ep_") for name in pair)  # see test_expert_compositions
         and not (set(pair) & exclusive[1] - whole_backward and set(pair) & {"recompute", "compile"})

@@ -9,7 +9,7 @@ from forge_parallel import proven
 from forge_parallel.proven import FEATURES, PROVEN
 from forge_parallel.proven_experts import EXPERT_RUNS, LARGE_EXPERT_RUNS, SLOW_EXPERT_RUNS
 from harness.pool import World
-from parallel.test_compositions import _name, equals_one_process, layout_of
+from parallel.test_compositions import WITH_FEW, _name, equals_one_process, layout_of
 
 
 @pytest.mark.parametrize("run", EXPERT_RUNS, ids=_name)
@@ -45,12 +45,11 @@ def test_the_table_is_what_it_says() -> None:
 def test_every_pair_with_experts_is_proven() -> None:
     mine = {name for name in FEATURES if name in ("experts", "etp") or name.startswith("ep_")}
     refused = {"tp_asynchronous", "tp_whole", "offload"}
-    few = {"float8_rowwise", "float8_experts"}  # with what is in the table
     missing = {
         pair
         for pair in combinations(FEATURES, 2)
         if set(pair) & mine
-        and not set(pair) & (refused | few)
+        and not set(pair) & (refused | WITH_FEW)
         and not all(name.startswith("ep_") for name in pair)
         and frozenset(pair) not in PROVEN
     }

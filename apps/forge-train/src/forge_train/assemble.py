@@ -22,6 +22,7 @@ from forge_core.registry import Registry
 from forge_data.loader import evaluation, open_stream
 from forge_parallel.launcher import Launch
 from forge_parallel.model import ParallelModel
+from forge_parallel.optim import shards
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.plan import Plan, default_transforms
 from forge_parallel.realization import Blueprint, realize
@@ -89,12 +90,12 @@ def assemble(
 
     def restore(model: ParallelModel) -> None:
         assert found is not None
-        optimizers.append(job.optimizer.build(model))
+        optimizers.append(shards.build(job.optimizer, model))
         take_up(found, model, optimizers[0])
 
     weights = restore if found else initial_weights(job.model, registry) or job.job.seed
     model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
-    optimizer = optimizers[0] if optimizers else job.optimizer.build(model)
+    optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
     fence = checkpoints.own()
     if later := checkpoints.later(job.checkpoint.resume):
         take_up(later, model, optimizer)

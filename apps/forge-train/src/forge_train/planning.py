@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.registry import Registry
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
+from forge_parallel.optim import shards
 from forge_train.assemble import pipeline_of, transforms_of
 from forge_train.job import Job
 
@@ -96,7 +98,7 @@ def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: 
     workload = Workload(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=job.optimizer.build,
+        optimizer=partial(shards.build, job.optimizer),
         rows=train.micro_batch,
         length=job.data.sequence_length,
         micro_batches=train.global_batch // (layout.data * train.micro_batch),

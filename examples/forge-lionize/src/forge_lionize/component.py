@@ -1,7 +1,7 @@
 """What a recipe says about Lion. Importing this needs no torch, so `forge-train check` stays quick."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
@@ -21,6 +21,7 @@ class Lion(Component):
     """Weight of the momentum in the update, and its own decay."""
     weight_decay: Annotated[float, Ge(0)] = 0.3
     """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
+    shards: ClassVar[str] = "elementwise"
 
     def build(self, model: "TrainableModel") -> "Optimizer":
         from forge_lionize.lion import Lion as Built

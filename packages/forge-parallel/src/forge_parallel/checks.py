@@ -4,27 +4,26 @@ A job is read by attribute, so that any tree with these sections can be checked.
 """
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import MappingProxyType
 from typing import Any
 
+from forge_core.component import fields_of
 from forge_core.errors import Fault
+from forge_core.features import undeclared, used
 from forge_core.layout import Layout, divisors
-from forge_parallel.components.transforms import ContextParallel, Expert
-from forge_parallel.plan import AXIS_DEFAULTS
+from forge_parallel.components.sections import Parallel, Precision
+from forge_parallel.components.transforms import ContextParallel, Expert, Shard, Tensor
+from forge_parallel.optim import shards
+from forge_parallel.plan import AXIS_DEFAULTS, default_transforms
 from forge_parallel.proven import FEATURES, unproven
 
 IMPLEMENTED = frozenset({"compile", "context", "expert", "float8", "recompute", "shard", "tensor"})
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
 
 
-CHOICES = (
-    ("reduce_each", "shard", "reduce", "each"),
-    ("offload", "shard", "offload", True),
-    ("tp_whole", "tensor", "sequence_parallel", False),
-    ("tp_asynchronous", "tensor", "asynchronous", True),
-    ("float8_rowwise", "float8", "recipe", "rowwise"),
-    ("float8_experts", "float8", "experts", True),
-)
-"""(feature, transform, key, value): choices of a transform that other code follows, and that are proven apart."""
+DEFAULTS = MappingProxyType({"shard": Shard(), "tensor": Tensor(), "context": ContextParallel(), "expert": Expert()})
+"""What an axis larger than 1 pulls in when the recipe names nothing."""
 
 
 def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
@@ -159,32 +158,53 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
 
 def features(job: Any, layout: Layout) -> set[str]:
     """Features of `forge_parallel.proven` that a job uses, plus transforms by name that it does not know."""
-    used = {axis for axis in layout.active() if axis in FEATURES}
-    if layout.cp > 1:
-        used.add(f"cp_{_context_kind(job)}")
+    sizes = layout.sizes()
+    found = used(Parallel, sizes, sizes) | used(Precision, _values(Precision, job.precision), sizes)
+    found |= set(job.transforms) - set(DEFAULTS)  # those are features of their axes
+    for component in _options(job, layout).values():
+        found |= used(type(component), _values(type(component), component), sizes)
     if layout.pp > 1:
-        used.add(f"pp_{job.parallel.pipeline.definition().schedule.name}")
+        found.add(f"pp_{job.parallel.pipeline.definition().schedule.name}")
     if job.train.global_batch > job.train.micro_batch * layout.data:
-        used.add("accumulate")
-    if job.precision.compute == "bf16":
-        used.add("bf16")
-    if job.precision.state == "bf16":
-        used.add("bf16_state")
-    used |= set(job.transforms) - {"context", "expert", "shard", "tensor"}  # those are features of their axes
-    used |= {feature for feature, name, key, value in CHOICES if getattr(job.transforms.get(name), key, None) == value}
+        found.add("accumulate")
     if getattr(job.model, "prediction", None) is not None:
-        used.add("prediction")
+        found.add("prediction")
     if getattr(job.model, "moe", None) is not None:
-        used.add("experts")
-    if layout.ep > 1:
-        used.add(f"ep_{getattr(job.transforms.get('expert'), 'dispatcher', Expert().dispatcher)}")
-    if layout.tp == 1:
-        used -= {"tp_whole", "tp_asynchronous"}
-    return used
+        found.add("experts")
+    return found
+
+
+def _options(job: Any, layout: Layout) -> dict[str, Any]:
+    """By key: the transforms that a job switches on or its axes pull in, and its pipeline's schedule."""
+    pulled = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
+    options = {f"transforms.{name}": component for name, component in {**pulled, **job.transforms}.items()}
+    return options | ({"parallel.pipeline.schedule": job.parallel.pipeline.schedule} if layout.pp > 1 else {})
+
+
+def _values(cls: type, instance: Any) -> dict[str, Any]:
+    return {info.name: getattr(instance, info.name) for info in (fields_of(cls) if is_dataclass(cls) else ())}
 
 
 def _context_kind(job: Any) -> str:
     return str(getattr(job.transforms.get("context"), "kind", ContextParallel().kind))
+
+
+def options_are_declared(job: Any, layout: Layout) -> Iterator[Fault]:
+    """On several ranks every option says whether it reaches a collective; ours do, a plugin's may not."""
+    for key, component in _options(job, layout).items() if layout.world > 1 else ():
+        for name, values in undeclared(type(component)) if is_dataclass(component) else ():
+            which = f" for {' and '.join(map(repr, values))}" if values else ""
+            yield Fault(
+                f"{key}.{name}",
+                f"does not say whether it reaches a collective{which}",
+                hint=f"annotate it in {type(component).__qualname__} with forge_core.features.Feature or Neutral",
+            )
+
+
+def optimizer_takes_parts(job: Any, layout: Layout) -> Iterator[Fault]:
+    """An optimizer that says nothing about parts of tensors is for one process, or replicas of it."""
+    if why := shards.refusal(job.optimizer, layout):
+        yield Fault("optimizer.name", why, hint=shards.HINT)
 
 
 def compositions_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:

@@ -9,6 +9,13 @@ from itertools import combinations
 from types import MappingProxyType
 
 from forge_parallel.proven_experts import EXPERT_RUNS, LARGE_EXPERT_RUNS, SLOW_EXPERT_RUNS
+from forge_parallel.proven_options import (
+    EXPERT_OPTION_RUNS,
+    LARGE_EXPERT_OPTION_RUNS,
+    LARGE_OPTION_RUNS,
+    OPTION_RUNS,
+    PREDICTION_OPTION_RUNS,
+)
 
 FEATURES = MappingProxyType(
     {
@@ -26,21 +33,28 @@ FEATURES = MappingProxyType(
         "pp_interleaved_zero_bubble": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'interleaved_zero_bubble'}",
         "pp_zbv": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'zbv'}",
         "pp_dualpipev": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'dualpipev'}",
+        "pp_more_stages": "parallel.pipeline.schedule.stages_per_rank above 2",
         "accumulate": "train.global_batch larger than one micro-batch per rank",
         "reduce_each": "transforms.shard.reduce = 'each'",
+        "reshard": "transforms.shard.reshard = true with parallel.pp > 1",
+        "keep_gathered": "transforms.shard.reshard = false",
         "offload": "transforms.shard.offload = true",
         "recompute": "transforms.recompute",
+        "recompute_full": "transforms.recompute.policy = 'full'",
         "compile": "transforms.compile",
+        "compile_budget": "transforms.compile.budget below 1",
         "bf16": "precision.compute = 'bf16'",
         "bf16_state": "precision.state = 'bf16'",
         "float8": "transforms.float8",
         "float8_rowwise": "transforms.float8.recipe = 'rowwise'",
+        "float8_wide_gather": "transforms.float8.all_gather = false",
         "float8_experts": "transforms.float8.experts = true",
         "prediction": "model.prediction",
         "experts": "[model.moe]",
         "ep_all_to_all": "parallel.ep > 1 with transforms.expert.dispatcher = 'all_to_all'",
         "ep_all_gather": "parallel.ep > 1 with transforms.expert.dispatcher = 'all_gather'",
         "ep_hierarchical": "parallel.ep > 1 with transforms.expert.dispatcher = 'hierarchical'",
+        "ep_in_turn": "transforms.expert.overlap = false",
         "etp": "parallel.etp > 1",
     }
 )
@@ -52,19 +66,19 @@ RUNS = tuple(
         "dp_shard tp accumulate reduce_each recompute compile",
         "tp cp_ring accumulate reduce_each recompute compile",
         "tp pp_1f1b accumulate recompute compile",
-        "dp_shard dp_replicate accumulate reduce_each recompute",
+        "dp_shard dp_replicate accumulate reduce_each recompute recompute_full",
         "dp_replicate tp",
         "tp cp_all_gather accumulate reduce_each recompute",
-        "tp cp_ulysses accumulate reduce_each recompute",
-        "dp_shard cp_all_gather",
+        "tp cp_ulysses accumulate reduce_each recompute keep_gathered",
+        "dp_shard cp_all_gather keep_gathered",
         "dp_shard cp_ring",
         "dp_replicate cp_ulysses",
-        "dp_shard pp_gpipe accumulate reduce_each recompute",
-        "dp_shard pp_interleaved accumulate reduce_each recompute",
-        "dp_shard pp_interleaved_zero_bubble accumulate reduce_each",
-        "dp_shard pp_zbv accumulate reduce_each",
+        "dp_shard pp_gpipe accumulate reduce_each recompute reshard",
+        "dp_shard pp_interleaved accumulate reduce_each recompute recompute_full",
+        "dp_shard pp_interleaved_zero_bubble accumulate reduce_each reshard",
+        "dp_shard pp_zbv accumulate reduce_each reshard",
         "dp_replicate pp_1f1b accumulate reduce_each",
-        "dp_replicate pp_dualpipev accumulate reduce_each",
+        "dp_replicate pp_dualpipev accumulate reduce_each reshard",
         "tp pp_interleaved accumulate",
         "tp pp_zbv accumulate",
         "tp pp_dualpipev accumulate",
@@ -208,6 +222,8 @@ LARGE_RUNS = tuple(
 )
 """Triples of axes, on eight ranks."""
 
+OPTION_TEST = "tests/parallel/test_options.py::test_an_option_equals_one_process"
+
 TEST = "tests/parallel/test_compositions.py::test_a_run_equals_one_process"
 SLOW_TEST = "tests/parallel/test_compositions.py::test_the_remaining_pairs_equal_one_process"
 
@@ -224,7 +240,12 @@ def _pairs(runs: Iterable[frozenset[str]], test: str) -> dict[frozenset[str], st
 
 
 PROVEN = MappingProxyType(
-    _pairs(LARGE_EXPERT_RUNS, LARGE_EXPERT_TEST)
+    _pairs(OPTION_RUNS, OPTION_TEST)
+    | _pairs(LARGE_OPTION_RUNS, OPTION_TEST)
+    | _pairs(PREDICTION_OPTION_RUNS, OPTION_TEST)
+    | _pairs(EXPERT_OPTION_RUNS, OPTION_TEST)
+    | _pairs(LARGE_EXPERT_OPTION_RUNS, OPTION_TEST)
+    | _pairs(LARGE_EXPERT_RUNS, LARGE_EXPERT_TEST)
     | _pairs(SLOW_EXPERT_RUNS, SLOW_EXPERT_TEST)
     | _pairs(EXPERT_RUNS, EXPERT_TEST)
     | _pairs(SLOW_PREDICTION_RUNS, SLOW_PREDICTION_TEST)

@@ -1,7 +1,7 @@
 """Optimizers."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
@@ -23,6 +23,7 @@ class AdamW(Component):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
     """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
+    shards: ClassVar[str] = "elementwise"
 
     def build(self, model: "TrainableModel") -> "Optimizer":
         import torch

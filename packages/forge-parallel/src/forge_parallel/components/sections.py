@@ -7,6 +7,7 @@ from annotated_types import Ge
 
 from forge_core.component import Component, Slot
 from forge_core.errors import PlanError
+from forge_core.features import Feature, Neutral
 from forge_parallel.pipeline import split
 from forge_parallel.pipeline.definition import Pipeline as Definition
 
@@ -17,7 +18,7 @@ class Pipeline:
 
     schedule: Annotated[Component, Slot("forge.pipeline_schedules", default="1f1b")] = Slot.unset()
     """Order of work."""
-    split: str = split.BALANCED
+    split: Annotated[str, Neutral("how many blocks a stage runs; between stages the same travels")] = split.BALANCED
     """Blocks per stage, such as "5,4,4,3" (stages of all ranks in order), or "balanced": the most expensive stage is as cheap
     as can be, by multiplications. The embedding is on the first stage and the head on the last; neither counts as a block."""
 
@@ -36,23 +37,23 @@ class Pipeline:
 class Parallel:
     """Sizes of the parallel axes; their product is the number of processes. Experts borrow ranks (`ep`, `etp`)."""
 
-    dp_shard: Annotated[int, Ge(-1)] = -1
+    dp_shard: Annotated[int, Ge(-1), Feature("dp_shard", unless=1)] = -1
     """Ranks over which parameters are sharded; -1 takes what the other axes leave."""
-    dp_replicate: Annotated[int, Ge(1)] = 1
+    dp_replicate: Annotated[int, Ge(1), Feature("dp_replicate", unless=1)] = 1
     """Replicas of the sharded model, each with data of its own (HSDP)."""
-    tp: Annotated[int, Ge(1)] = 1
+    tp: Annotated[int, Ge(1), Feature("tp", unless=1)] = 1
     """Ranks over which single matrices are split (tensor parallelism)."""
-    cp: Annotated[int, Ge(1)] = 1
+    cp: Annotated[int, Ge(1), Neutral("transforms.context.kind says which feature it is")] = 1
     """Ranks over which one sequence is split (context parallelism)."""
-    pp: Annotated[int, Ge(1)] = 1
+    pp: Annotated[int, Ge(1), Neutral("the schedule says which feature it is")] = 1
     """Ranks over which the blocks are distributed (pipeline parallelism)."""
-    ep: Annotated[int, Ge(1)] = 1
+    ep: Annotated[int, Ge(1), Neutral("transforms.expert.dispatcher says which feature it is")] = 1
     """Ranks over which experts are distributed; borrowed from dp_shard, cp and tp."""
-    etp: Annotated[int, Ge(1)] = 1
+    etp: Annotated[int, Ge(1), Feature("etp", unless=1)] = 1
     """Ranks over which one expert's matrices are split."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Stages and schedule, where pp is larger than 1."""
-    timeout: Annotated[float, Ge(1)] = 600.0
+    timeout: Annotated[float, Ge(1), Neutral("how long ranks wait; what they exchange is the same")] = 600.0
     """Seconds after which a collective that some rank never entered is an error."""
 
 
@@ -60,9 +61,18 @@ class Parallel:
 class Precision:
     """Number formats. fp16 is not offered: it needs a loss scaler and nothing here gains from it."""
 
-    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compute: Annotated[
+        Literal["bf16", "fp32", "fp64"],
+        Feature("bf16", when="bf16"),
+        Neutral("what every proof is measured in", when="fp64"),
+        Neutral("as fp64, with fewer digits: no cast between parameters and computation", when="fp32"),
+    ] = "bf16"
     """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32."""
-    state: Literal["fp32", "fp64", "bf16"] = "fp32"
+    state: Annotated[
+        Literal["fp32", "fp64", "bf16"],
+        Feature("bf16_state", when="bf16"),
+        Neutral("what every proof is measured in", when="fp64"),
+    ] = "fp32"
     """Format of the parameters that the optimizer updates, of gradients, and of optimizer state. `bf16` halves their memory;
     updates are then rounded stochastically, and gradients of several micro-batches are summed in bf16."""
 

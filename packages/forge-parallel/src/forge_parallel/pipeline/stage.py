@@ -69,10 +69,23 @@ class Stage(PipelineStage):
                 return stage_backward_input(*inputs, iter(self._weights))
             if backward_type == "weight":
                 return stage_backward_weight(iter(self._weights), bwd_kwargs["param_groups"]), None
+        elif backward_type != "full":
+            _gather(self.submod)
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "weight":
             _accumulate(self.submod)
         return result
+
+
+def _gather(part: nn.Module) -> None:
+    """Gathers what the forward of another micro-batch, or its own, freed again (`transforms.shard.reshard = true`).
+
+    A whole backward gathers in its hooks. Halves of one look for the parameters in the graph by those that the part shows, which
+    are shards while it is not gathered: the gradients of whole blocks would be left out.
+    """
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 def _accumulate(part: nn.Module) -> None:

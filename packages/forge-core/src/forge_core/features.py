@@ -1,0 +1,125 @@
+"""Which options of a strategy have to be proven, declared with the field itself.
+
+    reduce: Annotated[Literal["last", "each"], Feature("reduce_each", when="each")] = "last"
+    timeout: Annotated[float, Neutral("how long ranks wait; what they exchange is the same")] = 600.0
+
+An option that reaches a collective, or changes which numbers are summed where, is a feature: a layout may use it only together
+with what a test has proven it with. An option that does neither says why. A field's default needs no word: it is what proofs of
+the component itself run with. What says nothing is refused in a layout, so that a new option cannot be forgotten.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from forge_core.component import FieldInfo, Slot, fields_of
+
+
+@dataclass(frozen=True)
+class _Any:
+    """Every value."""
+
+
+ANY = _Any()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A value that has to be proven: `when` is that value, `unless` the only one that has not.
+
+    `axis`: it counts only where this axis of the layout is larger than 1.
+    """
+
+    name: str
+    when: Any = ANY
+    unless: Any = ANY
+    axis: str = ""
+
+    def covers(self, value: Any) -> bool:
+        """Whether a field with this value has the feature."""
+        return _same(self.when, value) and not (self.unless is not ANY and _same(self.unless, value))
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """Values (all of them, or `when`) that change no collective and no sum over ranks; `why` not."""
+
+    why: str
+    when: Any = ANY
+
+    def covers(self, value: Any) -> bool:
+        """Whether this speaks of `value`."""
+        return _same(self.when, value)
+
+
+def _same(pattern: Any, value: Any) -> bool:
+    return pattern is ANY or (type(pattern) is type(value) and pattern == value)
+
+
+def declared(info: FieldInfo) -> tuple[Feature | Neutral, ...]:
+    """What a field says about its values."""
+    found: list[Any] = []
+    annotation = info.type
+    while typing.get_origin(annotation) is typing.Annotated:
+        annotation, *metadata = typing.get_args(annotation)
+        found += metadata
+    return tuple(item for item in found if isinstance(item, Feature | Neutral))
+
+
+def used(cls: type, values: Mapping[str, Any], sizes: Mapping[str, int]) -> set[str]:
+    """Names of the features that an instance of `cls` with these `values` has in a layout of these `sizes`."""
+    return {
+        item.name
+        for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())
+        for item in declared(info)
+        if isinstance(item, Feature) and info.name in values and item.covers(values[info.name])
+        if not item.axis or sizes[item.axis] > 1
+    }
+
+
+def undeclared(cls: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """(field, its values that say nothing, or none when the field says nothing at all) of a component or section.
+
+    Fields that hold other components and sections speak for themselves.
+    """
+    for info in fields_of(cls):
+        said = declared(info)
+        if _holds_others(info.type):
+            continue
+        if not said:
+            yield info.name, ()
+            continue
+        silent = tuple(
+            value
+            for value in values_of(info.type)
+            if not (_same(info.default, value) and not info.required) and not any(item.covers(value) for item in said)
+        )
+        if silent:
+            yield info.name, silent
+
+
+def values_of(annotation: Any) -> tuple[Any, ...]:
+    """All values of a type that has few: literals, booleans, and None beside them; of others none is listed."""
+    while typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if annotation is bool:
+        return False, True
+    if annotation is None or annotation is types.NoneType:
+        return (None,)
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(value for option in typing.get_args(annotation) for value in values_of(option))
+    return ()
+
+
+def _holds_others(annotation: Any) -> bool:
+    bare = annotation
+    while typing.get_origin(bare) is typing.Annotated:
+        bare, *metadata = typing.get_args(bare)
+        if any(isinstance(item, Slot) for item in metadata):
+            return True
+    return dataclasses.is_dataclass(bare)

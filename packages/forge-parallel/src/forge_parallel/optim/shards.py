@@ -1,0 +1,54 @@
+"""How an optimizer treats parameters of which a rank holds a part. No torch.
+
+The component of an optimizer says it by a class attribute `shards`:
+    elementwise: the update of an element depends on that element's own value, gradient and state, as in Adam. A part is then
+        updated as the whole would be. `forge_parallel.optim.conformance` tests the claim.
+    gathers: it needs more, such as a norm or a product of a whole tensor, and gets it from the other ranks itself.
+One that says neither may compute a norm of its part and be wrong in silence (Muon, LAMB), so it is refused where tensors are
+split.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+
+if TYPE_CHECKING:
+    from forge_core.protocols.model import Optimizer
+    from forge_parallel.model import ParallelModel
+
+WAYS = ("elementwise", "gathers")
+
+
+def split(layout: Layout) -> bool:
+    """Whether ranks hold different parameters: everywhere but on replicas of a whole model."""
+    return layout.world > layout.dp_replicate
+
+
+def refusal(component: Any, layout: Layout) -> str | None:
+    """Why the optimizer of a component cannot be used in a layout; None when it can."""
+    way = getattr(component, "shards", None)
+    if way in WAYS or not split(layout):
+        return None
+    said = "does not say" if way is None else f"says {way!r} of"
+    return (
+        f"{type(component).__name__} {said} how it treats parts of parameters, which ranks hold in layout {layout}; "
+        "an optimizer that computes norms or matrices of parts is wrong there"
+    )
+
+
+HINT = (
+    "in its component set `shards: ClassVar[str] = 'elementwise'` if each element is updated by itself (test it with "
+    "forge_parallel.optim.conformance), or 'gathers' if it exchanges what it needs; or use one process"
+)
+
+
+def build(component: Any, model: "ParallelModel") -> "Optimizer":
+    """The optimizer of a component, for a model that is laid out.
+
+    Raises:
+        PlanError: the layout splits parameters, and the component does not say how it treats parts.
+    """
+    if why := refusal(component, model.topology.layout):
+        raise PlanError(f"optimizer: {why}; {HINT}")
+    return component.build(model)
