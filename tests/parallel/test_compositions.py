@@ -61,7 +61,7 @@ ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
 
 LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise", "float8_experts"})
 WITH_FEW = frozenset(
-    {"float8_rowwise", "float8_experts", "float8_wide_gather", "compile_budget", "pp_more_stages", "ep_in_turn", "reshard"}
+    {"float8_rowwise", "float8_experts", "float8_wide_gather", "compile_budget", "more_stages", "ep_in_turn", "reshard"}
     | {"keep_gathered", "recompute_full"}
 )
 """Options that are proven with what is in their table."""
@@ -81,7 +81,7 @@ def case_of(run: frozenset[str], tied: bool) -> Case:
     further = Prediction(depth=depth) if "prediction" in run else None
     experts = None if "experts" not in run else EXPERTS if run.isdisjoint(LOW) else ALL_CHOSEN
     wide = "float8" in run or run >= {"compile", "experts"}
-    layers = 6 if "pp_more_stages" in run else 4
+    layers = 6 if "more_stages" in run else 4
     decoder = replace(WIDE if wide else DECODER, tied_embeddings=tied, prediction=further, moe=experts, layers=layers)
     rows = 4 * layout_of(run).data
     micro_batch = 1 if "accumulate" in run else 4
@@ -118,7 +118,7 @@ def measured(case: Case, layout: str, run: frozenset[str], device: torch.device 
     pipeline = None
     if at.pp > 1:
         (schedule,) = (feature.removeprefix("pp_") for feature in run if feature.startswith("pp_"))
-        more = {"stages_per_rank": 3} if "pp_more_stages" in run else {}
+        more = {"stages_per_rank": 3} if "more_stages" in run else {}
         pipeline = Pipeline(Registry().load("forge.pipeline_schedules", schedule)(**more).build())
     with warnings.catch_warnings():
         if {"compile", "float8"} & run:  # imports of compiler and torchao warn

@@ -98,8 +98,8 @@ def test_e1_values_other_than_the_default_count_where_their_axis_does() -> None:
     assert features(job(expert=Expert(overlap=False)), Layout.parse("dp2ep2")) >= {"ep_in_turn", "ep_all_to_all"}
     assert "ep_in_turn" not in features(job(expert=Expert(overlap=False)), Layout.parse("dp2"))
     assert "recompute_full" in features(job(recompute=Recompute(policy="full")), Layout.parse("dp2"))
-    assert "pp_more_stages" in features(job(Interleaved(stages_per_rank=3)), Layout.parse("pp2"))
-    assert "pp_more_stages" not in features(job(Interleaved(stages_per_rank=3)), Layout.parse("dp2"))
+    assert "more_stages" in features(job(Interleaved(stages_per_rank=3)), Layout.parse("pp2"))
+    assert "more_stages" not in features(job(Interleaved(stages_per_rank=3)), Layout.parse("dp2"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ FEATURES = MappingProxyType(
         "pp_interleaved_zero_bubble": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'interleaved_zero_bubble'}",
         "pp_zbv": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'zbv'}",
         "pp_dualpipev": "parallel.pp > 1 with parallel.pipeline.schedule = {name = 'dualpipev'}",
-        "pp_more_stages": "parallel.pipeline.schedule.stages_per_rank above 2",
+        "more_stages": "parallel.pipeline.schedule.stages_per_rank above 2",
         "accumulate": "train.global_batch larger than one micro-batch per rank",
         "reduce_each": "transforms.shard.reduce = 'each'",
         "reshard": "transforms.shard.reshard = true with parallel.pp > 1",

@@ -30,7 +30,7 @@ class OneForwardOneBackward(Component):
 class Interleaved(Component):
     """1F1B with several stages per rank, which divides the bubble by their number (Narayanan et al., 2021)."""
 
-    stages_per_rank: Annotated[int, Ge(2), Feature("pp_more_stages", unless=2, axis="pp")] = 2
+    stages_per_rank: Annotated[int, Ge(2), Feature("more_stages", unless=2, axis="pp")] = 2
     """Stages that each rank holds."""
 
     def build(self) -> PipelineSchedule:
@@ -41,7 +41,7 @@ class Interleaved(Component):
 class InterleavedZeroBubble(Component):
     """Interleaved 1F1B that fills the bubble with gradients of weights (ZB-H1; Qi et al., 2023)."""
 
-    stages_per_rank: Annotated[int, Ge(2), Feature("pp_more_stages", unless=2, axis="pp")] = 2
+    stages_per_rank: Annotated[int, Ge(2), Feature("more_stages", unless=2, axis="pp")] = 2
     """Stages that each rank holds."""
 
     def build(self) -> PipelineSchedule:
