@@ -1,12 +1,12 @@
 """The typed tree of a recipe. Every field is a table or key of the TOML file; nothing here imports torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
 from forge_ckpt.components.section import Checkpoint
-from forge_core.component import Component, Slot
+from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
 from forge_data.components.section import Data
 from forge_parallel.components.sections import Parallel, Precision
 
@@ -15,11 +15,13 @@ from forge_parallel.components.sections import Parallel, Precision
 class JobSection:
     """Who this run is."""
 
+    key_class: ClassVar = FREE
+
     name: str = "run"
     """Name of the run; its files live in `runs/<name>`."""
     dir: str | None = None
     """Directory of the run instead of `runs/<name>`."""
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0), IDENTITY] = 0
     """Fixes the initial weights and, unless `data.seed` is set, the order of the data."""
 
     def __post_init__(self) -> None:
@@ -31,11 +33,13 @@ class JobSection:
 class Train:
     """How long and in what portions."""
 
+    key_class: ClassVar = FREE
+
     max_steps: Annotated[int, Gt(0)] = 1000
     """Optimizer steps of the whole run."""
-    global_batch: Annotated[int, Gt(0)] = 32
+    global_batch: Annotated[int, Gt(0), DATA] = 32
     """Sequences per optimizer step over all ranks; the anchor of every resume."""
-    micro_batch: Annotated[int, Gt(0)] = 8
+    micro_batch: Annotated[int, Gt(0), LAYOUT] = 8
     """Sequences in one forward pass on one rank; gradient accumulation follows."""
     grad_clip: Annotated[float, Gt(0)] | None = 1.0
     """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
@@ -47,9 +51,11 @@ class Train:
 class Job:
     """A whole recipe."""
 
+    key_class: ClassVar = FREE
+
     job: JobSection = field(default_factory=JobSection)
     """Name, directory and seed."""
-    model: Annotated[Component, Slot("forge.models", default="decoder")] = Slot.unset()
+    model: Annotated[Component, Slot("forge.models", default="decoder"), IDENTITY] = Slot.unset()
     """What is trained."""
     data: Data = field(default_factory=Data)
     """What it is trained on."""
@@ -59,13 +65,13 @@ class Job:
     """Sizes of the parallel axes."""
     precision: Precision = field(default_factory=Precision)
     """Number formats."""
-    transforms: dict[str, Annotated[Component, Slot("forge.transforms", named_by_key=True)]] = field(default_factory=dict)
+    transforms: dict[str, Annotated[Component, Slot("forge.transforms", named_by_key=True), LAYOUT]] = field(default_factory=dict)
     """Strategies that are switched on by their presence; an axis larger than 1 pulls in its default."""
-    optimizer: Annotated[Component, Slot("forge.optimizers", default="adamw")] = Slot.unset()
+    optimizer: Annotated[Component, Slot("forge.optimizers", default="adamw"), IDENTITY] = Slot.unset()
     """How parameters are updated."""
     schedule: Annotated[Component, Slot("forge.schedules", default="cosine")] = Slot.unset()
     """How the learning rate moves over the run."""
-    objective: Annotated[Component, Slot("forge.objectives", default="cross_entropy")] = Slot.unset()
+    objective: Annotated[Component, Slot("forge.objectives", default="cross_entropy"), IDENTITY] = Slot.unset()
     """What is minimised."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """When and where state is saved."""

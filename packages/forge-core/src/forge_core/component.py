@@ -8,6 +8,9 @@ editor schemas never import torch. A field that holds another component is annot
         layers: Annotated[int, Gt(0)] = 12
         '''Number of blocks.'''
         attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
+
+Every key has a class, which says what a resume does when the checkpoint was trained with another value. A section or component
+gives its keys one by `key_class: ClassVar = FREE`; a field that differs names its own: `Annotated[int, Gt(0), LAYOUT]`.
 """
 
 import ast
@@ -17,9 +20,26 @@ import textwrap
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+
+class KeyClass(StrEnum):
+    """What a resume does with a key that had another value in the checkpoint."""
+
+    IDENTITY = "identity"
+    """Changes the function that is trained, or what its state means: refused, unless `checkpoint.allow` names the key."""
+    DATA = "data"
+    """Says what is read: listed; the data position compares what it means, and refuses other samples under the same number."""
+    FREE = "free"
+    """May change: listed once with both values."""
+    LAYOUT = "layout"
+    """Says how the work is distributed, which the result does not depend on: listed as well."""
+
+
+IDENTITY, DATA, FREE, LAYOUT = KeyClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +49,8 @@ class Component:
     Subclasses are frozen dataclasses with keyword-only fields, each with a default or required, a type that pydantic
     understands (ranges by `annotated_types`), and a docstring below it. They define `build`, whose parameters are
     fixed by the group (`forge_core.groups`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+
+    Keys without a class are `IDENTITY`: a resume refuses other values, unless the user allows them.
     """
 
     if TYPE_CHECKING:
@@ -74,6 +96,16 @@ class FieldInfo:
         """The docstring below the field; read from the source only when asked for."""
         return _docs_of(self.owner).get(self.name, "")
 
+    @property
+    def declared_class(self) -> KeyClass | None:
+        """The class that the field, or the dataclass that introduces it, declares: what a subclass adds is its own affair."""
+        return _marked(self.type) or class_of_keys(_introduced_by(self.owner, self.name))
+
+    @property
+    def key_class(self) -> KeyClass:
+        """What a resume does with another value; `IDENTITY` when nothing was declared."""
+        return self.declared_class or KeyClass.IDENTITY
+
 
 def fields_of(cls: type) -> tuple[FieldInfo, ...]:
     """The fields of a section or component with resolved types."""
@@ -89,6 +121,25 @@ def fields_of(cls: type) -> tuple[FieldInfo, ...]:
         for item in dataclasses.fields(cls)
         if item.init
     )
+
+
+def class_of_keys(cls: type) -> KeyClass | None:
+    """What a section or component declares for its keys, itself: a base's declaration is about the base's keys."""
+    declared = vars(cls).get("key_class")
+    return declared if isinstance(declared, KeyClass) else None
+
+
+def _marked(annotation: Any) -> KeyClass | None:
+    """The class in an annotation, wherever it stands, as in `Annotated[int, Gt(0), FREE] | None`."""
+    if isinstance(annotation, KeyClass):
+        return annotation
+    return next((found for item in typing.get_args(annotation) if (found := _marked(item)) is not None), None)
+
+
+def _introduced_by(cls: type, name: str) -> type:
+    """The dataclass from which `cls` has a field: the farthest base that holds the very same one."""
+    fields = {base: vars(base).get("__dataclass_fields__", {}) for base in cls.__mro__}
+    return [base for base, own in fields.items() if own.get(name) is fields[cls].get(name)][-1]
 
 
 def _default_of(item: "dataclasses.Field[Any]") -> Any:

@@ -1,11 +1,11 @@
 """Hooks as they are chosen in `[[hooks]]`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.run import Hook
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Log(Component):
     """Writes loss, gradient norm, learning rate, throughput and memory to every tracker."""
+
+    key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 10
     """Optimizer steps between two lines; the first and the last step are always written."""
@@ -27,6 +29,8 @@ class Log(Component):
 @dataclass(frozen=True, kw_only=True)
 class Progress(Component):
     """Shows step, loss, tokens/s and the time left: a live line on a terminal, else a line of text now and then."""
+
+    key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 10
     """Optimizer steps between two looks at the loss; each look waits for the device."""
@@ -43,6 +47,8 @@ class Progress(Component):
 class Evaluate(Component):
     """Loss and perplexity on every set of `[data.evaluation]`, weighted by tokens over all ranks."""
 
+    key_class: ClassVar = FREE
+
     every: Annotated[int, Gt(0)] = 500
     """Optimizer steps between two evaluations; the last step of the run is always evaluated."""
     at_start: bool = False
@@ -57,6 +63,8 @@ class Evaluate(Component):
 @dataclass(frozen=True, kw_only=True)
 class Replicas(Component):
     """Compares parameters that several ranks hold alike, bit by bit, and stops the run when one drifted."""
+
+    key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 200
     """Optimizer steps between two comparisons, of a few bytes a tensor; the last step is always compared."""

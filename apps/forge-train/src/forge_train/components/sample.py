@@ -1,11 +1,11 @@
 """The hook that lets a model speak."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.run import Hook
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Sample(Component):
     """Generates text from prompts: at the end of the run, and every N steps if asked; shown and kept for the report."""
+
+    key_class: ClassVar = FREE
 
     prompts: list[str] = field(default_factory=lambda: ["The "])
     """Texts to continue."""

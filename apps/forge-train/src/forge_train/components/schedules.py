@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 from forge_core.errors import ConfigError, Fault
 
 Factor = Callable[[int], float]
@@ -17,6 +17,8 @@ Factor = Callable[[int], float]
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Component):
     """What every schedule of Forge has: a linear warm-up, whose step s of W runs at (s + 1) / W."""
+
+    key_class: ClassVar = FREE
 
     warmup: Annotated[int, Ge(0)] = 0
     """Optimizer steps of the linear warm-up; 0 starts at the full rate."""
@@ -67,6 +69,8 @@ class Decaying(Schedule):
 class Cosine(Decaying):
     """Half a cosine from the full rate after the warm-up to `min_ratio` at the end (Loshchilov and Hutter, 2017)."""
 
+    key_class: ClassVar = FREE
+
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """Factor that the curve reaches just after the last step, relative to the full rate."""
 
@@ -81,6 +85,8 @@ class Cosine(Decaying):
 class Linear(Decaying):
     """A straight line from the full rate after the warm-up to `min_ratio` at the end."""
 
+    key_class: ClassVar = FREE
+
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Factor that the line reaches just after the last step, relative to the full rate."""
 
@@ -94,6 +100,8 @@ class Linear(Decaying):
 @dataclass(frozen=True, kw_only=True)
 class Wsd(Schedule):
     """Warm-up, stable, decay: the full rate until the last part of the run (Hu et al., 2024, MiniCPM)."""
+
+    key_class: ClassVar = FREE
 
     decay: Annotated[float, Gt(0), Le(1)] = 0.2
     """Part of the whole run, warm-up included, that the decay takes: 0.2 is its last fifth, rounded, at least one step."""
@@ -132,6 +140,8 @@ class Wsd(Schedule):
 @dataclass(frozen=True, kw_only=True)
 class MultiStep(Schedule):
     """Constant pieces: the full rate after the warm-up, and from each part of the run on another one (DeepSeek LLM, 2024)."""
+
+    key_class: ClassVar = FREE
 
     at: tuple[Annotated[float, Gt(0), Lt(1)], ...] = (0.8, 0.9)
     """Where the pieces after the first one begin, as parts of the whole run, warm-up included; rounded to a step."""

@@ -1,11 +1,11 @@
 """Trackers as they are chosen in `[[trackers]]`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.run import Tracker
@@ -25,6 +25,8 @@ class Jsonl(Component):
 class TensorBoard(Component):
     """TensorBoard event files in `tensorboard/` of the run's directory; needs `pip install "forge-train[tensorboard]"`."""
 
+    key_class: ClassVar = FREE
+
     flush_seconds: Annotated[float, Gt(0)] = 30.0
     """Longest time that values wait in memory before they are written to the file."""
 
@@ -37,6 +39,8 @@ class TensorBoard(Component):
 @dataclass(frozen=True, kw_only=True)
 class Wandb(Component):
     """Weights & Biases, with the resolved recipe (secrets removed); needs `pip install "forge-train[wandb]"`."""
+
+    key_class: ClassVar = FREE
 
     project: str = "forge"
     """Project that the run appears in."""

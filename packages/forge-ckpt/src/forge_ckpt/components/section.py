@@ -1,16 +1,18 @@
 """The recipe table `[checkpoint]`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from forge_core.component import Component, Slot
+from forge_core.component import FREE, Component, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When checkpoints are written, how many are kept, and what a start does with those it finds."""
+
+    key_class: ClassVar = FREE
 
     every: Annotated[int, Ge(0)] = 500
     """Optimizer steps between saves; 0 saves at the end only."""
@@ -27,3 +29,7 @@ class Checkpoint:
     resume: Literal["auto", "never", "require"] = "auto"
     """A start takes up the newest verified checkpoint if there is one (`auto`), must find one (`require`), or ignores
     all (`never`)."""
+
+    allow: tuple[str, ...] | str = ()
+    """Keys whose value may differ from the checkpoint's although they change the function that is trained, such as
+    `model.rope.theta`: one, or a list. A resume names those that it refuses."""

@@ -1,9 +1,9 @@
 """Stores that hold checkpoints."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Local(Component):
     """A directory that every rank sees under the same path: a local disk, or a shared file system."""
+
+    key_class: ClassVar = FREE
 
     shared: bool = False
     """Files follow the umask, so that a group can read them; otherwise only their owner can."""

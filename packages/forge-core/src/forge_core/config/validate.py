@@ -35,7 +35,7 @@ class Outcome:
         value: instance of the schema, or `BAD` when there are faults.
         parts: fields of the schema by name: those that are right, even when others are not.
         tree: every key with its value and origin, defaults and chosen names included; loads again to an equal value.
-        used: (group, name) of every chosen component, for `Registry.used`.
+        chosen: per dotted key of a component's table, its (group, name).
         fields: per dotted key, the field behind it.
         faults: everything wrong.
     """
@@ -43,9 +43,14 @@ class Outcome:
     value: Any
     parts: Mapping[str, Any]
     tree: Table
-    used: tuple[tuple[str, str], ...]
+    chosen: Mapping[str, tuple[str, str]]
     fields: Mapping[str, FieldInfo]
     faults: tuple[Fault, ...]
+
+    @property
+    def used(self) -> tuple[tuple[str, str], ...]:
+        """(group, name) of every chosen component, for `Registry.used`."""
+        return tuple(self.chosen.values())
 
 
 def resolve(schema: type, tree: Table, registry: Registry) -> Outcome:
@@ -65,7 +70,7 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
     faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
-    return Outcome(BAD if faults else value, walker.parts, resolved, tuple(walker.used), walker.fields, faults)
+    return Outcome(BAD if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
 def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
@@ -88,7 +93,7 @@ def default_of(value: Any, shape: Shape, registry: Registry) -> Any:
 class _Walker:
     registry: Registry
     faults: list[Fault] = field(default_factory=list)
-    used: list[tuple[str, str]] = field(default_factory=list)
+    chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
 
@@ -245,7 +250,7 @@ class _Walker:
         if shape.type is not Component and not issubclass(cls, shape.type):
             self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
             return BAD, node
-        self.used.append((slot.group, given.value))
+        self.chosen[key] = (slot.group, given.value)
         return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
 
     def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:

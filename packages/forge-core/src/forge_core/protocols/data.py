@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 from annotated_types import Ge, Gt
 
 from forge_core.batch import Batch
-from forge_core.component import Component
+from forge_core.component import DATA, Component
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,6 +128,8 @@ class Texts(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SourceComponent(Component):
     """Base of every component of `forge.sources`: the keys that the mixture reads."""
+
+    key_class: ClassVar = DATA
 
     weight: Annotated[float, Ge(0)] = 1.0
     """Share of the mixture relative to the other sources; 0 means never."""

@@ -1,16 +1,18 @@
 """The recipe's `[data]` table."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import Component, Slot
+from forge_core.component import DATA, FREE, IDENTITY, Component, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """What changes from a step on; what a phase does not name stays as it was before it."""
+
+    key_class: ClassVar = DATA
 
     start: Annotated[int, Gt(0)]
     """First optimizer step of the phase, counted from 0; phases stand in the order of their starts."""
@@ -18,7 +20,7 @@ class Phase:
     """New weights by the label of the source; a source that is not named keeps the weight that it had."""
     ramp: Annotated[int, Ge(0)] = 0
     """Steps over which weights and `lr_scale` move linearly to their new values; 0 = at once."""
-    lr_scale: Annotated[float, Ge(0)] | None = None
+    lr_scale: Annotated[float, Ge(0), FREE] | None = None
     """Factor on the learning rate, on top of the schedule; 1 before the first phase that sets it."""
     sequence_length: Annotated[int, Gt(0)] | None = None
     """Tokens of one row; every length divides the longest one of the run."""
@@ -30,13 +32,15 @@ class Phase:
 class Data:
     """What is read, in which order, cut how."""
 
+    key_class: ClassVar = DATA
+
     sequence_length: Annotated[int, Gt(0)] = 1024
     """Tokens of one sample."""
     packing: Literal["concatenate", "best_fit", "pad"] = "concatenate"
     """How documents become rows: `concatenate` cuts the stream of documents every `sequence_length` tokens; `best_fit`
     puts whole documents together so that they fill a row (only documents longer than a row are cut); `pad` gives each
     document a row of its own."""
-    documents: Literal["mask", "ignore"] = "mask"
+    documents: Annotated[Literal["mask", "ignore"], IDENTITY] = "mask"
     """`mask`: attention and positions stop at document borders; `ignore`: each row is read as one document. Labels
     never cross a border, in either case."""
     sources: list[Annotated[Component, Slot("forge.sources")]] = field(default_factory=list)
@@ -45,9 +49,9 @@ class Data:
     """T: sources are drawn in the ratio of weight ** (1 / T); above 1 evens them out, and weight 0 stays 0."""
     phases: list[Phase] = field(default_factory=list)
     """What changes during the run: weights, learning rate, lengths."""
-    tokenizer: Annotated[Component | None, Slot("forge.tokenizers")] = None
+    tokenizer: Annotated[Component | None, Slot("forge.tokenizers"), IDENTITY] = None
     """Text to token ids; needed by sources of text, checked against sources of tokens."""
-    evaluation: dict[str, Annotated[Component, Slot("forge.sources")]] = field(default_factory=dict)
+    evaluation: dict[str, Annotated[Component, Slot("forge.sources"), FREE]] = field(default_factory=dict)
     """Held-out sets by name, read in order, each row once."""
     shuffle: Literal["permute", "block", "none"] = "permute"
     """`permute`: every epoch of a source in another random order; `block`: blocks of neighbouring rows in random order
@@ -63,15 +67,15 @@ class Data:
     the largest power of two up to 64 that divides the rows of a step."""
     seed: Annotated[int, Ge(0)] | None = None
     """Fixes the order of samples; by default the seed of the job."""
-    changed: tuple[str, ...] = ()
+    changed: Annotated[tuple[str, ...], FREE] = ()
     """Settings in which the data may differ from those of the checkpoint that a run goes on from, by the names that its
     refusal gives, such as `sources.web.fingerprint`. The run then reads on from the same number of a sample, whatever
     samples that repeats or skips."""
-    epochs: Annotated[int, Gt(0)] | None = None
+    epochs: Annotated[int, Gt(0), FREE] | None = None
     """The stream ends before any source would be read more often than this; by default it never ends."""
-    workers: Annotated[int, Gt(0)] | None = None
+    workers: Annotated[int, Gt(0), FREE] | None = None
     """Threads that tokenise text; by default one per core. The result does not depend on it."""
-    loader_workers: Annotated[int, Ge(0)] = 0
+    loader_workers: Annotated[int, Ge(0), FREE] = 0
     """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it."""
-    prefetch: Annotated[int, Gt(0)] = 2
+    prefetch: Annotated[int, Gt(0), FREE] = 2
     """Steps that loader workers are ahead; at least as many as there are workers."""

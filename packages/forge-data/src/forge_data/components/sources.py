@@ -1,10 +1,11 @@
 """Sources that a recipe selects by `[[data.sources]]` or `[data.evaluation.NAME]`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from forge_core.component import DATA
 from forge_core.protocols.data import SourceComponent
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ Fraction = Annotated[float, Gt(0), Lt(1)]
 class Store(SourceComponent):
     """A token store: a directory with `manifest.json` and memory-mapped shards, as `data prepare` writes it."""
 
+    key_class: ClassVar = DATA
+
     path: str
     """Directory of the store."""
 
@@ -31,6 +34,8 @@ class Store(SourceComponent):
 @dataclass(frozen=True, kw_only=True)
 class Text(SourceComponent):
     """UTF-8 text files, one document a file; tokenised once into a store in the workspace."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """A file, a directory (all `.txt` and `.md` below it), a pattern such as `corpus/**/*.txt`, or a URL of these."""
@@ -55,6 +60,8 @@ class Text(SourceComponent):
 @dataclass(frozen=True, kw_only=True)
 class RecordComponent(SourceComponent):
     """Base of sources whose documents are records with a field of text, or of token ids."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """Where the records are."""
@@ -100,6 +107,8 @@ class RecordComponent(SourceComponent):
 class Jsonl(RecordComponent):
     """JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.json.gz`, `.json.zst`)."""
 
+    key_class: ClassVar = DATA
+
     path: str
     """A file, a directory, a pattern such as `corpus/**/*.jsonl.gz`, or a URL of these."""
 
@@ -107,6 +116,8 @@ class Jsonl(RecordComponent):
 @dataclass(frozen=True, kw_only=True)
 class Parquet(RecordComponent):
     """Parquet files with a column of text or of lists of token ids."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """A file, a directory (all `.parquet` below it), a pattern, or a URL of these."""
@@ -116,6 +127,8 @@ class Parquet(RecordComponent):
 class Arrow(RecordComponent):
     """Arrow files, of the file or the stream format, with a column of text or of lists of token ids."""
 
+    key_class: ClassVar = DATA
+
     path: str
     """A file, a directory (all `.arrow` and `.feather` below it), a pattern, or a URL of these."""
 
@@ -123,6 +136,8 @@ class Arrow(RecordComponent):
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(RecordComponent):
     """A dataset of the `datasets` library, with a column of text or of lists of token ids."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """A directory that `save_to_disk` wrote, a directory of data files, or a name on the hub."""
@@ -155,6 +170,8 @@ class HuggingFace(RecordComponent):
 class Stdlib(SourceComponent):
     """Real text that every machine has: source and docstrings of the installed Python standard library."""
 
+    key_class: ClassVar = DATA
+
     split: Split = "train"
     """Files are assigned to `train` or `held_out` by a hash of their relative path."""
     held_out: Fraction = 0.05
@@ -174,6 +191,8 @@ class Stdlib(SourceComponent):
 @dataclass(frozen=True, kw_only=True)
 class Tokens(SourceComponent):
     """Files of token ids: `.npy` with its header, or raw little-endian integers with a stated dtype."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """A file, a directory (all `.npy` and `.bin` below it), a pattern such as `corpus/**/*.npy`, or a URL of these."""
@@ -200,6 +219,8 @@ class Tokens(SourceComponent):
 class Megatron(SourceComponent):
     """Megatron's indexed datasets (`NAME.bin` with `NAME.idx`), read in place with their dtype and documents."""
 
+    key_class: ClassVar = DATA
+
     path: str
     """Prefix without suffix, one of the two files, a directory or pattern of `.idx` files, or a URL of these."""
     vocab_size: Annotated[int, Gt(0)] | None = None
@@ -214,6 +235,8 @@ class Megatron(SourceComponent):
 @dataclass(frozen=True, kw_only=True)
 class Llmc(SourceComponent):
     """Token files of llm.c (`.bin` with a header of 256 integers), read in place."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """A file, a directory (all `.bin` below it), a pattern, or a URL of these."""
@@ -231,6 +254,8 @@ class Llmc(SourceComponent):
 @dataclass(frozen=True, kw_only=True)
 class Datatrove(SourceComponent):
     """Token files of datatrove (`.ds` with `.ds.index`), read in place with their documents."""
+
+    key_class: ClassVar = DATA
 
     path: str
     """A file, a directory (all `.ds` below it), a pattern, or a URL of these."""
@@ -250,6 +275,8 @@ class Datatrove(SourceComponent):
 @dataclass(frozen=True, kw_only=True)
 class Random(SourceComponent):
     """Uniform random tokens, a function of (seed, position): nothing can be learned from them beyond ln(vocab_size)."""
+
+    key_class: ClassVar = DATA
 
     vocab_size: Annotated[int, Gt(1)]
     """Ids are drawn from 0 to vocab_size - 1."""

@@ -1,11 +1,11 @@
 """Tokenizers that a recipe selects by `[data.tokenizer]`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
-from forge_core.component import Component
+from forge_core.component import DATA, IDENTITY, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.data import SourceContext, Tokenizer
@@ -25,11 +25,13 @@ class Bytes(Component):
 class Bpe(Component):
     """Byte-level byte-pair encoding (Sennrich et al., 2016; bytes as in GPT-2), trained once or loaded from a file."""
 
+    key_class: ClassVar = IDENTITY
+
     vocab_size: Annotated[int, Ge(257)] = 4096
     """Largest vocabulary of a trained tokenizer: 256 bytes, the end of document, and merges."""
-    path: str | None = None
+    path: Annotated[str | None, DATA] = None
     """A `tokenizer.json` of the `tokenizers` library to load instead of training."""
-    files: tuple[str, ...] = ()
+    files: Annotated[tuple[str, ...], DATA] = ()
     """Text files or patterns to train on; by default the recipe's text sources."""
     eos: str = "<|endoftext|>"
     """The token that ends a document; in a loaded tokenizer it must exist."""
@@ -48,9 +50,11 @@ class Bpe(Component):
 class Tiktoken(Component):
     """A byte-pair encoding of the `tiktoken` library."""
 
+    key_class: ClassVar = IDENTITY
+
     encoding: str = "gpt2"
     """Name that the library knows, such as `gpt2`, `cl100k_base` or `o200k_base`; fetched once, then in its cache."""
-    path: str | None = None
+    path: Annotated[str | None, DATA] = None
     """A file of ranks (a base64 token and its rank on each line) to load instead; needs `pattern`."""
     pattern: str | None = None
     """Of a file of ranks: the regular expression that cuts text before merging."""
@@ -69,7 +73,9 @@ class Tiktoken(Component):
 class SentencePiece(Component):
     """A model of the `sentencepiece` library."""
 
-    path: str
+    key_class: ClassVar = IDENTITY
+
+    path: Annotated[str, DATA]
     """The `.model` file."""
     eos: str | None = None
     """The piece that ends a document; by default the model's own end of sentence."""

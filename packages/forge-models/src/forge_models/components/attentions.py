@@ -1,11 +1,11 @@
 """Attention of a block, chosen inside `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import Component
+from forge_core.component import FREE, IDENTITY, Component
 from forge_models.context import BlockContext
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ class GQA(Component):
     `kv_heads` of the model decides: equal to `heads` is multi-head, 1 is multi-query attention. With a `window` every
     layer is local, except those that `global_every` or `global_layers` name.
     """
+
+    key_class: ClassVar = IDENTITY
 
     qkv_bias: bool = False
     """The projections to q, k and v have biases."""
@@ -38,7 +40,7 @@ class GQA(Component):
     """Every n-th layer (the n-th, the 2n-th, ...) is global."""
     global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
     """Indices, from 0, of the layers that are global."""
-    core: Core = "auto"
+    core: Annotated[Core, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
     def __post_init__(self) -> None:
@@ -80,6 +82,8 @@ class MLA(Component):
     model's `kv_heads` and `head_dim` play no part.
     """
 
+    key_class: ClassVar = IDENTITY
+
     q_lora_rank: Annotated[int, Gt(0)] | None = None
     """Width of the latent from which queries are made; they come straight from the stream when absent."""
     kv_lora_rank: Annotated[int, Gt(0)] = 512
@@ -90,7 +94,7 @@ class MLA(Component):
     """Width of the part that turns; its key is shared by all heads."""
     v_head_dim: Annotated[int, Gt(0)] = 128
     """Width of each head's value."""
-    core: Core = "auto"
+    core: Annotated[Core, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
     def __post_init__(self) -> None:

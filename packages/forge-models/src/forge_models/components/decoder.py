@@ -1,11 +1,11 @@
 """The decoder, dense or with experts, chosen by `[model] name = "decoder"`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
-from forge_core.component import Component, Slot
+from forge_core.component import FREE, IDENTITY, Component, Slot
 from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
 from forge_models.components.moe import LAYOUT_DEPENDENT, MoE
@@ -25,6 +25,8 @@ FFN_MULTIPLE = 64
 class Decoder(Component):
     """Decoder: embedding, blocks of attention and feed-forward, norm, head; by default of the Llama shape."""
 
+    key_class: ClassVar = IDENTITY
+
     dim: Annotated[int, Gt(0)] = 512
     """Width of the residual stream."""
     layers: Annotated[int, Gt(0)] = 8
@@ -40,7 +42,7 @@ class Decoder(Component):
     of two matrices."""
     vocab_size: Annotated[int, Gt(1)] = 32768
     """Number of token ids."""
-    max_length: Annotated[int, Gt(0)] = 2048
+    max_length: Annotated[int, Gt(0), FREE] = 2048
     """Longest sequence in tokens."""
     rope: Rope = field(default_factory=Rope)
     """Rotary positions."""
@@ -54,7 +56,7 @@ class Decoder(Component):
     """Multiplies embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
     """Multiplies what each part of a block adds to the stream."""
-    init_std: Annotated[float, Gt(0)] = 0.02
+    init_std: Annotated[float, Gt(0), FREE] = 0.02
     """Standard deviation of hidden matrices at the start; projections back to the stream get it / sqrt(2 * layers)."""
     attention: Annotated[Component, Slot("forge.attentions", default="gqa")] = Slot.unset()
     """Attention of every block."""
@@ -66,7 +68,7 @@ class Decoder(Component):
     """Norm of each part of a block, and before the head."""
     prediction: Prediction | None = None
     """Further tokens that are predicted in training; only the next one when absent."""
-    from_hf: str | None = None
+    from_hf: Annotated[str | None, FREE] = None
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
     config.json."""
 

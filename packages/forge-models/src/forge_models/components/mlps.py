@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from forge_core.component import Component
+from forge_core.component import IDENTITY, Component
 from forge_models.context import BlockContext
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class SwiGLU(Component):
     """Feed-forward part down(silu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
+
+    key_class: ClassVar = IDENTITY
 
     bias: bool = False
     """Every matrix has a bias."""
@@ -34,6 +36,8 @@ class SwiGLU(Component):
 @dataclass(frozen=True, kw_only=True)
 class GeGLU(Component):
     """Feed-forward part down(gelu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
+
+    key_class: ClassVar = IDENTITY
 
     exact: bool = False
     """The error function itself instead of its approximation by tanh."""
@@ -55,6 +59,8 @@ class GeGLU(Component):
 class GELU(Component):
     """Feed-forward part down(gelu(up(x))), two matrices (Hendrycks and Gimpel, 2016)."""
 
+    key_class: ClassVar = IDENTITY
+
     exact: bool = False
     """The error function itself instead of its approximation by tanh."""
     bias: bool = False
@@ -75,6 +81,8 @@ class GELU(Component):
 class ReLU(Component):
     """Feed-forward part down(relu(up(x))), two matrices (Vaswani et al., 2017)."""
 
+    key_class: ClassVar = IDENTITY
+
     bias: bool = False
     """Both matrices have a bias."""
     gated: ClassVar[bool] = False
@@ -92,6 +100,8 @@ class ReLU(Component):
 @dataclass(frozen=True, kw_only=True)
 class ReLU2(Component):
     """Feed-forward part down(relu(up(x))^2), two matrices (So et al., 2021)."""
+
+    key_class: ClassVar = IDENTITY
 
     bias: bool = False
     """Both matrices have a bias."""

@@ -1,11 +1,11 @@
 """`[model.moe]`: experts in the place of feed-forward parts. With the table a model is sparse, without it dense."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import Component, Slot
+from forge_core.component import FREE, IDENTITY, Component, Slot
 from forge_models.components.routers import SoftmaxTopK
 
 Kernel = Literal["auto", "grouped", "loop"]
@@ -20,6 +20,8 @@ class Losses:
 
     The key names the scope over which loads are counted.
     """
+
+    key_class: ClassVar = IDENTITY
 
     sequence: Annotated[float, Ge(0)] = 0.0
     """Balance within each row (DeepSeek-V3, 2024, equations 17 to 20)."""
@@ -39,6 +41,8 @@ class Losses:
 class MoE:
     """A layer of experts: a router chooses `top_k` of them for each token, and their outputs are added with its weights."""
 
+    key_class: ClassVar = IDENTITY
+
     experts: Annotated[int, Gt(0)] = 8
     """Experts of a layer, without the shared ones."""
     top_k: Annotated[int, Gt(0)] = 2
@@ -54,7 +58,7 @@ class MoE:
     capacity: Annotated[float, Gt(0)] | None = None
     """An expert takes at most capacity * tokens * top_k / experts slots of one forward, those with the largest weights; the
     others are dropped and cost nothing. Generation with a cache drops none. When absent nothing is ever dropped."""
-    kernel: Kernel = "auto"
+    kernel: Annotated[Kernel, FREE] = "auto"
     """`grouped`: one product for all experts; `loop`: one after the other, any precision and width; or what fits."""
     router: Annotated[Component, Slot("forge.routers", default="softmax_topk")] = Slot.unset()
     """What chooses."""

@@ -1,11 +1,11 @@
 """Norms, chosen inside `[model]`: `norm = { name = "rmsnorm", eps = 1e-6 }`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
-from forge_core.component import Component
+from forge_core.component import IDENTITY, Component
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class RMSNorm(Component):
     """x / sqrt(mean(x^2) + eps) * (offset + weight), with statistics in fp32 (Zhang and Sennrich, 2019)."""
+
+    key_class: ClassVar = IDENTITY
 
     eps: Annotated[float, Gt(0)] = 1e-5
     """Added to the mean square."""
@@ -29,6 +31,8 @@ class RMSNorm(Component):
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(Component):
     """(x - mean) / sqrt(variance + eps) * weight + bias, with statistics in fp32 (Ba et al., 2016)."""
+
+    key_class: ClassVar = IDENTITY
 
     eps: Annotated[float, Gt(0)] = 1e-5
     """Added to the variance."""

@@ -1,11 +1,11 @@
 """What is minimised, chosen by `[objective]`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge
 
-from forge_core.component import Component
+from forge_core.component import IDENTITY, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.model import Objective
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Component):
     """Negative log-likelihood of the next token, summed over valid positions."""
+
+    key_class: ClassVar = IDENTITY
 
     z_loss: Annotated[float, Ge(0)] = 0.0
     """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""

@@ -1,11 +1,11 @@
 """`[model.prediction]`: further tokens that are predicted in training. Without the table only the next one is."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Gt
 
-from forge_core.component import Component, Slot
+from forge_core.component import IDENTITY, Component, Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,8 @@ class Prediction:
     They add weight / depth times the sum of their losses to what is minimised, and are left out of evaluation and of folders in
     the Hugging Face format.
     """
+
+    key_class: ClassVar = IDENTITY
 
     depth: Annotated[int, Gt(0)] = 1
     """Further tokens: module k predicts the token k + 1 places on, with a block of its own, as the layers' would go on."""

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Le
+
+from forge_core.component import IDENTITY
 
 Scaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
@@ -28,6 +30,8 @@ class Rope:
     than `original_max_length`; `llama3` divides the low frequencies only (Llama 3.1); `yarn` ramps between the two
     (Peng et al., 2023).
     """
+
+    key_class: ClassVar = IDENTITY
 
     theta: Annotated[float, Gt(0)] = 10000.0
     """Base of the angles."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from forge_core.component import Component
+from forge_core.component import FREE, IDENTITY, Component
 from forge_models.context import RouterContext
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ BiasSchedule = Literal["constant", "cosine", "warmup"]
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxTopK(Component):
     """The top_k largest of softmax(W x) (Shazeer et al., 2017; Switch, Fedus et al., 2021; Mixtral, Jiang et al., 2024)."""
+
+    key_class: ClassVar = IDENTITY
 
     normalize: bool = True
     """Divide the chosen probabilities by their sum; without it they are smaller the more experts there are."""
@@ -45,6 +47,8 @@ class SigmoidTopK(Component):
     whole batch and falls for those above. It takes part in the choice only, never in the weights.
     """
 
+    key_class: ClassVar = IDENTITY
+
     normalize: bool = True
     """Divide the chosen scores by their sum."""
     scaling: Annotated[float, Gt(0)] = 1.0
@@ -54,11 +58,11 @@ class SigmoidTopK(Component):
     topk_group: Annotated[int, Gt(0)] | None = None
     """A token may choose from this many groups, the best ones; all of them when absent. With the experts of a group on one
     node, no token is sent to more nodes than this."""
-    bias_rate: Annotated[float, Ge(0)] = 1e-3
+    bias_rate: Annotated[float, Ge(0), FREE] = 1e-3
     """How far the bias moves in one step; 0 keeps it as it is."""
-    bias_schedule: BiasSchedule = "constant"
+    bias_schedule: Annotated[BiasSchedule, FREE] = "constant"
     """`cosine` lets the rate fall to 0 over `bias_steps` steps, `warmup` lets it rise from 0 over as many."""
-    bias_steps: Annotated[int, Gt(0)] | None = None
+    bias_steps: Annotated[int, Gt(0), FREE] | None = None
     """Length of `cosine` and `warmup` in optimizer steps."""
     learned: ClassVar[bool] = True
 
@@ -94,6 +98,8 @@ class SigmoidTopK(Component):
 @dataclass(frozen=True, kw_only=True)
 class Hash(Component):
     """A fixed choice by token id, each of the top_k experts with weight 1 / top_k (Roller et al., 2021). Nothing is learned."""
+
+    key_class: ClassVar = IDENTITY
 
     seed: Annotated[int, Ge(0)] = 0
     """Another seed gives another choice. Layers choose independently of each other."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.model import Optimizer, TrainableModel
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Component):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019); torch's fused kernel."""
+
+    key_class: ClassVar = FREE
 
     lr: Annotated[float, Gt(0)] = 3e-4
     """Peak learning rate; the schedule multiplies it."""

@@ -1,11 +1,11 @@
 """Orders in which the stages of a pipeline work."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from forge_core.component import Component
+from forge_core.component import LAYOUT, Component
 from forge_core.features import Feature
 from forge_parallel.pipeline.schedules import PipelineSchedule, TorchSchedule
 
@@ -30,6 +30,8 @@ class OneForwardOneBackward(Component):
 class Interleaved(Component):
     """1F1B with several stages per rank, which divides the bubble by their number (Narayanan et al., 2021)."""
 
+    key_class: ClassVar = LAYOUT
+
     stages_per_rank: Annotated[int, Ge(2), Feature("more_stages", unless=2, axis="pp")] = 2
     """Stages that each rank holds."""
 
@@ -40,6 +42,8 @@ class Interleaved(Component):
 @dataclass(frozen=True, kw_only=True)
 class InterleavedZeroBubble(Component):
     """Interleaved 1F1B that fills the bubble with gradients of weights (ZB-H1; Qi et al., 2023)."""
+
+    key_class: ClassVar = LAYOUT
 
     stages_per_rank: Annotated[int, Ge(2), Feature("more_stages", unless=2, axis="pp")] = 2
     """Stages that each rank holds."""

@@ -1,11 +1,11 @@
 """The recipe's `[parallel]` and `[precision]` tables."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from forge_core.component import Component, Slot
+from forge_core.component import FREE, IDENTITY, LAYOUT, Component, Slot
 from forge_core.errors import PlanError
 from forge_core.features import Feature, Neutral
 from forge_parallel.pipeline import split
@@ -15,6 +15,8 @@ from forge_parallel.pipeline.definition import Pipeline as Definition
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """How stages work and what is on them; used when `parallel.pp` is larger than 1."""
+
+    key_class: ClassVar = LAYOUT
 
     schedule: Annotated[Component, Slot("forge.pipeline_schedules", default="1f1b")] = Slot.unset()
     """Order of work."""
@@ -37,6 +39,8 @@ class Pipeline:
 class Parallel:
     """Sizes of the parallel axes; their product is the number of processes. Experts borrow ranks (`ep`, `etp`)."""
 
+    key_class: ClassVar = LAYOUT
+
     dp_shard: Annotated[int, Ge(-1), Feature("dp_shard", unless=1)] = -1
     """Ranks over which parameters are sharded; -1 takes what the other axes leave."""
     dp_replicate: Annotated[int, Ge(1), Feature("dp_replicate", unless=1)] = 1
@@ -53,7 +57,7 @@ class Parallel:
     """Ranks over which one expert's matrices are split."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Stages and schedule, where pp is larger than 1."""
-    timeout: Annotated[float, Ge(1), Neutral("how long ranks wait; what they exchange is the same")] = 600.0
+    timeout: Annotated[float, Ge(1), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 600.0
     """Seconds after which a collective that some rank never entered is an error."""
 
 
@@ -61,11 +65,14 @@ class Parallel:
 class Precision:
     """Number formats. fp16 is not offered: it needs a loss scaler and nothing here gains from it."""
 
+    key_class: ClassVar = IDENTITY
+
     compute: Annotated[
         Literal["bf16", "fp32", "fp64"],
         Feature("bf16", when="bf16"),
         Neutral("what every proof is measured in", when="fp64"),
         Neutral("as fp64, with fewer digits: no cast between parameters and computation", when="fp32"),
+        FREE,
     ] = "bf16"
     """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32."""
     state: Annotated[

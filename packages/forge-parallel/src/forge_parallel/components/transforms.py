@@ -4,11 +4,11 @@ Every field says whether its values are features, which need a proof in a layout
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Le
 
-from forge_core.component import Component
+from forge_core.component import FREE, LAYOUT, Component
 from forge_core.features import Feature, Neutral
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Shard(Component):
     """Shards parameters, gradients and optimizer state over data ranks (FSDP2; with dp_replicate HSDP)."""
+
+    key_class: ClassVar = LAYOUT
 
     reshard: Annotated[bool | None, Feature("reshard", when=True, axis="pp"), Feature("keep_gathered", when=False)] = None
     """Free a block's gathered parameters after its forward and gather them again for its backward. Unset: yes, but not in a
@@ -43,6 +45,8 @@ class Float8(Component):
     Converted are linear layers whose weight is a hidden matrix, and with `experts` stacked experts: not the embedding, the output
     head or routers. The dimensions that a rank holds of a layer, and its tokens of a micro-batch, have to be multiples of 16.
     """
+
+    key_class: ClassVar = FREE
 
     recipe: Annotated[Literal["tensorwise", "rowwise"], Feature("float8_rowwise", when="rowwise")] = "tensorwise"
     """`tensorwise` has one scale per tensor and gradients in E5M2: the fastest. `rowwise` has one scale per row of each operand,
@@ -81,6 +85,8 @@ class Float8(Component):
 class Tensor(Component):
     """Cuts single matrices over `parallel.tp` ranks: heads, hidden features and vocabulary (tensor parallelism)."""
 
+    key_class: ClassVar = LAYOUT
+
     sequence_parallel: Annotated[bool, Feature("tp_whole", when=False, axis="tp")] = True
     """Cut the residual stream along the sequence between the cut matrices: less memory, the same bytes on the wire. `parallel.tp`
     has to divide the length then."""
@@ -105,6 +111,8 @@ class ContextParallel(Component):
     `parallel.cp` has to divide `data.sequence_length`, twice except for `ulysses`, so that causal work is the same on every rank.
     """
 
+    key_class: ClassVar = LAYOUT
+
     kind: Annotated[
         Literal["all_gather", "ring", "ulysses"],
         Feature("cp_all_gather", when="all_gather", axis="cp"),
@@ -125,6 +133,8 @@ class ContextParallel(Component):
 class Expert(Component):
     """Shares experts over `parallel.ep` ranks, to which tokens travel, and each expert's width over `parallel.etp` (expert
     parallelism)."""
+
+    key_class: ClassVar = LAYOUT
 
     dispatcher: Annotated[
         Literal["all_to_all", "all_gather", "hierarchical"],
@@ -159,6 +169,8 @@ class Recompute(Component):
     3 dim + 2 dim kv_heads / heads + 2 ffn_dim; `attention` adds dim + heads (its output, and the log-sum-exp in fp32 or wider).
     """
 
+    key_class: ClassVar = FREE
+
     policy: Annotated[Literal["full", "selective"], Feature("recompute_full", when="full")] = "selective"
     """`full` keeps the input of a block only; `selective` keeps the results of the operators named by `keep`, too."""
     keep: Annotated[
@@ -177,6 +189,8 @@ class Recompute(Component):
 @dataclass(frozen=True, kw_only=True)
 class Compile(Component):
     """torch.compile, block by block; blocks of one shape share one graph."""
+
+    key_class: ClassVar = FREE
 
     fullgraph: Annotated[bool, Neutral("where a graph may end; blocks exchange the same")] = True
     """A graph break is an error instead of a silent loss of speed; but for the one around experts that are shared over ranks."""
