@@ -9,6 +9,10 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Cursor
 
 VERSION = 1
+EXACT = 2
+"""Version of the arithmetic of a mixture, `mixture` in an identity; the one before has none."""
+ROUNDED_PERIOD = 65_536
+"""Version 1 rounded the weights of a mixture to this period."""
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> str:
@@ -73,6 +77,8 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
     found = cursor.get("identity")
     differences = differences_of(found if isinstance(found, Mapping) else {}, identity)
     lines = {name: f"{name} was {was}, is {now}" for name, (was, now) in differences.items()}
+    if differences.get("mixture") == ("nothing", EXACT):
+        lines["mixture"] = _ROUNDED
     refused = [line for name, line in lines.items() if not any(f"{name}.".startswith(f"{other}.") for other in allowed)]
     if refused or not lines:
         raise DataError(
@@ -81,6 +87,12 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
             + ". Restore these settings, start a new run, or name in data.changed what may differ"
         )
     return list(lines.values())
+
+
+_ROUNDED = (
+    f"mixture was version 1, which rounds these weights to a period of {ROUNDED_PERIOD:,} samples (4,096 in a ramp), is version "
+    f"{EXACT}, which is exact, so sample numbers mean other samples; a run that an older Forge began goes on with that Forge"
+)
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:

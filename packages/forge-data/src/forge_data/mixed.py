@@ -87,7 +87,7 @@ class MixedStream:
         timeline, unit = self.reading.timeline, self.reading.unit
         samples = timeline.first_of(step)
         pairs = zip(timeline.draws(samples), timeline.planned(samples), strict=True)
-        return {label: (drawn * unit, asked * unit) for label, (drawn, asked) in zip(self.labels, pairs, strict=True)}
+        return {label: (drawn * unit, float(asked * unit)) for label, (drawn, asked) in zip(self.labels, pairs, strict=True)}
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
         """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time."""

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 from forge_core.errors import ConfigError, Fault, did_you_mean
 from forge_data.components.section import Data, Phase
+from forge_data.weights import Weight, exact_of
 
 STAIRS = 32
-"""Weights move over a ramp in at most so many equal stairs, each of them a mixture with an exact bound."""
+"""Weights move over a ramp in at most so many equal stairs, each of them with exact shares."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,11 @@ class Stage:
         weights: of every source of the recipe, in their order.
         length: tokens of a row.
         batch: rows of a step over all ranks.
-        stair: a stair of a ramp; its weights may be rounded.
+        stair: a stair of a ramp of weights.
     """
 
     step: int
-    weights: tuple[float, ...]
+    weights: tuple[Weight, ...]
     length: int
     batch: int
     stair: bool = False
@@ -78,18 +80,22 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
 
 
 def _stairs(phase: Phase, before: Stage, after: Stage) -> Iterator[Stage]:
-    """Stairs from the shares before to those after, each as high as the line in its middle."""
+    """Stairs from the shares before to those after, each as high as the line in its middle, exactly."""
+    if phase.ramp and not phase.weights:
+        yield Stage(phase.start, before.weights, after.length, after.batch)
+        return
     count = min(phase.ramp, STAIRS)
     old, new = _normalised(before.weights), _normalised(after.weights)
     for stair in range(count):
-        way = (stair + 0.5) / count
+        way = Fraction(2 * stair + 1, 2 * count)
         weights = tuple(was + (is_now - was) * way for was, is_now in zip(old, new, strict=True))
         yield Stage(phase.start + phase.ramp * stair // count, weights, after.length, after.batch, stair=True)
 
 
-def _normalised(weights: Sequence[float]) -> list[float]:
-    total = sum(weights) or 1.0
-    return [weight / total for weight in weights]
+def _normalised(weights: Sequence[Weight]) -> list[Fraction]:
+    exact = [exact_of(weight) for weight in weights]
+    total = sum(exact) or Fraction(1)
+    return [weight / total for weight in exact]
 
 
 def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> list[Fault]:

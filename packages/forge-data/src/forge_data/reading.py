@@ -12,6 +12,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source, StreamedSource
 from forge_data.assembling import Assembler
 from forge_data.components.section import Data
+from forge_data.cursor import EXACT, ROUNDED_PERIOD
 from forge_data.documents import place_of
 from forge_data.opening import Opened
 from forge_data.pack_plan import planned
@@ -170,11 +171,28 @@ class Reading:
             found["longest_sequence_length"] = self.unit
         if self.data.temperature != 1:
             found["temperature"] = self.data.temperature
+        if self._redrawn(step):
+            found["mixture"] = EXACT
         if self.data.shuffle == "block":
             found |= {"shuffle_block": self.data.shuffle_block, "shuffle_window": self.data.shuffle_window}
         if any(read[source] for source in self.streams):
             found |= {"readers": self.readers, "shuffle_buffer": self.data.shuffle_buffer}
         return found
+
+    def _redrawn(self, step: int | None) -> bool:
+        """Whether version 1 of mixtures, which rounded weights, may have drawn samples before a step in another order.
+
+        It drew the same where the period of weights as they are written has 65,536 samples at most, and no ramp moved
+        them; a ramp of the learning rate began the order anew where weights did not add up to 1.
+        """
+        before = None if step is None else self.timeline.first_of(step)
+        segments = [segment for segment in self.timeline.segments if before is None or segment.first < before]
+        powers = self.data.temperature != 1 and any(len({*segment.shares} - {0}) > 1 for segment in segments)
+        if powers or any(sum(segment.shares) > ROUNDED_PERIOD for segment in segments):
+            return True
+        ramps = [phase for phase in self.data.phases if phase.ramp and (step is None or phase.start < step)]
+        totals = [sum(next(s.weights for s in reversed(self.stages) if s.step <= phase.start)) for phase in ramps]
+        return len(self.labels) > 1 and any(p.weights or total != 1 for p, total in zip(ramps, totals, strict=True))
 
     @cached_property
     def units_per_step(self) -> list[int]:

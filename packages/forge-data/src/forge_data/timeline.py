@@ -1,23 +1,26 @@
 """Steps, samples and sources of a whole run by arithmetic, whatever its phases change.
 
 A sample is one row of the run's longest length, its `unit`; where rows are shorter, a step cuts each sample into
-several. The run is a list of segments with constant weights. In each of them, draws follow the weights within less
-than one sample at every prefix (`mixture`), and each source goes on where the segment before left it. A segment ends
-where a phase begins, or where a source has been read `max_epochs` times and its share goes to the others.
+several. The run is a list of segments with constant weights. In each of them draws follow the weights within the bound
+of its mixture at every prefix (`mixture`), and each source goes on where the segment before left it. A segment ends
+where a phase or a stair of its ramp begins, or where a source has been read `max_epochs` times and its share goes to the
+others. The stairs of a ramp hand on what they owe (`ramps`), so that deviations do not add up over it.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from forge_data.mixture import LONGEST_PERIOD, Mixture, tempered
+from forge_data.mixture import Mixture, mixture_of
+from forge_data.nested import Nested
 from forge_data.phases import Stage
-
-_STAIR_PERIOD = 4096
+from forge_data.ramps import given
+from forge_data.weights import shares_of, tempered
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,28 @@ class Span:
 
 @dataclass(frozen=True)
 class Segment:
-    """Samples [first, ...) of one mixture; `before` holds the draws of each source until then."""
+    """Samples [first, ...) of constant weights.
+
+    Attributes:
+        first: number of the first sample.
+        shares: of the sources, exactly: whole numbers in the ratio of the weights.
+        mixture: how they are drawn; in a ramp by the whole number of samples that each source gives.
+        before: draws of each source until then.
+        asked: draws of each source until then that the weights ask for.
+    """
 
     first: int
+    shares: tuple[int, ...]
     mixture: Mixture
     before: tuple[int, ...]
+    asked: tuple[Fraction, ...]
+
+    def asked_at(self, sample: int) -> tuple[Fraction, ...]:
+        """Draws of each source before a sample that the weights ask for."""
+        return tuple(
+            asked + Fraction((sample - self.first) * share, sum(self.shares))
+            for asked, share in zip(self.asked, self.shares, strict=True)
+        )
 
 
 class Timeline:
@@ -69,16 +89,17 @@ class Timeline:
         self.spans: list[Span] = []
         self.segments: list[Segment] = []
         self.end: int | None = None
-        self._mixtures: dict[tuple[float, ...], Mixture] = {}
+        self._temperature = temperature
+        self._mixtures: dict[tuple[int, ...], Mixture] = {}
+        self._owed = [Fraction(0)] * len(self.caps)
         for stage in stages:
             self._begin(stage)
         # Only where weights change the even assignment begins anew.
         changes = [place for place in range(len(stages)) if not place or stages[place].weights != stages[place - 1].weights]
         for place, after in zip(changes, [*changes[1:], None], strict=True):
-            longest = _STAIR_PERIOD if stages[place].stair else LONGEST_PERIOD
             stop = None if after is None else self.spans[after].first
             if self.end is None:
-                self._cut(self.spans[place].first, stop, tempered(stages[place].weights, temperature), longest)
+                self._cut(self.spans[place].first, stop, stages[place])
 
     def span_at(self, step: int) -> Span:
         """The span of a step."""
@@ -129,15 +150,9 @@ class Timeline:
             return sample if self.end is None or sample < self.end else None
         return None
 
-    def planned(self, samples: int) -> list[float]:
-        """Draws of each source that the weights ask for among the first `samples` samples, as fractions of a sample."""
-        found = [0.0] * len(self.caps)
-        for segment, after in pairwise([*self.segments, None]):
-            assert segment is not None
-            count = min(samples, samples if after is None else after.first) - segment.first
-            for source, share in enumerate(segment.mixture.shares):
-                found[source] += max(0, count) * share / segment.mixture.period
-        return found
+    def planned(self, samples: int) -> tuple[Fraction, ...]:
+        """Draws of each source that the weights ask for among the first `samples` samples, exactly."""
+        return self._segment_at(samples).asked_at(samples)
 
     @cached_property
     def _firsts(self) -> np.ndarray:
@@ -156,27 +171,42 @@ class Timeline:
             first_row = last.first_row + (stage.step - last.step) * last.rows
         self.spans.append(Span(stage.step, first, first_row, stage.batch // pieces, stage.batch, stage.length))
 
-    def _cut(self, first: int, stop: int | None, weights: Sequence[float], longest: int) -> None:
+    def _cut(self, first: int, stop: int | None, stage: Stage) -> None:
         """Adds the segments of samples [first, stop), one more for every source that is used up on the way."""
+        if not stage.stair:
+            self._forget()
         while stop is None or first < stop:
-            before = tuple(self.draws(first)) if self.segments else (0,) * len(weights)
+            before = tuple(self.draws(first)) if self.segments else (0,) * len(self.caps)
+            asked = self.planned(first) if self.segments else (Fraction(0),) * len(self.caps)
             left = [None if cap is None else cap - drawn for cap, drawn in zip(self.caps, before, strict=True)]
-            own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(weights, left, strict=True))
+            own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(stage.weights, left, strict=True))
             if not any(own):
                 self.end = first
                 return
-            mixture = self._mixture(own, longest)
-            self.segments.append(Segment(first, mixture, before))
-            used_up = [mixture.sample_of(i, rest) for i, rest in enumerate(left) if rest and mixture.shares[i]]
-            if not used_up or (stop is not None and first + min(used_up) >= stop):
+            shares = shares_of(tempered(own, self._temperature))
+            counts = self._given(shares, stop - first) if stage.stair and stop is not None else None
+            # A stair is read once, so a table of it would only cost time.
+            mixture = self._mixture(shares) if counts is None else Nested(counts)
+            self.segments.append(Segment(first, shares, mixture, before, asked))
+            limited = [(i, rest) for i, rest in enumerate(left) if rest and mixture.shares[i]]
+            drawn = mixture.draws(stop - first) if limited and stop is not None else None
+            if not limited or (drawn is not None and all(drawn[i] <= rest for i, rest in limited)):
                 return
-            first += self._last_draw(mixture, left)
+            # Until the first source has made the last draw that is left to it.
+            first += 1 + min(mixture.sample_of(i, rest - 1) for i, rest in limited)
+            self._forget()
 
-    def _last_draw(self, mixture: Mixture, left: Sequence[int | None]) -> int:
-        """Samples until the first source has made the last draw that is left to it."""
-        return 1 + min(mixture.sample_of(i, rest - 1) for i, rest in enumerate(left) if rest and mixture.shares[i])
+    def _given(self, shares: Sequence[int], samples: int) -> list[int]:
+        """Samples of each source in a stair, and what it leaves owing to the next."""
+        owed = [debt + Fraction(samples * share, sum(shares)) for debt, share in zip(self._owed, shares, strict=True)]
+        found = given(owed, samples)
+        self._owed = [debt - count for debt, count in zip(owed, found, strict=True)]
+        return found
 
-    def _mixture(self, weights: tuple[float, ...], longest: int) -> Mixture:
-        if weights not in self._mixtures:
-            self._mixtures[weights] = Mixture(weights, longest)
-        return self._mixtures[weights]
+    def _forget(self) -> None:
+        self._owed = [Fraction(0)] * len(self.caps)
+
+    def _mixture(self, shares: tuple[int, ...]) -> Mixture:
+        if shares not in self._mixtures:
+            self._mixtures[shares] = mixture_of(shares)
+        return self._mixtures[shares]
