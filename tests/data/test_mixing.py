@@ -95,6 +95,32 @@ def test_the_plan_counts_tokens_and_epochs_of_each_phase(recipe: str, capsys: py
     assert plan["tokens"] == 40 * 256 and plan["warnings"] == ["source 'code' is read 7.0 times; more than 4 teach little more"]
 
 
+def test_w7_the_plan_says_what_is_drawn(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = ["--data.sources.0.weight=1.0", "--data.sources.1.weight=1e-7", "--data.phases=[]", "--steps=1250000"]
+    assert exit_code(["mix", recipe, "--plan", "--json", *weights]) == 0
+    (phase,) = json.loads(capsys.readouterr().out)["phases"]
+    web, code = (phase["sources"][label] for label in ("web", "code"))
+    assert (web["samples"], code["samples"]) == (9_999_999, 1)  # of 10 million; 153 with weights of a period of 65,536
+    assert code["tokens"] == 32 and code["planned_tokens"] == pytest.approx(32 * 10**7 / 10_000_001)
+    # Before sample 5,000,000 none was drawn, where the weights ask for half a sample.
+    assert 0.48 < abs(phase["largest_deviation"]["samples"]) <= 0.5
+    assert exit_code(["mix", recipe, "--plan", *weights]) == 0
+    said = capsys.readouterr().out
+    assert " 1e-05% " in said and "largest deviation from the weights: " in said and "  0.00%" not in said
+
+
+def test_w7_the_plan_compares_draws_with_the_weights_since_the_start(recipe: str) -> None:
+    """3 to 1 in steps of 3 samples; from step 10 on 1 to 1; a ramp to 1 to 3 from step 20 on."""
+    phases = "--data.phases=[{start=10,weights={code=0.75}},{start=20,ramp=5,weights={web=0.25}}]"
+    plan = mix(recipe, [phases, "--train.global_batch=3", "--train.micro_batch=1"], None, None, print)
+    found = [phase["largest_deviation"] for phase in plan["phases"]]
+    assert [abs(entry["samples"]) for entry in found] == [0.5, 1.0, pytest.approx(0.5, abs=1.2)]
+    for phase, entry in zip(plan["phases"], found, strict=True):
+        assert phase["start"] < entry["step"] <= phase["stop"] and entry["source"] in ("web", "code")
+    asked = [0.75 * 30, 0.5 * 30, 3 * sum(0.5 - 0.25 * (stair + 0.5) / 5 for stair in range(5)) + 0.25 * 45]
+    assert [phase["sources"]["web"]["planned_tokens"] for phase in plan["phases"]] == pytest.approx([32 * a for a in asked])
+
+
 def test_the_plan_as_text_with_overrides(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["mix", recipe, "--plan", "--steps=30", "--data.epochs=2"]) == 0
     said = capsys.readouterr().out

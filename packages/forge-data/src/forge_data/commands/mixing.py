@@ -1,6 +1,10 @@
-"""What `data mix --plan` says: tokens and epochs of every source in every phase, before the run."""
+"""What `data mix --plan` says: tokens and epochs of every source in every phase, before the run.
+
+Counts are those of the draws themselves, not of the weights: what the run will read.
+"""
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,8 @@ from forge_data.commands.recipes import read
 
 MANY_EPOCHS = 4
 """Repeating data more often than this teaches little more (Muennighoff et al., 2023)."""
+_LOOKED_AT = 256
+"""Steps of a phase, evenly spread, at whose ends draws are compared with the weights."""
 
 
 def mix(
@@ -60,9 +66,10 @@ def plan_of(stream: Any, steps: int) -> dict[str, Any]:
         total = sum(drawn)
         sources = {
             label: {
+                "samples": drawn[index],
                 "tokens": drawn[index] * reading.unit,
                 "share": drawn[index] / total if total else 0.0,
-                "planned_tokens": planned[index] * reading.unit,
+                "planned_tokens": float(planned[index] * reading.unit),
                 "epochs": None if (size := rows[index]) is None else drawn[index] / size,
                 "epochs_so_far": None if size is None else after[index] / size,
             }
@@ -78,6 +85,7 @@ def plan_of(stream: Any, steps: int) -> dict[str, Any]:
                 "lr_scale": stream.lr_scale(stop - 1),
                 "tokens": total * reading.unit,
                 "sources": sources,
+                "largest_deviation": _largest_deviation(reading, start, stop),
             }
         )
     warnings = [
@@ -90,6 +98,21 @@ def plan_of(stream: Any, steps: int) -> dict[str, Any]:
     return {"steps": steps, "tokens": sum(phase["tokens"] for phase in phases), "phases": phases, "warnings": warnings}
 
 
+def _largest_deviation(reading: Any, start: int, stop: int) -> dict[str, Any]:
+    """Samples that a source was drawn too often (or, below 0, too seldom) since step 0, where that is farthest from 0.
+
+    Looks at the ends of `_LOOKED_AT` steps of [start, stop).
+    """
+    timeline, count = reading.timeline, min(stop - start, _LOOKED_AT)
+    found: list[tuple[Fraction, str, int]] = []
+    for step in (start + (stop - start) * number // count for number in range(1, count + 1)):
+        first = timeline.first_of(step)
+        pairs = zip(reading.labels, timeline.draws(first), timeline.planned(first), strict=True)
+        found += [(drawn - asked, label, step) for label, drawn, asked in pairs]
+    samples, label, step = max(found, key=lambda entry: abs(entry[0]))
+    return {"samples": float(samples), "source": label, "step": step}
+
+
 def as_text(plan: dict[str, Any]) -> str:
     """The same for a terminal."""
     lines = [f"{plan['tokens']:,} tokens in {plan['steps']:,} steps"]
@@ -100,5 +123,12 @@ def as_text(plan: dict[str, Any]) -> str:
             epochs = (
                 "a stream" if entry["epochs"] is None else f"{entry['epochs']:.3f} epochs, {entry['epochs_so_far']:.3f} so far"
             )
-            lines.append(f"  {label:20} {entry['share']:7.2%} {entry['tokens']:>20,} tokens   {epochs}")
+            lines.append(f"  {label:20} {_percent(entry['share']):>7} {entry['tokens']:>20,} tokens   {epochs}")
+        farthest = phase["largest_deviation"]
+        where = f"{farthest['source']}, before step {farthest['step']:,}"
+        lines.append(f"  largest deviation from the weights: {farthest['samples']:+.2f} samples ({where})")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in plan["warnings"])])
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.001 or not share else f"{100 * share:.2g}%"
