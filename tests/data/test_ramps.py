@@ -120,6 +120,15 @@ def test_a_ramp_of_the_learning_rate_keeps_weights_and_order_and_brings_its_leng
     assert np.array_equal(timeline.locate(np.arange(999))[0], plain.locate(np.arange(999))[0]) and len(timeline.segments) == 1
 
 
+def test_a_ramp_between_equal_shares_has_no_stairs() -> None:
+    stages = stages_of(data({"a": 1, "b": 1}, Phase(start=2, ramp=40, weights={"a": 0.5, "b": 0.5})), 8)
+    assert [(stage.step, stage.weights, stage.stair) for stage in stages] == [
+        (0, (1, 1), False),
+        (2, (1, 1), False),
+        (42, (0.5, 0.5), False),
+    ]
+
+
 def test_a_source_that_is_used_up_on_a_stair_leaves_the_rest_to_the_others() -> None:
     recipe = data({"a": 0.5, "b": 0.3, "c": 0.2}, Phase(start=2, ramp=64, weights={"a": 0.1, "b": 0.7}))
     timeline = Timeline(stages_of(recipe, 10), [150, None, 60])

@@ -24,12 +24,15 @@ class Mixture(Protocol):
     Attributes:
         shares: draws of each source in a period, in whole numbers; 0 = never.
         period: their sum.
-        bound: no count of draws ever differs by more from its share, in samples.
     """
 
     shares: tuple[int, ...]
     period: int
-    bound: Fraction
+
+    @property
+    def bound(self) -> Fraction:
+        """No count of draws ever differs by more from its share, in samples."""
+        ...
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, number of the draw within that source) of each sample, int64."""

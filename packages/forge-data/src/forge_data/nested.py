@@ -64,7 +64,6 @@ class Nested:
     Attributes:
         shares: exact weights of the sources in whole numbers; 0 = never.
         period: their sum; after so many samples each source was drawn exactly its share.
-        bound: no count of draws ever differs by more from its share, in samples.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -83,9 +82,13 @@ class Nested:
             self._parents[first] = self._parents[second] = node
             weights[node] = few + many
             heappush(open_nodes, (few + many, node))
-        self._root = open_nodes[0][1]
-        self.bound = max(
-            sum((Fraction(share, 2 * weights[node]) for node in self._upwards(source)), Fraction(0))
+        self._root, self._weights = open_nodes[0][1], weights
+
+    @property
+    def bound(self) -> Fraction:
+        """No count of draws ever differs by more from its share, in samples."""
+        return max(
+            sum((Fraction(share, 2 * self._weights[node]) for node in self._upwards(source)), Fraction(0))
             for source, share in enumerate(self.shares)
             if share
         )

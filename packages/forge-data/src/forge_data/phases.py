@@ -81,11 +81,11 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
 
 def _stairs(phase: Phase, before: Stage, after: Stage) -> Iterator[Stage]:
     """Stairs from the shares before to those after, each as high as the line in its middle, exactly."""
-    if phase.ramp and not phase.weights:
-        yield Stage(phase.start, before.weights, after.length, after.batch)
-        return
     count = min(phase.ramp, STAIRS)
     old, new = _normalised(before.weights), _normalised(after.weights)
+    if count and old == new:
+        yield Stage(phase.start, before.weights, after.length, after.batch)
+        return
     for stair in range(count):
         way = Fraction(2 * stair + 1, 2 * count)
         weights = tuple(was + (is_now - was) * way for was, is_now in zip(old, new, strict=True))
