@@ -116,9 +116,12 @@ class StatefulIterable(Protocol):
 
 
 class Texts(Protocol):
-    """Documents as text, in a fixed order, readable as often as needed. `fingerprint` changes with the text."""
+    """Documents as text, in a fixed order, readable as often as needed."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the text, and with nothing else."""
+        ...
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """(name, text) of every document."""

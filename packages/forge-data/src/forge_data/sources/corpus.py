@@ -8,12 +8,13 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_data.sources.borders import Documents
+from forge_data.sources.fingerprints import places
 from forge_data.sources.shards import Shards
 
 SCANNED = 1 << 26
 """A corpus of at most so many tokens on this machine is read once when it is opened, to know the largest id."""
 BLOCKS = 64
-"""Of a larger one so many evenly spaced blocks are read."""
+"""Of a larger one head, tail and so many blocks are read."""
 BLOCK = 4096
 _PART = 1 << 22
 
@@ -102,7 +103,7 @@ class Corpus:
         return self.shards.place(token)
 
     def _sampled(self, identity: str) -> tuple[str, int]:
-        """(fingerprint, largest id) of sizes, dtype, borders and 64 evenly spaced blocks of the stream: O(1) in its length.
+        """(fingerprint, largest id) of sizes, dtype, borders, both ends and 64 blocks of the stream: O(1) in its length.
 
         A corpus of one file and the same corpus elsewhere agree; one that was cut into other files does not.
         """
@@ -110,9 +111,8 @@ class Corpus:
         if len(self.shards.shards) > 1:
             digest.update(np.array(self.shards.firsts, dtype="<u8").tobytes())
         high = 0
-        starts = np.linspace(0, max(0, self.tokens - BLOCK), BLOCKS).astype(np.int64).tolist()
-        for start in starts if self.tokens > BLOCK else [0]:
-            block = self.shards.peek(start, min(start + BLOCK, self.tokens))
+        for start, stop in places(self.tokens, BLOCK, BLOCKS):
+            block = self.shards.peek(start, stop)
             digest.update(block.tobytes())
             high = max(high, self._largest(start, block))
         return digest.hexdigest(), high

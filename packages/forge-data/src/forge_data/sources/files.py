@@ -25,12 +25,14 @@ class File:
         where: path or URL.
         size: in bytes, when it was listed.
         stamp: changes when the file does, as far as its file system can tell: modification time or etag.
+        tagged: the stamp follows from the content, as an etag does and a time does not.
     """
 
     name: str
     where: str
     size: int
     stamp: str
+    tagged: bool = False
 
     @property
     def remote(self) -> bool:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_data.components.sources import HuggingFace
-from forge_data.sources.files import File
+from forge_data.sources.files import File, find_one, is_url
+from forge_data.sources.fingerprints import digest_of
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ def records(component: HuggingFace) -> Records:
         raise DataError(f"{component.path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
     wanted = Wanted("huggingface", column, component.ids is not None, component.split, component.held_out, options)
     files = _files(dataset, component.path)
-    return Records(files, wanted, f"{component.path} ({component.dataset_split})", partial(_cut, len(dataset)), component.skip)
+    # The dataset's own fingerprint knows of rows that were filtered out.
+    cut, what = partial(_cut, len(dataset)), f"{component.path} ({component.dataset_split})"
+    return Records(files, wanted, what, cut, component.skip, dataset._fingerprint)
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
@@ -58,19 +61,15 @@ def _cut(rows: int, files: Sequence[File], size: int) -> list[Part]:
 
 
 def _files(dataset: "Dataset", path: str) -> list[File]:
-    """The files behind a dataset; its own fingerprint stands in the stamp, for it knows of rows that were filtered out."""
-    found = []
-    for entry in dataset.cache_files:
-        file = Path(entry["filename"])
-        stat = file.stat()
-        found.append(File(file.name, str(file), stat.st_size, f"{stat.st_mtime_ns} {dataset._fingerprint}"))
+    """The files behind a dataset."""
+    found = [file for entry in dataset.cache_files if (file := find_one(str(entry["filename"]))) is not None]
     if not found:  # a dataset in memory, which only tests have
         raise DataError(f"{path} has no files on disk; write it with save_to_disk")
     return found
 
 
 def streamed(component: HuggingFace) -> tuple["IterableDataset", str]:
-    """The dataset as a stream, and what it is a stream of: its files with etags or times, or the fingerprint of its rows.
+    """The dataset as a stream, and what it is a stream of: its files by their content or their etags.
 
     Raises:
         DataError: `datasets` is not installed, or there is no such dataset, split or column.
@@ -79,7 +78,7 @@ def streamed(component: HuggingFace) -> tuple["IterableDataset", str]:
     if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
         dataset = _load(component.path, component.subset, component.dataset_split)
         stream = dataset.to_iterable_dataset(num_shards=min(len(dataset), _STREAM_SHARDS))
-        identity = f"{dataset._fingerprint} {stream.num_shards}"
+        identity = digest_of(_files(dataset, component.path), f"{dataset._fingerprint} {stream.num_shards}")
     else:
         stream, identity = _hub_stream(component.path, component.subset, component.dataset_split)
     column = component.ids or component.text
@@ -96,6 +95,9 @@ def _hub_stream(path: str, subset: str | None, dataset_split: str) -> tuple["Ite
     except (OSError, ValueError, ImportError, IndexError) as error:
         raise DataError(_CANNOT.format(path, error)) from error
     files = (builder.config.data_files or {}).get(dataset_split)
+    here = [find_one(str(file)) for file in files or () if not is_url(str(file))]
+    if here and None not in here and len(here) == len(files or ()):
+        return stream, digest_of([file for file in here if file is not None], builder.config.name)
     return stream, f"{list(files or ())} {getattr(files, 'origin_metadata', None)} {builder.config_id}"
 
 

@@ -6,12 +6,13 @@ for any number of workers, and a killed preparation resumable.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.errors import DataError
 from forge_data.sources.files import File
+from forge_data.sources.fingerprints import digest_of
 from forge_data.sources.values import ids_of, text_of
 
 if TYPE_CHECKING:
@@ -89,13 +90,18 @@ class Records:
 
     Attributes:
         what: for messages.
-        fingerprint: of names, sizes and stamps of the files and of what is wanted: nothing is read to see a change.
         bytes: of all files together.
         skip: broken records that may be left out.
     """
 
     def __init__(
-        self, files: Sequence[File], wanted: Wanted, what: str, cut: Callable[[Sequence[File], int], list[Part]], skip: int = 0
+        self,
+        files: Sequence[File],
+        wanted: Wanted,
+        what: str,
+        cut: Callable[[Sequence[File], int], list[Part]],
+        skip: int = 0,
+        identity: str = "",
     ) -> None:
         self.files = tuple(files)
         self.wanted = wanted
@@ -103,10 +109,15 @@ class Records:
         self.skip = skip
         self.bytes = sum(file.size for file in self.files)
         self._cut = cut
-        digest = sha256(repr(wanted).encode())
-        for file in self.files:
-            digest.update(f"{file.name}\0{file.size}\0{file.stamp}\n".encode())
-        self.fingerprint = digest.hexdigest()
+        self._identity = f"{wanted!r} {identity}"
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what is wanted, and of names, sizes and content of the files; see `fingerprints.digest_of`."""
+        if self._fingerprint is None:
+            self._fingerprint = digest_of(self.files, self._identity)
+        return self._fingerprint
 
     def parts(self, size: int) -> list[Part]:
         """All parts in order, each of about `size` bytes of input."""

@@ -19,6 +19,7 @@ from forge_core.errors import DataError
 from forge_data.sources.files import File
 
 _BLOCK = 1 << 24
+_TAGS = ("ETag", "etag", "md5Hash", "checksum")
 
 
 def listed(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
@@ -112,14 +113,16 @@ def _place(file: File) -> Path:
 
 def _file(system: Any, name: str, info: dict[str, Any], base: str) -> File:
     where = str(system.unstrip_protocol(name))
-    return File(name[len(base) :].lstrip("/"), where, int(info["size"]), _stamp(system, name, info))
+    stamp, tagged = _stamp(system, name, info)
+    return File(name[len(base) :].lstrip("/"), where, int(info["size"]), stamp, tagged)
 
 
-def _stamp(system: Any, name: str, info: dict[str, Any]) -> str:
-    for key in ("ETag", "etag", "md5Hash", "checksum", "LastModified", "last_modified", "mtime", "created"):
+def _stamp(system: Any, name: str, info: dict[str, Any]) -> tuple[str, bool]:
+    """(stamp, whether it follows from the content)."""
+    for key in (*_TAGS, "LastModified", "last_modified", "mtime", "created"):
         if info.get(key):
-            return str(info[key])
-    return str(system.ukey(name))
+            return str(info[key]), key in _TAGS
+    return str(system.ukey(name)), False
 
 
 def _system(url: str) -> tuple[Any, str]:

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -140,7 +140,9 @@ def _work_directory(path: Path, texts: Texts, job: Job, tokenizer: Tokenizer | N
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} exists and is not empty; choose another place or remove it")
     made_with = tokenizer.fingerprint if tokenizer else ""
-    key = sha256(f"{asdict(replace(job, skip=0))} {texts.fingerprint} {made_with}".encode()).hexdigest()[:16]
+    # The fingerprint knows the content of the files; their times say nothing about it.
+    parts = [(part.start, part.stop, *(file.name for file in part.files)) for part in job.parts]
+    key = sha256(f"{replace(job, skip=0, parts=())} {parts} {texts.fingerprint} {made_with}".encode()).hexdigest()[:16]
     directory = path.with_name(f"{path.name}.parts-{key}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
