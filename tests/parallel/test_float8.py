@@ -37,7 +37,9 @@ from forge_parallel.transforms.context import ContextParallel
 from forge_parallel.transforms.float8 import Float8 as Transformed
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.transforms.tensor import Tensor as TensorParallel
+from harness.closeness import below
 from harness.pool import World
+from parallel.alone import alone
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -162,13 +164,19 @@ def test_rowwise_equals_one_process(world: World, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["dp2", "dp3"])
 @pytest.mark.parametrize("gathered", [True, False])
 def test_how_weights_are_gathered_changes_no_bit(world: World, layout: str, gathered: bool) -> None:
-    """In bf16, where weights are rounded once before they are cast; three optimizer steps, so that scales move."""
+    """In bf16, where weights are rounded once before they are cast; three optimizer steps, so that scales move.
+
+    Adam makes whole steps of gradients that differ in the last bit of a sum over ranks, so later losses are not bitwise
+    equal. Old scales would move them by about as much as float8 itself does, which is what their distance is held against.
+    """
     case = replace(CASE, rows=12, compute="bf16", steps=3)
-    reference = _measure(case, "1")
+    reference, unrounded = alone(_measure, case, "1"), alone(_measure, case, "1", None)
+    moved = max(abs(one - other) for one, other in zip(reference.loss, unrounded.loss, strict=True))
     for found in world.run(_measure, Layout.parse(layout).world, case, layout, "tensorwise", all_gather=gathered):
         assert found.loss[0] == reference.loss[0]
-        assert compare(reference, found).gradients < 1e-6, "sums over ranks in fp32"
-        assert found.loss == pytest.approx(reference.loss, rel=1e-5)
+        assert below(compare(reference, found).gradients, 1e-6), "sums over ranks in fp32"
+        off = max(abs(one - other) for one, other in zip(found.loss, reference.loss, strict=True))
+        assert below(off, 0.03 * moved, "later losses"), (off, moved)
 
 
 def _evaluated(layout: str) -> Tensor:

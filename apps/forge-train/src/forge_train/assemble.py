@@ -15,6 +15,7 @@ import torch
 
 from forge_ckpt.resume import Found
 from forge_ckpt.world import Alone, Group
+from forge_core.cores import threads_per_process
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.ckpt import World
@@ -31,6 +32,7 @@ from forge_parallel.topology import Topology
 from forge_train.checkpoints import Checkpoints, restore_hooks
 from forge_train.components.trackers import Jsonl
 from forge_train.job import Job
+from forge_train.matrix_speed import bf16_remark
 from forge_train.run import Run, State
 from forge_train.start import initial_weights
 from forge_train.stop import Stop
@@ -55,10 +57,14 @@ def assemble(
     """
     job, layout = resolved.job, resolved.layout
     assert layout is not None, "a run is resolved for a world"
-    torch.set_num_threads(job.train.threads or max(1, (os.cpu_count() or 1) // where.local_size))
     topology = Topology.of(layout, device)
     world = Group() if topology.size > 1 else Alone()
     say = _announcer(console)
+    threads = threads_per_process(where.local_size, job.train.threads, os.environ)
+    torch.set_num_threads(threads.count)
+    say(f"cpu: {threads}")
+    if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
+        say(remark)
 
     with rank_zero_first(world):
         shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}

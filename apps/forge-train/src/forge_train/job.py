@@ -44,7 +44,8 @@ class Train:
     grad_clip: Annotated[float, Gt(0)] | None = 1.0
     """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
     threads: Annotated[int, Gt(0)] | None = None
-    """CPU threads per process; by default the machine's cores divided by the processes on it."""
+    """CPU threads per process. By default OMP_NUM_THREADS; without it, the cores that this process may use (affinity, control
+    group's quota) divided by the processes on the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from forge_train.hooks.routing import ROUTING
 from forge_train.hooks.sample import SAMPLES
 from forge_train.report.machine import machine, versions
@@ -22,7 +24,7 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
             "name": run.job.job.name,
             "status": reason,
             "config": resolved.origins(),
-            "machine": machine(),
+            "machine": machine() | {"Threads per process": str(torch.get_num_threads())},
             "versions": versions(),
             "model": {
                 "parameters": run.parameters,

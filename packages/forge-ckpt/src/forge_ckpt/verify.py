@@ -1,7 +1,6 @@
 """Is a checkpoint what was written? The work is shared over the ranks, the verdict is everyone's."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +11,7 @@ from forge_ckpt.errors import Damaged
 from forge_ckpt.format import CHUNK_BYTES, checksum
 from forge_ckpt.manifest import Manifest
 from forge_ckpt.names import MANIFEST, committed
+from forge_core.cores import usable_cores
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store, World
 
@@ -54,7 +54,7 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
 
 def first_fault(store: Store, directory: str, manifest: Manifest, pieces: np.ndarray) -> str | None:
     """Reads the given pieces; says which of them is not what was written."""
-    workers = min(_THREADS, os.cpu_count() or 1, len(pieces))
+    workers = min(_THREADS, usable_cores(), len(pieces))
     if workers < 1:
         return None
     size = manifest.pieces.length[pieces]

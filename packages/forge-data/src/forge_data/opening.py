@@ -1,11 +1,11 @@
 """Builds what a `[data]` table names: tokenizer and sources, checked against each other."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_core.cores import usable_cores
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
 from forge_data.components.section import Data
@@ -45,7 +45,7 @@ def context_of(data: Data, workspace: Path, report: Callable[[str], None], **mor
         for source in data.sources
         if isinstance(source, TextComponent) and getattr(source, "weight", 1.0) > 0 and (found := source.texts()) is not None
     )
-    workers = data.workers or os.cpu_count() or 1
+    workers = data.workers or usable_cores()
     context = SourceContext(workspace, None, data.sequence_length, report, texts, workers, **more)
     component: Any = data.tokenizer
     tokenizer = None if component is None else component.build(context)

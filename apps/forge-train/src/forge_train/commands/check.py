@@ -15,13 +15,17 @@ def check(
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
     from forge_core.console import Console
+    from forge_core.processor import slow_bf16
     from forge_core.registry import Registry
     from forge_train.recipe import load
 
     registry = Registry()
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args, world, registry)
-    for warning in resolved.warnings:
+    warnings = list(resolved.warnings)
+    if resolved.job.precision.compute == "bf16" and (slow := slow_bf16()):
+        warnings.append(f"precision.compute = 'bf16': {slow}; set 'fp32' to train on it")
+    for warning in warnings:
         console.note(f"warning: {warning}")
     depends = list(getattr(resolved.job.model, "layout_dependent", ()))
     for key in depends:
@@ -34,7 +38,7 @@ def check(
                 "world": world,
                 "layout": str(resolved.layout),
                 "used": registry.used(resolved.used),
-                "warnings": list(resolved.warnings),
+                "warnings": warnings,
                 "layout_dependent": depends,
                 "faults": [],
             }

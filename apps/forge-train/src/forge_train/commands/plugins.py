@@ -79,11 +79,14 @@ def doctor(
     """Load every plugin and report the broken ones, names claimed twice and, with --conform, what their groups ask for."""
     from forge_core.console import Console
     from forge_core.inspection import diagnose
+    from forge_core.processor import slow_bf16
     from forge_core.registry import Registry
 
     console = Console(as_json=as_json)
     reports = diagnose(Registry(), name, conform=conform)
     wrong = sum(1 for report in reports if report.problems)
+    if slow := slow_bf16():
+        console.note(f"warning: {slow}; set precision.compute = 'fp32' to train on it")
     if as_json:
         console.document({"ok": not wrong, "plugins": [report.as_json() for report in reports]})
     else:

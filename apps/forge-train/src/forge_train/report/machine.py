@@ -3,7 +3,9 @@
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from forge_core import processor
+from forge_core.cores import usable_cores
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
 _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
@@ -12,8 +14,8 @@ _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-d
 def machine() -> dict[str, str]:
     """Processor, cores, memory and operating system."""
     found = {
-        "Processor": _processor(),
-        "CPU cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "Processor": processor.name(),
+        "CPU cores": str(usable_cores()),
         "System": f"{platform.system()} {platform.release()}",
     }
     if "SC_PHYS_PAGES" in os.sysconf_names:
@@ -30,13 +32,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:  # not Linux
-        pass
-    return platform.processor() or platform.machine()

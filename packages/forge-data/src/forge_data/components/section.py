@@ -74,7 +74,7 @@ class Data:
     epochs: Annotated[int, Gt(0), FREE] | None = None
     """The stream ends before any source would be read more often than this; by default it never ends."""
     workers: Annotated[int, Gt(0), FREE] | None = None
-    """Threads that tokenise text; by default one per core. The result does not depend on it."""
+    """Threads that tokenise text; by default one for each core that this process may use. The result does not depend on it."""
     loader_workers: Annotated[int, Ge(0), FREE] = 0
     """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it."""
     prefetch: Annotated[int, Gt(0), FREE] = 2

@@ -1,6 +1,5 @@
 """A corpus to a token store, once: the same bytes for any number of workers, and no part twice after a kill."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge_core.cores import usable_cores
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.progress import Progress
@@ -85,7 +85,7 @@ def tokenise(
     Raises:
         DataError: no document, broken records, or a directory that cannot be written.
     """
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or usable_cores()
     job = _job(texts, tokenizer, eos)
     directory = _work_directory(path, texts, job, tokenizer)
     what = f"tokenising {source}" if not job.wanted.ids else f"copying {source}"

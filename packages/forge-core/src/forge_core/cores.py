@@ -1,0 +1,90 @@
+"""How many processor cores a process may use, which is often fewer than the machine has.
+
+A scheduler pins a process to some cores (its affinity), and a container or a SLURM job is given a share of processor time (a
+quota of its control group). Threads beyond that wait for each other: two processes with two threads each on two cores can
+be ten times slower than with one.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Threads that one process computes with, and what decided it."""
+
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.count} thread{'s' if self.count != 1 else ''} per process ({self.reason})"
+
+
+def threads_per_process(processes: int, chosen: int | None, environment: Mapping[str, str], root: Path = Path("/")) -> Threads:
+    """Threads of each of `processes` on this machine: `chosen`, else OMP_NUM_THREADS, else an even share of the cores.
+
+    `torchrun` sets OMP_NUM_THREADS to 1 for several processes where it is unset, which counts as a choice too.
+    """
+    if chosen is not None:
+        return Threads(chosen, "train.threads")
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is for nested regions
+    if first.isdecimal() and int(first) > 0:
+        return Threads(int(first), "OMP_NUM_THREADS")
+    cores, reason = _usable(root)
+    shared = f", shared by {processes} processes" if processes > 1 else ""
+    return Threads(max(1, cores // max(processes, 1)), f"{cores} by {reason}{shared}")
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: the least of its affinity, its control group's quota, and the machine's cores.
+
+    `root` is where the file system begins. Programs that start one process per core use it; OMP_NUM_THREADS does not count,
+    since it is about the threads of each process.
+    """
+    return _usable(root)[0]
+
+
+def _usable(root: Path) -> tuple[int, str]:
+    found = [(os.cpu_count() or 1, "processor count")]
+    if hasattr(os, "sched_getaffinity"):
+        found.append((len(os.sched_getaffinity(0)), "affinity"))
+    if (quota := min(_quotas(root), default=None)) is not None:
+        found.append((max(1, ceil(quota)), "control group's quota"))
+    return min(found, key=lambda entry: entry[0])
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores that the control groups of this process grant, version 1 or 2; groups without a limit are left out."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for group in _upward(root / "sys/fs/cgroup", path):
+                yield from _ratio(*(_read(group / "cpu.max").split() or ("", "")))
+        elif "cpu" in controllers.split(","):
+            for name in (controllers, "cpu"):  # mounted under both names, of which one is a link
+                for group in _upward(root / "sys/fs/cgroup" / name, path):
+                    yield from _ratio(_read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip())
+
+
+def _upward(mount: Path, path: str) -> Iterator[Path]:
+    """A group and those that it is in. A container often sees only the last ones of the path that it is told."""
+    here = Path(path.lstrip("/"))
+    for part in (here, *here.parents):
+        if ".." not in part.parts:
+            yield mount / part
+
+
+def _ratio(quota: str, period: str) -> Iterator[float]:
+    """Microseconds of processor time per microseconds; "max" and -1 are no limit."""
+    if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+        yield int(quota) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:  # not Linux, or not that version of control groups
+        return ""

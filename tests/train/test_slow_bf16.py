@@ -1,0 +1,92 @@
+"""A run in bf16 on a CPU without units for it is told so in its first seconds, and `check` and `doctor` know it."""
+
+import json
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from forge_core import processor
+from forge_core.registry import Registry
+from forge_parallel.launcher import Launch
+from forge_train import matrix_speed
+from forge_train.assemble import assemble
+from forge_train.cli import main
+from forge_train.directory import claim, run_directory
+from forge_train.matrix_speed import SECONDS, SIZE, bf16_remark, speed
+from forge_train.recipe import load
+from train.runs import TINY
+
+
+@pytest.fixture
+def old_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "flags", lambda root=None: frozenset({"avx2"}))
+    monkeypatch.setattr(matrix_speed, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(processor, "has_accelerator", lambda root=None: False)
+
+
+def ticking(*seconds: float) -> "Iterator[float]":
+    """Times at which a clock is read when products take `seconds`; nothing else takes time."""
+    now = 0.0
+    yield now
+    for spent in seconds:
+        yield now
+        now += spent
+        yield now
+
+
+def test_w14_the_fastest_product_counts_and_time_is_bounded() -> None:
+    clock = ticking(SECONDS / 2, SECONDS / 4, SECONDS / 3)
+    assert speed(torch.float32, lambda: next(clock)) == pytest.approx(2 * SIZE**3 / (SECONDS / 4), rel=1e-9)
+    assert not list(clock), "it stops when the time is spent"
+    clock = ticking(2 * SECONDS)
+    assert speed(torch.bfloat16, lambda: next(clock)) == pytest.approx(2 * SIZE**3 / (2 * SECONDS), rel=1e-9)
+
+
+def test_w14_both_figures_are_told_where_bf16_is_slower(old_processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {torch.bfloat16: 0.28e9, torch.float32: 122e9}
+    monkeypatch.setattr(matrix_speed, "speed", lambda dtype, clock: figures[dtype])
+    remark = bf16_remark()
+    assert remark is not None and "0.28 GFLOP/s in bf16, 122 in fp32, 436 times as fast" in remark
+    figures[torch.bfloat16] = 123e9
+    assert bf16_remark() is None
+    figures[torch.bfloat16] = 1e9
+    monkeypatch.setattr(matrix_speed, "multiplies_bf16", lambda: True)
+    assert bf16_remark() is None
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_w14_w13_a_run_tells_threads_and_slow_bf16(
+    tmp_path: Path, old_processor: None, monkeypatch: pytest.MonkeyPatch, compute: str
+) -> None:
+    figures = {torch.bfloat16: 1e9, torch.float32: 5e9}
+    monkeypatch.setattr(matrix_speed, "speed", lambda dtype, clock: figures[dtype])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY.replace("threads = 1\n", ""))
+    registry, said = Registry(), StringIO()
+    resolved = load(recipe, [f"--job.dir={tmp_path / 'run'}", f"--precision.compute={compute}"], 1, registry)
+    claim(run_directory(resolved.job), fresh=False)
+    assemble(resolved, tmp_path / "run", Launch(), torch.device("cpu"), registry, Console(file=said, width=500))
+    text = said.getvalue()
+    assert text.startswith("cpu: 1 thread per process (OMP_NUM_THREADS)\n")
+    assert ("1 GFLOP/s in bf16, 5 in fp32, 5 times as fast" in text) == (compute == "bf16")
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_w14_check_warns(tmp_path: Path, old_processor: None, capsys: pytest.CaptureFixture[str], compute: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "debug", f"--precision.compute={compute}", "--json"])
+    assert not ended.value.code
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["warnings"] != []) == (compute == "bf16") == ("no bf16 units" in err)
+
+
+def test_w14_doctor_warns(old_processor: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plugins", "doctor", "debug", "--json"])
+    assert "no bf16 units" in capsys.readouterr().err
