@@ -60,6 +60,19 @@ def machines(session: nox.Session) -> None:
     session.run(*command, external=True, env={"PYTHONPATH": "tests"})
 
 
+@nox.session(venv_backend="none")
+def newest(session: nox.Session) -> None:
+    """The tests with the newest torch, which an install without our pins takes; gigabytes, in an environment of its own."""
+    place = ROOT / ".nox" / "newest"
+    python = str(place / "bin" / "python") if (place / "bin" / "python").exists() else _new_environment(session, place)
+    loose = place / "constraints.txt"
+    loose.write_text("".join(line for line in CONSTRAINTS.open() if not line.startswith("torch==")))
+    install = (python, "-m", "pip", "install", "-qq", "--upgrade", "-c", loose, "torch", *_editable(), *TOOLS, *LIBRARIES)
+    session.run(*install, external=True)
+    session.run(python, "-c", "import torch; print('torch', torch.__version__)", external=True)
+    _pytest(session, "not gpu and not slow", "-n", "2", "--dist", "worksteal", python=python)
+
+
 @nox.session(reuse_venv=True)
 def lint(session: nox.Session) -> None:
     """Ruff's rules and its formatting."""
@@ -148,11 +161,14 @@ def _install(session: nox.Session, python: str, *arguments: str | Path) -> None:
     session.run(python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *arguments, external=True)
 
 
-def _pytest(session: nox.Session, which: str, *options: str, success: tuple[int, ...] = (0,)) -> None:
-    _workshop(session)
+def _pytest(session: nox.Session, which: str, *options: str, success: tuple[int, ...] = (0,), python: str | None = None) -> None:
+    if python is None:
+        _workshop(session)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     arguments = ("-m", which, *options, *session.posargs)
-    session.run(_tool("python"), "-m", "pytest", *arguments, external=True, env=environment, success_codes=list(success))
+    session.run(
+        python or _tool("python"), "-m", "pytest", *arguments, external=True, env=environment, success_codes=list(success)
+    )
 
 
 def _workshop(session: nox.Session, tools: bool = True) -> None:
@@ -166,10 +182,13 @@ def _workshop(session: nox.Session, tools: bool = True) -> None:
     for stamp in (complete, plain):
         stamp.unlink(missing_ok=True)
     python = _tool("python") if Path(_tool("python")).exists() else _new_environment(session, WORKSHOP)
-    editable = [argument for project in PROJECTS for argument in ("-e", str(project))]
     session.log(f"installing the distributions{' and the test tools' if tools else ''}; the first time takes minutes")
-    _install(session, python, *editable, *((*TOOLS, *LIBRARIES) if tools else ()))
+    _install(session, python, *_editable(), *((*TOOLS, *LIBRARIES) if tools else ()))
     (complete if tools else plain).write_text(wanted.hexdigest())
+
+
+def _editable() -> list[str]:
+    return [argument for project in PROJECTS for argument in ("-e", str(project))]
 
 
 def _build(session: nox.Session, into: Path, *projects: Path) -> None:
