@@ -103,7 +103,7 @@ def test_the_layout_changes_the_loss_that_says_so_and_no_other(make):
     """One micro-batch of four rows against four of one row: the same gradients, unless a loss is known to depend on it."""
     rows = torch.randint(97, (4, 12), generator=torch.Generator().manual_seed(2))
     depends = []
-    for name in ("sequence", "micro_batch", "global_batch", "z"):
+    for name in ("sequence", "micro_batch", "global_batch", "pooled", "z"):
         gradients = []
         for size in (4, 1):
             model = make(dtype=torch.float64, moe=MoE(experts=4, losses=Losses(**{name: 0.5})), **SMALL)

@@ -52,6 +52,14 @@ def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
             f"counts the loads of whole rows, of which ranks hold parts with {' and '.join(cutting)}",
             hint="use losses.global_batch, which is the same in every layout",
         )
+    cutting = [f"parallel.{axis} = {layout.size(axis)}" for axis in ("pp", "cp", "tp", "ep", "etp") if layout.size(axis) > 1]
+    cutting += ["[transforms.compile]"] if "compile" in job.transforms else []
+    if moe.losses.pooled and cutting:
+        yield Fault(
+            "model.moe.losses.pooled",
+            f"joins the loads of all layers, which is proven on data-parallel ranks only, not with {' and '.join(cutting)}",
+            hint="set it to 0 and use losses.global_batch, which is the same in every layout",
+        )
 
 
 def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)

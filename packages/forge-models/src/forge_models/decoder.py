@@ -17,6 +17,7 @@ from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.cache import KVCache
 from forge_models.components.decoder import Decoder as DecoderComponent
 from forge_models.interp.tap import scope, tap
+from forge_models.moe.layer import observe_all
 
 TABLE = "embed.weight"
 HEAD = "head.weight"
@@ -204,6 +205,7 @@ class Decoder(nn.Module):
         cache: KVCache | None,
         routed: dict[str, Tensor | None],
     ) -> Tensor:
+        found: list[tuple[Any, Tensor]] = []
         for name, block in self.blocks.items():
             turn = turns[self._rotary(block)]
             with scope(f"blocks.{name}."):
@@ -212,8 +214,9 @@ class Decoder(nn.Module):
                     x = block(x, turn, shared.get(_window(block)), mine)
                     continue
                 x, counted = block(x, turn, shared.get(_window(block)), mine, **routed)
-            if counted is not None:  # out here, where recomputation does not come by again
-                block.mlp.observe(counted)  # type: ignore[operator, union-attr]
+            if counted is not None:
+                found.append((block.mlp, counted))
+        x = observe_all(x, found)  # out here, where recomputation does not come by again
         with scope(""):
             return tap("residual", x) if self.head is not None else x
 
@@ -260,6 +263,10 @@ class Decoder(nn.Module):
         further: Further | None,
         extras: dict[str, Tensor],
     ) -> None:
+        if self.config.moe is not None and self.config.moe.losses.pooled and (self.embed is None or self.head is None):
+            raise ValueError(
+                "model.moe.losses.pooled joins all layers, and this part of a pipeline has some of them; set it to 0"
+            )
         if extras:
             raise ValueError(f"a decoder of text takes no {', '.join(sorted(extras))}")
         if x.shape[1] > self.config.max_length:
@@ -308,8 +315,8 @@ class Decoder(nn.Module):
             ties=dict.fromkeys(copies, TABLE),
             entry=("embed",) if self.embed is not None else (),
             exit=tuple(name for name in ("norm", "head", "prediction") if self._has(name)),
-            whole_rows=(*self._dynamic(), *self._sequence_losses()),
-            whole_stream=self._sequence_losses(),
+            whole_rows=(*self._dynamic(), *self._whole_losses()),
+            whole_stream=self._whole_losses(),
             horizon=len(depths),
         )
 
@@ -323,9 +330,13 @@ class Decoder(nn.Module):
         dynamic = any(self._rotary(block).rope.scaling == "dynamic" for block in self.blocks.values())
         return ("model.rope.scaling = 'dynamic', which reads how long each document is",) if dynamic else ()
 
-    def _sequence_losses(self) -> tuple[str, ...]:
-        counted = self.config.moe is not None and self.config.moe.losses.sequence > 0
-        return ("model.moe.losses.sequence, which counts the loads of a row",) if counted else ()
+    def _whole_losses(self) -> tuple[str, ...]:
+        if self.config.moe is None:
+            return ()
+        reasons = {"sequence": "counts the loads of a row", "pooled": "joins the loads of rows over all layers"}
+        return tuple(
+            f"model.moe.losses.{name}, which {why}" for name, why in reasons.items() if getattr(self.config.moe.losses, name)
+        )
 
     def _units(self) -> dict[str, int]:
         config, moe = self.config, self.config.moe

@@ -10,7 +10,7 @@ from forge_models.components.routers import SoftmaxTopK
 
 Kernel = Literal["auto", "grouped", "loop"]
 
-LAYOUT_DEPENDENT = ("micro_batch",)
+LAYOUT_DEPENDENT = ("micro_batch", "pooled")
 """Losses whose value depends on how rows are dealt out to ranks and micro-batches. All others are the same in every layout."""
 
 
@@ -26,15 +26,19 @@ class Losses:
     sequence: Annotated[float, Ge(0)] = 0.0
     """Balance within each row (DeepSeek-V3, 2024, equations 17 to 20)."""
     micro_batch: Annotated[float, Ge(0)] = 0.0
-    """Balance within what one rank sees in one forward (Switch, Fedus et al., 2021): depends on layout and micro-batch size."""
+    """Balance within what one rank sees in one forward (Switch, Fedus et al., 2021): depends on layout and micro-batch size.
+    1 for each layer when the load is even; transformers' loss is counted otherwise, see `pooled`."""
     global_batch: Annotated[float, Ge(0)] = 0.0
     """Balance over the whole batch of all ranks (Qiu et al., 2025), with the loads of the step before."""
+    pooled: Annotated[float, Ge(0)] = 0.0
+    """Balance as transformers counts it (its `router_aux_loss_coef`): `top_k` times `micro_batch`, with loads and probabilities
+    added up over all layers before they are multiplied, instead of a loss for each layer."""
     z: Annotated[float, Ge(0)] = 0.0
     """Mean square of the router's log partition function (ST-MoE, Zoph et al., 2022)."""
 
     def any(self) -> bool:
         """Whether there is a loss at all."""
-        return any((self.sequence, self.micro_batch, self.global_batch, self.z))
+        return any((self.sequence, self.micro_batch, self.global_batch, self.pooled, self.z))
 
 
 @dataclass(frozen=True, kw_only=True)

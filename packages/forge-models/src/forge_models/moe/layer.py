@@ -15,7 +15,7 @@ from forge_models.context import BlockContext, RouterContext
 from forge_models.moe.capacity import limited
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
-from forge_models.moe.losses import attach, entropy, loads, weighted
+from forge_models.moe.losses import attach, entropy, loads, pooled, probability_sums, weighted
 from forge_models.moe.routers import Biased
 
 
@@ -100,16 +100,20 @@ class ExpertLayer(nn.Module):
         if not self.training:
             return y, None
         counts, loss = loads(experts, x.shape[0], config.experts), None
+        further: list[Tensor] = []
         if config.losses.any():
             before = self.load if config.losses.global_batch else None
-            loss = weighted(config.losses, routing, counts, before, mask)
+            sums = probability_sums(routing, x.shape[0], mask)
+            loss = weighted(config.losses, routing, counts, sums, before, mask)
             y = attach(y, loss, self._scale)
+            further = [sums.sum(0).double()] if config.losses.pooled else []
         with torch.no_grad():
             seen = flat.shape[0] if mask is None else mask.sum()
             load = counts.sum(0)
             dropped = load - loads(kept, 1, config.experts)[0] if drops else torch.zeros_like(load)
             scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
-            return y, torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
+            counted = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
+        return y, torch.cat([counted, *further])
 
     def _beside(self, x: Tensor) -> Callable[[], Tensor] | None:
         """What shared experts add, to be computed while tokens travel to the others."""
@@ -118,7 +122,7 @@ class ExpertLayer(nn.Module):
 
     def observe(self, counted: Tensor) -> None:
         """Adds what a forward counted to this step's sum."""
-        counted = counted.detach()
+        counted = counted.detach()[: 2 * self.config.experts + 3]
         self._counted = counted if self._counted is None else self._counted + counted
 
     def before_step(self, scale: Tensor) -> None:
@@ -148,3 +152,22 @@ class ExpertLayer(nn.Module):
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Layout of the hidden states, and of the two tensors that enter beside them."""
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
+
+
+def observe_all(x: Tensor, found: list[tuple[ExpertLayer, Tensor]]) -> Tensor:
+    """Lets layers observe what they counted in one forward of the whole model, and attaches the loss `pooled` to its stream `x`.
+
+    A layer cannot do that: the loads of later layers have a part in the gradient of its probabilities.
+    """
+    config = found[0][0].config if found else None
+    if config is not None and config.losses.pooled:
+        counted = torch.stack([counted for _, counted in found])
+        counts, sums = counted[:, : config.experts].detach(), counted[:, 2 * config.experts + 3 :]
+        shares = config.losses.pooled * pooled(counts, sums, config.top_k)
+        x = attach(x, shares.sum(), found[0][0]._scale)
+        place = torch.arange(counted.shape[1], device=x.device) == 2 * config.experts + 2
+        with torch.no_grad():
+            found = [(layer, one + place * share) for (layer, one), share in zip(found, shares, strict=True)]
+    for layer, counted in found:
+        layer.observe(counted)
+    return x

@@ -12,11 +12,16 @@ With c_i the slots of a scope that chose expert i, n its tokens, k slots each, E
 
     sequence, micro_batch:  n * E * sum_i (c_i / (k n)) * (sum_t p_ti / n)        1 per token when the load is even
     global_batch:           E * sum_i (C_i / sum_j C_j) * sum_t p_ti              C: loads of the whole step before this one
+    pooled:                 n * E * sum_i (sum_l c_li / (L n)) * (sum_l sum_t p_lti / (L n))           over all L layers l
     z:                      sum_t (log sum_i exp(logit_ti))^2
 
-Choices carry no gradient, probabilities do. Only `micro_batch` depends on how rows are dealt out. `global_batch` takes the
-loads of the step before, because those of this one are known only after its last forward, when most backwards are over; so it
-needs no exchange inside a forward, and is the same number in every layout.
+`pooled` is transformers' `load_balancing_loss_func`, which counts slots without dividing by k and joins all layers: it is k for
+an even load, once for the model, where `micro_batch` is 1 in every layer. Layers that prefer different experts balance each
+other in it. A coefficient of transformers means the same here with `pooled`, and nothing exact with the others.
+
+Choices carry no gradient, probabilities do. Only `micro_batch` and `pooled` depend on how rows are dealt out. `global_batch`
+takes the loads of the step before, because those of this one are known only after its last forward, when most backwards are over;
+so it needs no exchange inside a forward, and is the same number in every layout.
 """
 
 from typing import Any
@@ -35,22 +40,30 @@ def loads(experts: Tensor, rows: int, count: int) -> Tensor:
     return slots.new_zeros(rows, count + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :count]
 
 
-def weighted(losses: Losses, routing: Routing, counts: Tensor, before: Tensor | None, real: Tensor | None) -> Tensor:
-    """Scalar with a graph: sum of weight * L, see the module.
+def probability_sums(routing: Routing, rows: int, real: Tensor | None) -> Tensor:
+    """(rows, E) with a graph: the probabilities of each row's tokens, added up. `real` (N,) is False for padding."""
+    assert routing.probabilities is not None
+    probabilities = routing.probabilities
+    if real is not None:
+        probabilities = probabilities.masked_fill(~real.unsqueeze(1), 0)
+    return probabilities.unflatten(0, (rows, -1)).sum(1)
+
+
+def weighted(
+    losses: Losses, routing: Routing, counts: Tensor, sums: Tensor, before: Tensor | None, real: Tensor | None
+) -> Tensor:
+    """Scalar with a graph: sum of weight * L over the losses of one layer, see the module.
 
     Args:
         losses: the weights.
         routing: of N tokens, rows after each other.
         counts: (rows, E) from `loads`, before any slot was dropped.
+        sums: (rows, E) from `probability_sums`.
         before: (E,) loads of the step before, where `global_batch` counts.
         real: (N,) False for padding; None = no padding.
     """
-    assert routing.probabilities is not None and routing.logits is not None
-    probabilities = routing.probabilities
-    if real is not None:
-        probabilities = probabilities.masked_fill(~real.unsqueeze(1), 0)
-    rows, experts = counts.shape
-    sums = probabilities.unflatten(0, (rows, -1)).sum(1)
+    assert routing.logits is not None
+    experts = counts.shape[1]
     total = sums.new_zeros(())
     if losses.sequence:
         total = total + losses.sequence * _balance(counts, sums).sum()
@@ -64,6 +77,13 @@ def weighted(losses: Losses, routing: Routing, counts: Tensor, before: Tensor | 
         squares = routing.logits.logsumexp(-1).square()
         total = total + losses.z * (squares if real is None else squares.masked_fill(~real, 0)).sum()
     return total
+
+
+def pooled(counts: Tensor, sums: Tensor, top_k: int) -> Tensor:
+    """(layers,) with a graph: parts whose sum is the loss `pooled` of a forward, from (layers, E) loads and probability sums."""
+    layers, experts = counts.shape
+    # All counts add up to k L n, so E / (L^2 n) is E k / (L times that).
+    return experts * top_k / (layers * counts.sum().clamp(min=1)) * (sums @ counts.sum(0).to(sums.dtype))
 
 
 def _balance(counts: Tensor, sums: Tensor) -> Tensor:
