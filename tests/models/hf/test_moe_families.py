@@ -77,7 +77,6 @@ def test_published_configurations_give_the_published_sizes(kind: str) -> None:
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "moe_layer_freq", 2),
         ("deepseek_v3", "rope_interleave", False),
-        ("deepseek_v3", "rms_norm_eps", 1e-5),
         ("deepseek_v3", "attention_bias", True),
         ("deepseek_v3", "num_key_value_heads", 2),
         ("deepseek_v3", "topk_group", 9),

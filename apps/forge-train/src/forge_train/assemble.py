@@ -99,7 +99,7 @@ def assemble(
         optimizers.append(shards.build(job.optimizer, model))
         take_up(found, model, optimizers[0])
 
-    weights = restore if found else initial_weights(job.model, registry) or job.job.seed
+    weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
     model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
     optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
     fence = checkpoints.own()

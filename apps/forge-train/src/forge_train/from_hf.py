@@ -11,6 +11,7 @@ from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.registry import Registry
 
 KEY = "from_hf"
+IGNORE = "from_hf_ignore"
 
 
 def filled(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
@@ -26,9 +27,11 @@ def filled(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
     from forge_models.hf.reader import read_model
 
     try:
-        default = read_model(Path(given.value))
+        default = read_model(Path(given.value), _names(model.items.get(IGNORE)))
     except ConfigError as refusal:
-        return tree, [Fault(f"model.{KEY}", f"{fault.key}: {fault.message}", fault.origin) for fault in refusal.faults]
+        return tree, [
+            Fault(f"model.{KEY}", f"{fault.key}: {fault.message}", fault.origin, fault.hint) for fault in refusal.faults
+        ]
     except ForgeError as refusal:
         return tree, [Fault(f"model.{KEY}", str(refusal), given.origin)]
     slot = Annotated[Component, Slot("forge.models")]
@@ -37,6 +40,12 @@ def filled(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
     outcome = walk(schema, Table({"model": model}, tree.origin), registry)
     filled = _from(outcome.tree.items["model"], f"{given.value}/config.json")
     return Table({**tree.items, "model": filled}, tree.origin), list(outcome.faults)
+
+
+def _names(node: Node | None) -> tuple[str, ...]:
+    """Keys that the recipe leaves out; none where it says something else, which its own type refuses."""
+    items = node.items if isinstance(node, Array) else []
+    return tuple(item.value for item in items if isinstance(item, Leaf) and isinstance(item.value, str))
 
 
 def _from(node: Node, origin: str) -> Node:

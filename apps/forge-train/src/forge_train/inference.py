@@ -79,6 +79,19 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     raise DataError(f"nothing says how {weights.facts.origin} writes text; give a tokenizer.json with --tokenizer")
 
 
+def fits(tokenizer: Tokenizer, weights: Weights, report: Callable[[str], None]) -> None:
+    """Compares the ids of a tokenizer with a model's; reports rows without an id.
+
+    Raises:
+        DataError: the tokenizer has ids that the model lacks.
+    """
+    ids, rows = tokenizer.vocab_size, getattr(weights.model, "vocab_size", tokenizer.vocab_size)
+    if ids > rows:
+        raise DataError(f"the tokenizer has {ids} ids, {weights.facts.origin} {rows}; give the right one with --tokenizer")
+    if ids < rows:
+        report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} are padding")
+
+
 def _read(path: Path, weights: Weights) -> Tokenizer:
     """A `tokenizer.json`, of the tokenizers library or as a store carries it, or a `.model` of sentencepiece."""
     from forge_data.tokenizers.restoring import restore

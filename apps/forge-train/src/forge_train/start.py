@@ -12,17 +12,24 @@ from forge_core.registry import Registry
 from forge_parallel.boxes import local_box
 from forge_parallel.init import fill
 from forge_parallel.model import ParallelModel
-from forge_train.from_hf import KEY
+from forge_train.from_hf import IGNORE, KEY
 
 
-def initial_weights(component: Any, registry: Registry) -> Callable[[ParallelModel], None] | None:
-    """What `realize` takes as its source for a model with `from_hf`; None for one that is drawn from its seed."""
+def initial_weights(component: Any, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | None:
+    """What `realize` takes as its source for a model with `from_hf`; None for one that is drawn from its seed.
+
+    `report` is told what of the folder was ignored or left out.
+    """
     path = getattr(component, KEY, None)
     if path is None:
         return None
 
     def restore(model: ParallelModel) -> None:
-        fill_from(registry.load("forge.converters", "hf")().build().read(Path(path)), model)
+        converter = registry.load("forge.converters", "hf")(ignore=getattr(component, IGNORE, ())).build()
+        weights = converter.read(Path(path))
+        for note in weights.facts.notes:
+            report(f"{path}: {note}")
+        fill_from(weights, model)
 
     return restore
 

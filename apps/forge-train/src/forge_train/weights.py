@@ -66,6 +66,8 @@ class ForgeWeights:
         self.facts = Facts(
             step=manifest.step,
             special_tokens=dict(self.meta.get("special_tokens", {})),
+            ends=tuple(self.meta.get("ends", ())),
+            notes=tuple(self.meta.get("notes", ())),
             tokenizer=kept if kept.is_dir() else None,
             origin=str(place.store / place.name),
             family=str(self.meta.get("family", "")),
@@ -118,6 +120,8 @@ class ForgeConverter:
             "origin": weights.facts.origin,
             "family": weights.facts.family,
             "special_tokens": dict(weights.facts.special_tokens),
+            "ends": list(weights.facts.ends),
+            "notes": list(weights.facts.notes),
         }
         # Tensors that are mapped from files stay there until their bytes are copied.
         pieces = (
@@ -137,8 +141,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """Copies the files of a tokenizer, and the settings of generation, which name the same ids."""
     from shutil import copyfile
 
-    from forge_models.hf.reader import TOKENIZER_FILES
-    from forge_models.hf.writer import GENERATION
+    from forge_models.hf.reader import GENERATION, TOKENIZER_FILES
 
     target.mkdir(parents=True, exist_ok=True)
     for name in (*TOKENIZER_FILES, GENERATION):

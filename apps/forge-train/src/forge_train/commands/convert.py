@@ -28,6 +28,9 @@ def convert(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are when absent.")] = None,
     family: Annotated[str | None, typer.Option(help="Kind of model to write, such as llama.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer files go along.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="A key of config.json to leave out; may be given several times.")
+    ] = None,
     max_shard_bytes: Annotated[int | None, typer.Option(help="Largest file of tensors.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
@@ -47,10 +50,11 @@ def convert(
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     options: dict[str, Any] = {"family": family, "max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer and str(tokenizer)}
     given = {name: value for name, value in options.items() if value is not None}
-    reader, writer = converter(registry, from_, {}), converter(registry, to, given)
+    reader = converter(registry, from_, {"ignore": tuple(ignore)} if ignore else {})
+    writer = converter(registry, to, given)
     origin = reader.read(source)
     weights = origin if dtype is None else Cast(origin, DTYPES[dtype])
-    notes = [f"{source}: {compared(reader, source, origin)}"]
+    notes = [*origin.facts.notes, f"{source}: {compared(reader, source, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and "tokenizer" in _options(registry, to) and kept_tokenizer(origin, Path(folder), registry):
             writer = converter(registry, to, given | {"tokenizer": folder})

@@ -38,7 +38,7 @@ def generate(
     from forge_core.registry import Registry
     from forge_models.sampling import Sampling
     from forge_train.alone import alone
-    from forge_train.inference import Continuation, loaded, opened, opening, tokenizer_for
+    from forge_train.inference import Continuation, fits, loaded, opened, opening, tokenizer_for
 
     alone("generate")
     console, registry = Console(as_json=as_json), Registry()
@@ -53,7 +53,10 @@ def generate(
         seed=seed,
     )
     weights = opened(checkpoint, registry)
+    for note in weights.facts.notes:
+        console.note(note)
     coder = tokenizer_for(weights, tokenizer, registry, console.note)
+    fits(coder, weights, console.note)
     begun = Continuation(
         loaded(weights),
         coder,
@@ -81,7 +84,9 @@ def generate(
 
 
 def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
-    """Ids that end a text: what travels with the weights, else the tokenizer's."""
+    """Ids that end a text: what the settings of generation say, else what travels with the weights, else the tokenizer's."""
+    if weights.facts.ends:
+        return frozenset(weights.facts.ends)
     named = weights.facts.special_tokens.get("eos_token_id")
     if named is None:
         return frozenset(() if coder.eos is None else (coder.eos,))

@@ -26,22 +26,26 @@ class Facts:
     Attributes:
         step: optimizer steps behind the weights.
         special_tokens: `bos_token_id`, `eos_token_id` and `pad_token_id` where they are known.
+        ends: ids at which generation ends where they are not just `eos_token_id`.
         tokenizer: folder that holds the tokenizer's files.
         origin: where the weights come from.
         family: what the format that they come from calls this kind of model; it has a say when they go back.
         run: directory of the run that they come from.
         recipe: of that run, as plain tables.
         cursor: how far it had read its data (`forge_core.protocols.data.Cursor`).
+        notes: what was left out or ignored when they were read, one sentence each.
     """
 
     step: int = 0
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
     tokenizer: Path | None = None
     origin: str = ""
     family: str = ""
     run: Path | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
     cursor: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class Weights(Protocol):

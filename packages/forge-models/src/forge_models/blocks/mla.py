@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         self.scale = 1 / sqrt(width)
         if context.rope.scaling == "yarn" and context.rope.mscale_all_dim:
             self.scale *= magnitude(context.rope, context.rope.mscale_all_dim) ** 2
-        norm: Any = context.norm
+        norm: Any = config.norm(context)
         rank = config.q_lora_rank
         self.q_proj = Linear(context.dim, context.heads * width) if rank is None else None
         self.q_a_proj = None if rank is None else Linear(context.dim, rank)

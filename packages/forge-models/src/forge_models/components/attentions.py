@@ -1,7 +1,7 @@
 """Attention of a block, chosen inside `[model]`: `attention = { name = "gqa", qk_norm = "head" }`."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -94,6 +94,8 @@ class MLA(Component):
     """Width of the part that turns; its key is shared by all heads."""
     v_head_dim: Annotated[int, Gt(0)] = 128
     """Width of each head's value."""
+    norm_eps: Annotated[float, Gt(0)] | None = None
+    """`eps` of the norms of the latents; that of the model's norm when absent (DeepSeek-V3's is 1e-6 for any other)."""
     core: Annotated[Core, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
@@ -107,6 +109,13 @@ class MLA(Component):
             raise ValueError(f"mla has no kv_heads; leave kv_heads {context.kv_heads} out")
         if context.rope.partial != 1 or context.rope.local_theta is not None:
             raise ValueError("mla has its own qk_rope_head_dim and no local layers; leave rope.partial and local_theta out")
+        if self.norm_eps is not None and not hasattr(context.norm, "eps"):
+            raise ValueError(f"norm_eps {self.norm_eps}: the norm {type(context.norm).__name__} has no eps; leave norm_eps out")
+
+    def norm(self, context: BlockContext) -> Component:
+        """The norm of the latents."""
+        norm: Any = context.norm
+        return norm if self.norm_eps is None else replace(norm, eps=self.norm_eps)
 
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mla import LatentAttention

@@ -22,6 +22,10 @@ class Hf(Component):
     max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000
     """Largest file of tensors; also what a conversion holds in memory."""
 
+    ignore: tuple[str, ...] = ()
+    """Keys of a `config.json` that are left out when it is read: keys that are not known, or of things that are not implemented.
+    A key that decides what the model computes cannot be ignored."""
+
     def build(self) -> "HfConverter":
         from forge_models.hf.converter import HfConverter
 

@@ -72,7 +72,12 @@ class Decoder(Component):
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
     config.json."""
 
+    from_hf_ignore: tuple[str, ...] = ()
+    """Keys of that config.json that are left out: keys that are not known, or of things that are not implemented."""
+
     def __post_init__(self) -> None:
+        if self.from_hf_ignore and self.from_hf is None:
+            raise ValueError("from_hf_ignore names keys of the config.json of a folder; give from_hf, or leave it out")
         if self.heads % self.resolved_kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.head_dim is None and self.dim % self.heads:

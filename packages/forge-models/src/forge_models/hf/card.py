@@ -21,6 +21,7 @@ def card(weights: Weights, family: Family, dtype: str, count: int) -> str:
         "Precision": dtype,
         "Embeddings": "tied" if model.tied_embeddings else "not tied",
         **_left_out(model),
+        **{f"Note {number}": note for number, note in enumerate(weights.facts.notes, 1)},
         "Training steps": weights.facts.step or "not recorded",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -1,51 +1,17 @@
-"""`config.json` with an account of every key: read, known not to matter, or refused by name. No key is dropped."""
+"""`config.json` with an account of every key: read, ignored under a declared value, or refused by name. No key is dropped."""
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge_core.errors import ConfigError, Fault, ForgeError
-
-INERT = frozenset(
-    {
-        *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_type", "architectures"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class"),
-        *("torchscript", "use_bfloat16", "tf_legacy_loss", "prefix", "name_or_path", "_commit_hash"),
-        *("_attn_implementation", "attn_implementation", "_attn_implementation_autoset", "cache_implementation"),
-        # settings of generation, which old versions kept here
-        *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
-        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
-        *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id"),
-        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
-        "begin_suppress_tokens",
-    }
-)
-"""Keys that change no logit of any family: bookkeeping, token ids, settings of generation."""
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention_dropout": (None, 0),
-    "pretraining_tp": (None, 1),
-    "quantization_config": (None,),
-    "chunk_size_feed_forward": (None, 0),
-    "is_encoder_decoder": (None, False),
-    "is_decoder": (None, False, True),
-    "add_cross_attention": (None, False),
-    "cross_attention_hidden_size": (None,),
-    "tie_encoder_decoder": (None, False),
-    "pruned_heads": (None, {}),
-    "partial_rotary_factor": (None, 1),
-    "use_bidirectional_attention": (None, False),
-    "use_mrope": (None, False),
-    "hidden_dropout": (None, 0),
-    "qk_layernorm": (None, False),
-    "use_parallel_residual": (None, False),
-}
-"""Keys of things that are not implemented, with the values that mean "not used"."""
+from forge_models.hf.ignorable import COMMON, HINTS, Allowed, accepts, equal
 
 CONFIG = "config.json"
+LARGEST, WHOLE = sys.float_info.max, 2**31
+"""Bounds of numbers and of whole numbers."""
 
 
 class Unsupported(ForgeError):
@@ -53,16 +19,42 @@ class Unsupported(ForgeError):
 
 
 class Keys:
-    """The keys of one `config.json`; `finish` refuses what nobody asked for.
+    """The keys of one `config.json`; `finish` refuses what was not asked for.
 
     A key that is absent has the default of its family, as in the reference implementation.
+
+    Args:
+        values: of the file.
+        defaults: of the family.
+        where: name of the file, for messages.
+        ignores: keys without effect in this family, with the values that they may have; `COMMON` adds those of all families.
+        ignore: keys that the user leaves out: unknown ones, and those of things that are not implemented.
     """
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        where: str,
+        ignores: Mapping[str, Allowed] | None = None,
+        ignore: Sequence[str] = (),
+    ) -> None:
         self.values, self.where = dict(values), where
-        self._defaults = defaults
+        self._defaults, self._ignores = defaults, {**COMMON, **(ignores or {})}
         self._asked: set[str] = set()
+        self._wanted, self._ignored = tuple(ignore), set[str]()
         self.faults: list[Fault] = []
+
+    def given(self, key: str) -> bool:
+        """Whether the file has a key, which from then on counts as read."""
+        self._asked.add(key)
+        return key in self.values
+
+    def ignored(self, key: str) -> bool:
+        """Whether the user leaves out a key, or an entry `table.key`, that is not understood."""
+        if key in self._wanted:
+            self._ignored.add(key)
+        return key in self._wanted
 
     def get(self, key: str) -> Any:
         """The value of a key, the family's default when it is absent; a key without a default is required."""
@@ -79,7 +71,7 @@ class Keys:
         value = self.get(key)
         if value is None and optional:
             return 0
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 0 < value < WHOLE:
             self.fault(key, f"expected a positive integer, not {value!r}")
             return 0
         return value
@@ -87,7 +79,7 @@ class Keys:
     def whole(self, key: str) -> int:
         """An integer that may be 0."""
         value = self.get(key)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < WHOLE:
             self.fault(key, f"expected an integer of 0 or more, not {value!r}")
             return 0
         return value
@@ -95,12 +87,19 @@ class Keys:
     def number(self, key: str, optional: bool = False) -> float:
         """A positive number; 0.0 stands for a fault or, where `optional`, for null."""
         value = self.get(key)
-        if value is None and optional:
-            return 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        return 0.0 if value is None and optional else self.positive(key, value) or 0.0
+
+    def positive(self, key: str, value: Any) -> float | None:
+        """`value` as a float; None where it is not a positive number, which is a fault of `key`."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
             self.fault(key, f"expected a positive number, not {value!r}")
-            return 0.0
+            return None
         return float(value)
+
+    def not_negative(self, key: str) -> float:
+        """A number that may be 0."""
+        value = self.get(key)
+        return 0.0 if equal(value, 0) else self.positive(key, value) or 0.0
 
     def boolean(self, key: str) -> bool:
         """True or false; null counts as false."""
@@ -112,7 +111,7 @@ class Keys:
     def only(self, key: str, *allowed: Any) -> Any:
         """A value that must be one of `allowed`."""
         value = self.get(key)
-        if value not in allowed:
+        if not any(equal(value, entry) for entry in allowed):
             known = " or ".join(json.dumps(entry) for entry in allowed)
             self.fault(key, f"{json.dumps(value)} is not implemented for this family; only {known} is")
         return value
@@ -127,21 +126,28 @@ class Keys:
             ConfigError: all faults, with the name of every key that was not understood.
         """
         for key, value in self.values.items():
-            if key in self._asked or key in INERT:
+            if key in self._asked or self.ignored(key) or accepts(self._ignores.get(key, ()), value, self._resolved):
                 continue
-            if key not in NEUTRAL:
-                self.fault(key, f"is not a key that Forge knows for this family, so {_short(value)} is refused")
-            elif value not in NEUTRAL[key]:
-                self.fault(key, f"{_short(value)} is not implemented")
+            message = "is not implemented" if key in self._ignores else "is not known for this family"
+            hint = HINTS.get(key, f"if it changes no logit, leave it out by convert --ignore {key} or model.from_hf_ignore")
+            self.faults.append(Fault(key, f"{_short(value)} {message}", self.where, hint))
+        for key in self._wanted:
+            if key in self._asked:
+                self.fault(key, "decides what the model computes, so it cannot be ignored; change the file instead")
+            elif key not in self._ignored:
+                self.fault(key, "is to be ignored, but the file has no such key")
         if self.faults:
             raise ConfigError(dict.fromkeys(self.faults))
+
+    def _resolved(self, key: str) -> Any:
+        return self.values.get(key, self._defaults.get(key))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
-        Unsupported: there is none, it is no JSON object, or it names code that would have to be run.
+        Unsupported: there is none, or it is no JSON object.
     """
     path = folder / CONFIG
     try:
@@ -152,8 +158,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise Unsupported(f"{path} is no JSON: {cause}") from cause
     if not isinstance(values, dict):
         raise Unsupported(f"{path} holds no JSON object")
-    if values.get("auto_map"):
-        raise Unsupported(f"{path}: auto_map names Python code of its author ({_short(values['auto_map'])}); it is not run")
     return values
 
 

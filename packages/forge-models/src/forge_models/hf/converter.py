@@ -21,7 +21,7 @@ class HfConverter:
 
     def read(self, path: Path) -> Folder:
         """Opens a folder; see `Folder`."""
-        return Folder(path)
+        return Folder(path, self.config.ignore)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""

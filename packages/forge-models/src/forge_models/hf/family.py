@@ -1,6 +1,6 @@
 """What a family of models is, as data; and the two ways between its `config.json` and a `Decoder`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from forge_models.components.mlps import GeGLU, SwiGLU
 from forge_models.components.moe import MoE
 from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.hf.config import Keys, Unsupported
+from forge_models.hf.ignorable import Allowed
 from forge_models.hf.latent import read_latent, write_latent
 from forge_models.hf.rope import FULL, SLIDING, meaning, read_rope, write_rope
 from forge_models.hf.sparse import Sparse, meaning_of_experts, read_sparse, write_sparse
@@ -57,13 +58,15 @@ class Family:
         windows: `none`, `all` layers that have `sliding_window`, all when `use_sliding_window` (`switch`), or those that
             `layer_types` names.
         period: every n-th layer is global when `layer_types` is absent; None = the keys of Qwen.
-        gemma: the keys `query_pre_attn_scalar` and the two soft caps exist.
+        gemma: the keys `query_pre_attn_scalar` and `final_logit_softcapping` exist.
+        attention_cap: the key `attn_logit_softcapping` exists.
         local_theta: windowed layers have a base of their own.
         theta: base of the angles when absent.
         partial: share of a head that turns when `partial_rotary_factor` is absent; None = there is no such key.
         latent: attention is latent, of the DeepSeek kind.
         sparse: experts in the place of feed-forward parts.
         further: key of the number of layers behind the last, which play no part here.
+        ignores: keys without effect, with the values under which that holds; see `forge_models.hf.ignorable`.
     """
 
     model_type: str
@@ -81,27 +84,35 @@ class Family:
     windows: Literal["none", "all", "switch", "layers"] = "none"
     period: int | None = None
     gemma: bool = False
+    attention_cap: bool = False
     local_theta: bool = False
     theta: float = 10000.0
     partial: float | None = None
     latent: bool = False
     sparse: Sparse | None = None
     further: str | None = None
+    ignores: Mapping[str, Allowed] = field(default_factory=dict)
 
 
-def decoder_of(family: Family, values: Mapping[str, Any], where: str) -> Decoder:
+def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> Decoder:
     """The decoder that a configuration describes.
 
+    Args:
+        family: that it names.
+        values: its keys.
+        where: name of the file, for messages.
+        ignore: keys to leave out although they are not understood.
+
     Raises:
-        ConfigError: every key that is missing, wrong, or not implemented.
+        ConfigError: every key that is missing, wrong, or not implemented; an entry of `ignore` that is none of those.
     """
-    keys = Keys(values, family.defaults, where)
+    keys = Keys(values, family.defaults, where, family.ignores, ignore)
     sizes: dict[str, Any] = {ours: keys.integer(theirs) for theirs, ours in SIZES.items()}
     eps, std = keys.number(_eps(family)), keys.number("initializer_range")
     tied = keys.boolean("tie_word_embeddings")
     key, activation = family.activation
     keys.only(key, activation)
-    if key == "hidden_activation" and keys.values.get("hidden_act") is not None:  # old configurations give both
+    if key == "hidden_activation" and keys.given("hidden_act") and keys.values["hidden_act"] is not None:  # old ones give both
         keys.only("hidden_act", "gelu", activation)  # the reference reads the other key only
     mlp_bias = keys.boolean("mlp_bias") if family.mlp_bias else False
     rope = read_rope(keys, family.theta, sizes["max_length"], family.local_theta, family.partial)
@@ -113,8 +124,9 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str) -> Decoder
     if family.gemma:
         scalar = keys.number("query_pre_attn_scalar")
         attention["scale"] = None if scalar in (heads["head_dim"], 0) else scalar**-0.5
-        attention["soft_cap"] = keys.number("attn_logit_softcapping", optional=True) or None
         soft_cap = keys.number("final_logit_softcapping", optional=True) or None
+    if family.attention_cap:
+        attention["soft_cap"] = keys.number("attn_logit_softcapping", optional=True) or None
     if rope.scaling == "dynamic":  # it is for sequences longer than the configuration says
         sizes["max_length"] = int(sizes["max_length"] * (rope.factor or 1))
     keys.finish()
@@ -162,21 +174,19 @@ def _windows(family: Family, keys: Keys, layers: int) -> dict[str, Any]:
     if family.windows == "none":
         return {}
     window = keys.integer("sliding_window", optional=True) or None
-    if "sliding_window_size" in keys.values:  # Gemma-2 configurations repeat the window under this name
+    if keys.given("sliding_window_size"):  # Gemma-2 configurations repeat the window under this name
         keys.only("sliding_window_size", window)
     if family.windows == "all":
         return {"window": window}
     if family.windows == "switch":
-        if "max_window_layers" in keys.values:
-            keys.get("max_window_layers")  # the reference does not look at it
         return {"window": window if keys.boolean("use_sliding_window") else None}
-    types = keys.get("layer_types") if keys.values.get("layer_types") is not None else None
+    types = keys.values["layer_types"] if keys.given("layer_types") else None
     if family.period is None:  # Qwen: the window counts when it is switched on, from a layer onwards
-        used, first = keys.boolean("use_sliding_window"), keys.get("max_window_layers")
+        used, first = keys.boolean("use_sliding_window"), keys.whole("max_window_layers")
         window = window if used else None
         types = types or [SLIDING if window and layer >= first else FULL for layer in range(layers)]
     else:
-        pattern = next((name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in keys.values), None)
+        pattern = next((name for name in ("sliding_window_pattern", "_sliding_window_pattern") if keys.given(name)), None)
         period = keys.integer(pattern) if pattern else family.period
         types = types or [FULL if period and (layer + 1) % period == 0 else SLIDING for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, SLIDING}:
@@ -233,8 +243,9 @@ def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
     if family.gemma:
         scale = getattr(attention, "scale", None)
         written["query_pre_attn_scalar"] = decoder.resolved_head_dim if scale is None else _inverse_square(scale)
-        written["attn_logit_softcapping"] = getattr(attention, "soft_cap", None)
         written["final_logit_softcapping"] = decoder.soft_cap
+    if family.attention_cap:
+        written["attn_logit_softcapping"] = getattr(attention, "soft_cap", None)
     if family.latent:
         written |= write_latent(decoder)
     if family.sparse is not None:
@@ -271,7 +282,7 @@ def meaning_of(decoder: Decoder) -> dict[str, Any]:
         found |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
         attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
     elif isinstance(attention, MLA):
-        attention = replace(attention, core="auto")
+        attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.context(0)), "eps", None))
     return found | {"attention": attention, "mlp": decoder.resolved_mlp, "norm": decoder.resolved_norm}
 
 

@@ -16,6 +16,9 @@ from forge_models.hf.config import Keys
 WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Keys and fields with one name."""
 
+LATENT_EPS = 1e-6
+"""Of the norms of latents: fixed in the reference, whatever `rms_norm_eps` says of the others."""
+
 NAMES: Mapping[str, str] = {
     "q_a_norm": "q_a_layernorm",
     "kv_a_proj": "kv_a_proj_with_mqa",
@@ -31,11 +34,10 @@ def read_latent(keys: Keys, heads: int) -> dict[str, Any]:
     keys.only("num_key_value_heads", None, heads)
     keys.only("attention_bias", None, False)
     keys.only("rope_interleave", None, True)
-    keys.only("rms_norm_eps", 1e-6)  # the reference fixes it for the norms of latents
     for key, value in _derived(fields).items():
-        if key in keys.values:
+        if keys.given(key):
             keys.only(key, None, value)
-    return fields
+    return fields | {"norm_eps": LATENT_EPS}
 
 
 def write_latent(decoder: Decoder) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Global names <-> names in a Hugging Face checkpoint, from a family's data; and the two layouts of what lies there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
@@ -21,6 +21,8 @@ OUTSIDE = {
 """Tensors outside of the blocks; the same in every family."""
 
 HEAD = "lm_head.weight"
+FUSED = ".experts.gate_up_proj"
+"""End of the name of a tensor with the gates of all experts of a layer above their up projections."""
 DERIVED = ("rotary_emb.inv_freq",)
 """Ends of names of buffers that follow from the configuration; old checkpoints hold them, and they are not read."""
 
@@ -34,6 +36,7 @@ class Place:
         names: one; of a stack one for each entry of dimension 0.
         stacked: whether ours stacks separate tensors.
         rows: row i of ours is row rows[i] of theirs; empty = the same order.
+        fused: (dimension, start, size): ours are the entries of theirs from `start`, of `size` in all; None = theirs is ours.
         buffer: it is no parameter, so a checkpoint's dtype is not its dtype.
     """
 
@@ -41,12 +44,23 @@ class Place:
     names: tuple[str, ...]
     stacked: bool = False
     rows: tuple[int, ...] = ()
+    fused: tuple[int, int, int] | None = None
     buffer: bool = False
 
     @property
     def theirs(self) -> tuple[int, ...]:
         """The shape of each tensor there."""
+        if self.fused is not None:
+            axis, _, size = self.fused
+            return (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return self.shape[1:] if self.stacked else self.shape
+
+    def within(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
+        """A box of ours in the coordinates of theirs."""
+        if self.fused is None:
+            return box
+        axis, start, _ = self.fused
+        return (*box[:axis], slice(start + box[axis].start, start + box[axis].stop), *box[axis + 1 :])
 
     def join(self, tensors: "Sequence[Tensor]") -> "Tensor":
         """Ours from theirs, in the order of `names`."""
@@ -54,6 +68,9 @@ class Place:
 
         if self.stacked:
             return torch.stack(list(tensors))
+        if self.fused is not None:
+            axis, start, _ = self.fused
+            return tensors[0].narrow(axis, start, self.shape[axis])
         return tensors[0][list(self.rows)] if self.rows else tensors[0]
 
     def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
@@ -67,13 +84,18 @@ class Place:
         return {self.names[0]: tensor.contiguous()}
 
 
-def places_in(family: Family, decoder: Decoder) -> dict[str, Place]:
+def places_in(family: Family, decoder: Decoder, fused: bool = False) -> dict[str, Place]:
     """Global name -> place, for every parameter of a model, and every buffer that the family knows.
+
+    With `fused`, all experts of a layer are in two tensors, gate above up and down, as transformers holds them in memory and
+    saves them with `save_original_format=False`.
 
     Raises:
         KeyError: the family lacks a parameter.
     """
     parameters, buffers = _shapes(decoder)
+    if fused and family.sparse is not None:
+        family = replace(family, sparse=replace(family.sparse, part="mlp", fused=True))
     found = {name: _place(family, decoder, name, shape) for name, shape in parameters.items()}
     bias = "router.bias" if family.sparse is not None and family.sparse.bias is not None else None
     known = {name: shape for name, shape in buffers.items() if bias is not None and name.endswith(bias)}
@@ -103,6 +125,11 @@ def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], 
     prefix, sparse = f"model.layers.{layer}", family.sparse
     if part == "mlp" and sparse is not None and decoder.moe is not None and decoder.moe.has(int(layer)):
         prefix = f"{prefix}.{sparse.part}"
+        if rest.startswith("experts.") and sparse.fused:
+            matrix, width = rest.removeprefix("experts."), shape[1]
+            if matrix == "down_proj":
+                return Place(shape, (f"{prefix}.experts.down_proj",))
+            return Place(shape, (prefix + FUSED,), fused=(1, width * ("gate_proj", "up_proj").index(matrix), 2 * width))
         if rest.startswith("experts."):
             matrix = sparse.matrices[rest.removeprefix("experts.")]
             return Place(shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True)

@@ -1,7 +1,7 @@
 """A folder in the Hugging Face format, opened: model from `config.json`, tensors from safetensors, one or sharded."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,17 @@ from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
-from forge_models.hf.names import DERIVED, HEAD, OUTSIDE, Place, further_layers, places_in
+from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, further_layers, places_in
+from forge_models.hf.sparse import unused_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+GENERATION = "generation_config.json"
+END = "eos_token_id"
+TOKENS = ("bos_token_id", END, "pad_token_id")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
@@ -49,30 +52,31 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise Unsupported(f"{where}: model_type {kind!r} is not implemented; known: {', '.join(FAMILIES)}")
+        code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
+        raise Unsupported(f"{where}: model_type {kind!r} is not implemented{code}; implemented are {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     architectures = values.get("architectures")
-    if architectures and list(architectures) != [family.architecture]:
+    if architectures and architectures != [family.architecture]:
         raise Unsupported(f"{where}: architectures {architectures} is not implemented; only {family.architecture} is")
     return family
 
 
-def read_model(folder: Path) -> Decoder:
-    """The decoder that a folder's `config.json` describes; imports no torch.
+def read_model(folder: Path, ignore: Sequence[str] = ()) -> Decoder:
+    """The decoder that a folder's `config.json` describes; imports no torch. `ignore` names keys that are left out.
 
     Raises:
         ConfigError, Unsupported: every key that is not understood, by name.
     """
     values = read_config(folder)
     where = str(folder / CONFIG)
-    return decoder_of(family_of(values, where), values, where)
+    return decoder_of(family_of(values, where), values, where, ignore)
 
 
 class Folder:
     """`Weights` of a folder. Tensors are memory-mapped: what is not asked for is not read."""
 
-    def __init__(self, folder: Path) -> None:
-        """Opens and checks everything but the values.
+    def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
+        """Opens and checks everything but the values. `ignore` names keys of `config.json` that are left out.
 
         Raises:
             ConfigError, Unsupported: a key, a tensor or a file that is not understood, missing, or left over.
@@ -83,7 +87,7 @@ class Folder:
         where = str(folder / CONFIG)
         self.folder = folder
         self.family = family_of(values, where)
-        self.model = decoder_of(self.family, values, where)
+        self.model = decoder_of(self.family, values, where, ignore)
         self._files = _located(folder)
         self._open: dict[str, Any] = {}
         for file in sorted(set(self._files.values())):
@@ -92,13 +96,21 @@ class Folder:
             except Exception as cause:  # the library raises its own type for damage, OSError and others besides
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
         self._check_files()
-        self._places = self._match(further_layers(self.family, self.model, values))
+        further = further_layers(self.family, self.model, values)
+        self._places = self._match(further)
         self.tensors: Mapping[str, Stored] = {
             name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in self._places.items()
         }
         tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
-        tokens = {key: values[key] for key in TOKENS if values.get(key) is not None}
-        self.facts = Facts(special_tokens=tokens, tokenizer=tokenizer, origin=str(folder), family=self.family.model_type)
+        tokens = {key: values[key] for key in TOKENS if ids_of(values, key, where)}
+        self.facts = Facts(
+            special_tokens=tokens,
+            ends=_ends(folder),
+            tokenizer=tokenizer,
+            origin=str(folder),
+            family=self.family.model_type,
+            notes=tuple(self._notes(values, ignore, further)),
+        )
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
         """Whole tensors by global name; those that are not stacked or turned over are mapped from the file."""
@@ -113,9 +125,22 @@ class Folder:
         if place.rows or not place.shape:
             return self.read([name])[name][box]
         if not place.stacked:
-            return self._slice(place.names[0])[box]
+            return self._slice(place.names[0])[place.within(box)]
         entries = [self._slice(theirs)[box[1:]] for theirs in place.names[box[0]]]
         return torch.stack(entries) if entries else torch.empty(tuple(extent))
+
+    def _notes(self, values: Mapping[str, Any], ignore: Sequence[str], further: tuple[str, ...]) -> Iterator[str]:
+        for key in ignore:
+            yield f"{key} of {CONFIG} was ignored, as asked for"
+        if values.get("auto_map"):
+            yield f"the code that auto_map names was not run; {self.family.architecture} is read as transformers defines it"
+        if self.family.sparse is not None and (unused := unused_loss(self.family.sparse, values)):
+            yield unused
+        if left := [name for name in self._files if name.startswith(further)]:
+            yield (
+                f"{len(left)} tensors that predict further tokens were left out ({_some(left)}); logits do without them, and "
+                "[model.prediction] starts anew"
+            )
 
     def _whole(self, theirs: str) -> "Tensor":
         return self._open[self._files[theirs]].get_tensor(theirs)
@@ -138,7 +163,7 @@ class Folder:
 
     def _match(self, further: tuple[str, ...]) -> dict[str, Place]:
         """Global name -> place in the files, once names and shapes agree exactly."""
-        wanted = places_in(self.family, self.model)
+        wanted = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self._files))
         names = {theirs for place in wanted.values() for theirs in place.names}
         left = {name for name in set(self._files) - names if not name.endswith(DERIVED) and not name.startswith(further)}
         if self.model.tied_embeddings and HEAD in left:
@@ -173,6 +198,31 @@ class Folder:
             )
 
 
+def ids_of(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """Token ids that a key names: one, a list, or none.
+
+    Raises:
+        Unsupported: it is something else.
+    """
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(each) is not int or each < 0 for each in ids):
+        raise Unsupported(f"{where}: {key} {value!r}: expected a token id or a list of them")
+    return tuple(ids)
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    """Ids at which generation ends, as the folder's settings of generation say; empty when they do not."""
+    path = folder / GENERATION
+    if not path.is_file():
+        return ()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as cause:
+        raise Unsupported(f"{path} is not JSON: {cause}") from cause
+    return ids_of(values, END, str(path)) if isinstance(values, dict) else ()
+
+
 def _located(folder: Path) -> dict[str, str]:
     """Name of every tensor -> its file."""
     if (folder / INDEX).is_file():
@@ -181,6 +231,11 @@ def _located(folder: Path) -> dict[str, str]:
             files = {str(name): str(file) for name, file in places.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise Unsupported(f"{folder / INDEX} is no index of safetensors: {cause!r}") from cause
+        if SINGLE not in files.values() and (folder / SINGLE).is_file():
+            raise Unsupported(
+                f"{folder} holds weights twice: {SINGLE}, which transformers reads, and shards that {INDEX} names. "
+                f"Delete {SINGLE} if the shards are the right ones, else {INDEX} and the shards"
+            )
         for file in sorted(set(files.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise Unsupported(f"{folder / INDEX} names {file!r}, which is no safetensors file of this folder")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_models.components.rope import Rope
-from forge_models.hf.config import Keys
+from forge_models.hf.config import WHOLE, Keys
+from forge_models.hf.ignorable import equal
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -21,6 +22,10 @@ SCALINGS: Mapping[str, tuple[str, ...]] = {
 OURS = {"original_max_position_embeddings": "original_max_length"}
 """Keys whose field in `Rope` has another name."""
 
+TYPES: Mapping[str, type] = {"original_max_position_embeddings": int, "truncate": bool}
+EXPECTED: Mapping[type, str] = {int: "a positive integer", bool: "true or false"}
+"""Entries that are not positive numbers; and how a message calls what they are."""
+
 LOCAL_DEFAULT = 10000.0
 PARTIAL = "partial_rotary_factor"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -33,32 +38,34 @@ def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool, de
 
     Faults are left in `keys`.
     """
-    values = {key: keys.get(key) if key in keys.values else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
+    values = {key: keys.values[key] if keys.given(key) else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     if values["rope_scaling"] and values["rope_parameters"]:
         keys.fault("rope_scaling", "given beside rope_parameters; which of them holds is not clear")
         return Rope()
+    for where in ("rope_scaling", "rope_parameters"):
+        if not isinstance(values[where], dict | None):
+            keys.fault(where, f"expected a table, not {values[where]!r}")
+            return Rope()
     table = values["rope_parameters"] or values["rope_scaling"] or {}
     where = "rope_parameters" if values["rope_parameters"] else "rope_scaling"
-    if not isinstance(table, dict):
-        keys.fault(where, f"expected a table, not {table!r}")
-        return Rope()
-    theta = values["rope_theta"] or default_theta
+    theta = _theta(keys, "rope_theta", values["rope_theta"], default_theta)
     partial = 1.0
     if default_partial is not None:
         partial = _partial(keys, table, where, default_partial)
         table = {name: value for name, value in table.items() if name != PARTIAL}
     local_theta = None
     if local:
-        local_theta = (keys.get("rope_local_base_freq") if "rope_local_base_freq" in keys.values else None) or LOCAL_DEFAULT
+        given = keys.values["rope_local_base_freq"] if keys.given("rope_local_base_freq") else None
+        local_theta = _theta(keys, "rope_local_base_freq", given, LOCAL_DEFAULT)
         if FULL in table or SLIDING in table:
-            sliding = table.get(SLIDING) or {}
+            sliding = _table(keys, f"{where}.{SLIDING}", table.get(SLIDING))
             fields = _fields(keys, f"{where}.{SLIDING}", sliding, local_theta, max_length)
             if fields.get("scaling", "none") != "none":
                 keys.fault(f"{where}.{SLIDING}", "a scaling of local layers is not implemented")
             local_theta = fields["theta"]
             for name in sorted(set(table) - {FULL, SLIDING}):
                 keys.fault(f"{where}.{name}", "is not implemented")
-            table, where = table.get(FULL) or {}, f"{where}.{FULL}"
+            table, where = _table(keys, f"{where}.{FULL}", table.get(FULL)), f"{where}.{FULL}"
     fields = _fields(keys, where, table, theta, max_length)
     try:
         return Rope(local_theta=local_theta, partial=partial, **fields)
@@ -67,8 +74,19 @@ def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool, de
         return Rope()
 
 
+def _table(keys: Keys, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict | None):
+        keys.fault(where, f"expected a table, not {value!r}")
+    return value if isinstance(value, dict) else {}
+
+
+def _theta(keys: Keys, where: str, value: Any, default: float) -> float:
+    """A base; the default when it is absent or null, or wrong, which is a fault."""
+    return default if value is None else keys.positive(where, value) or default
+
+
 def _partial(keys: Keys, table: Mapping[str, Any], where: str, default: float) -> float:
-    places = {PARTIAL: keys.get(PARTIAL) if PARTIAL in keys.values else None, f"{where}.{PARTIAL}": table.get(PARTIAL)}
+    places = {PARTIAL: keys.values[PARTIAL] if keys.given(PARTIAL) else None, f"{where}.{PARTIAL}": table.get(PARTIAL)}
     given = {place: value for place, value in places.items() if value is not None} or {PARTIAL: default}
     for place, value in given.items():
         if type(value) not in (int, float) or not 0 < value <= 1:
@@ -80,24 +98,30 @@ def _partial(keys: Keys, table: Mapping[str, Any], where: str, default: float) -
 
 
 def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_length: int) -> dict[str, Any]:
-    kind = table.get("rope_type", table.get("type")) or "default"
-    fields: dict[str, Any] = {"theta": float(table.get("rope_theta") or theta)}
-    if kind not in SCALINGS:
+    kinds = {name: table[name] for name in ("rope_type", "type") if table.get(name) is not None}
+    kind = next(iter(kinds.values()), "default")
+    fields: dict[str, Any] = {"theta": _theta(keys, f"{where}.rope_theta", table.get("rope_theta"), theta)}
+    if any(other != kind for other in kinds.values()):
+        keys.fault(f"{where}.type", f"{kinds['type']!r}, but rope_type is {kind!r}; which of them holds is not clear")
+    if not isinstance(kind, str) or kind not in SCALINGS:
         keys.fault(f"{where}.rope_type", f"{kind!r} is not implemented; known: {', '.join(SCALINGS)}")
         return fields
     inert = {"rope_type", "type", "rope_theta", "finetuned"}
     for name, value in table.items():
-        if name in inert or value is None or (name == PARTIAL and value == 1):
+        if name in inert or value is None or (name == PARTIAL and equal(value, 1)):
             continue
         # transformers adds the model's length to every table; only some scalings read it
         if name not in SCALINGS[kind] and not (name == "original_max_position_embeddings" and kind in ("default", "linear")):
-            keys.fault(f"{where}.{name}", f"{value!r} is not implemented for rope_type {kind!r}")
+            if not keys.ignored(f"{where}.{name}"):
+                keys.fault(f"{where}.{name}", f"{value!r} is not implemented for rope_type {kind!r}")
         elif name in SCALINGS[kind]:
-            if (type(value) is bool and name != "truncate") or not isinstance(value, int | float):
-                keys.fault(f"{where}.{name}", f"expected a number, not {value!r}")
-                continue
-            whole = name == "original_max_position_embeddings" or name == "truncate"
-            fields[OURS.get(name, name)] = value if whole else float(value)
+            whole = TYPES.get(name)
+            if whole is not None and (type(value) is not whole or (whole is int and not 0 < value < WHOLE)):
+                keys.fault(f"{where}.{name}", f"expected {EXPECTED[whole]}, not {value!r}")
+            elif whole is not None:
+                fields[OURS.get(name, name)] = value
+            elif (number := keys.positive(f"{where}.{name}", value)) is not None:
+                fields[OURS.get(name, name)] = number
     if kind == "default":
         return fields
     fields["scaling"] = kind

@@ -6,12 +6,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from forge_models.components.decoder import Decoder
+from forge_models.components.moe import Losses
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.hf.config import Keys
 
 TOP_K = "num_experts_per_tok"
-IGNORED = ("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size")
-"""Keys of training and serving: they change no logit."""
+SWITCH, AUXILIARY = "output_router_logits", "router_aux_loss_coef"
+"""Whether the reference adds its loss of balance in training, and its weight."""
 
 
 def _same() -> Mapping[str, str]:
@@ -33,6 +34,8 @@ class Sparse:
         matrices: our projection -> its name in an expert.
         bias: name, inside of the layer, of the bias of the choice.
         fixed: keys of things that the code fixes, with what they may say.
+        fused: all experts of a layer are in two tensors.
+        auxiliary: the reference balances experts by `router_aux_loss_coef` where `output_router_logits` is true.
     """
 
     experts: tuple[str, ...]
@@ -45,11 +48,13 @@ class Sparse:
     matrices: Mapping[str, str] = field(default_factory=_same)
     bias: str | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fused: bool = False
+    auxiliary: bool = False
 
 
 def read_sparse(sparse: Sparse, keys: Keys) -> dict[str, Any]:
     """The fields of `MoE` that a configuration says; faults are left in `keys`."""
-    given = [key for key in sparse.experts if key in keys.values]
+    given = [key for key in sparse.experts if keys.given(key)]
     fields: dict[str, Any] = {"experts": keys.integer((given or list(sparse.experts))[0]), "top_k": keys.integer(TOP_K)}
     for other in given[1:]:
         keys.only(other, fields["experts"])
@@ -60,6 +65,9 @@ def read_sparse(sparse: Sparse, keys: Keys) -> dict[str, Any]:
     if sparse.layers == "step":
         fields["every"] = keys.integer("decoder_sparse_step")
         dense = keys.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+            keys.fault("mlp_only_layers", f"expected a list of layers, not {dense!r}")
+            dense = []
         if dense != list(range(len(dense))):
             keys.fault("mlp_only_layers", f"{dense} is not implemented; only the first layers may be dense")
         fields["first_dense"] = len(dense)
@@ -75,12 +83,22 @@ def read_sparse(sparse: Sparse, keys: Keys) -> dict[str, Any]:
         elif groups and kept > groups:
             keys.fault("topk_group", f"{kept} is more than n_group {groups}")
     for key, allowed in sparse.fixed.items():
-        if key in keys.values:
+        if keys.given(key):
             keys.only(key, *allowed)
-    for key in IGNORED:
-        if key in keys.values:
-            keys.get(key)
+    if sparse.auxiliary:
+        weight, used = keys.not_negative(AUXILIARY), keys.boolean(SWITCH)
+        fields["losses"] = Losses(pooled=weight if used else 0.0)
     return fields
+
+
+def unused_loss(sparse: Sparse, values: Mapping[str, Any]) -> str | None:
+    """A sentence about a loss whose weight is given, but which the reference does not use."""
+    if not sparse.auxiliary or not values.get(AUXILIARY) or values.get(SWITCH):
+        return None
+    return (
+        f"{AUXILIARY} {values[AUXILIARY]} is not in effect, since {SWITCH} is not true; to train with it, set "
+        f"model.moe.losses.pooled = {values[AUXILIARY]}"
+    )
 
 
 def write_sparse(sparse: Sparse, decoder: Decoder) -> dict[str, Any]:
@@ -89,7 +107,9 @@ def write_sparse(sparse: Sparse, decoder: Decoder) -> dict[str, Any]:
     if moe is None:
         return {}
     width = decoder.resolved_ffn_dim if moe.ffn_dim is None else moe.ffn_dim
-    written: dict[str, Any] = {sparse.experts[0]: moe.experts, TOP_K: moe.top_k, "output_router_logits": False}
+    written: dict[str, Any] = {sparse.experts[0]: moe.experts, TOP_K: moe.top_k}
+    if sparse.auxiliary:
+        written |= {SWITCH: moe.losses.pooled > 0, AUXILIARY: moe.losses.pooled}
     written |= {"intermediate_size": width} if sparse.width is None else {sparse.width: width}
     written |= {} if sparse.shared is None else {sparse.shared: moe.shared}
     if sparse.layers == "step":

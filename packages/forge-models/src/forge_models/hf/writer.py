@@ -16,10 +16,9 @@ from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
 from forge_models.hf.names import Place, places_in
-from forge_models.hf.reader import FLOATS, INDEX, SINGLE, TOKENIZER_FILES
+from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES
 
 ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-GENERATION = "generation_config.json"
 
 
 def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
@@ -132,7 +131,8 @@ def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path
     if kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)
     else:
-        _write_json(folder / GENERATION, {"_from_model_config": True} | tokens)
+        ends = {END: list(weights.facts.ends)} if weights.facts.ends else {}
+        _write_json(folder / GENERATION, {"_from_model_config": True} | tokens | ends)
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():

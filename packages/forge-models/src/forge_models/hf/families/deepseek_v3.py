@@ -4,6 +4,7 @@ Its modules for predicting several tokens come after the last layer; they change
 """
 
 from forge_models.hf.family import Family
+from forge_models.hf.ignorable import ANY
 from forge_models.hf.sparse import Sparse
 
 DEEPSEEK_V3 = Family(
@@ -47,4 +48,5 @@ DEEPSEEK_V3 = Family(
         fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     ),
     further="num_nextn_predict_layers",
+    ignores=dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY),
 )

@@ -41,4 +41,5 @@ GEMMA2 = Family(
     windows="layers",
     period=2,
     gemma=True,
+    attention_cap=True,
 )

@@ -1,6 +1,7 @@
 """Llama 1 to 3.x (Touvron et al., 2023; Grattafiori et al., 2024)."""
 
 from forge_models.hf.family import Family
+from forge_models.hf.ignorable import ANY, Same
 
 LLAMA = Family(
     model_type="llama",
@@ -17,4 +18,10 @@ LLAMA = Family(
         "mlp_bias": False,
     },
     mlp_bias=True,
+    ignores={
+        "is_llama_config": (True,),
+        "activation": ("swiglu",),  # Falcon3
+        "norm_eps": (Same("rms_norm_eps"),),
+        "pretraining_tp": ANY,  # parts in which products were once summed
+    },
 )

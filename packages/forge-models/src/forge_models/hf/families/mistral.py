@@ -1,6 +1,7 @@
 """Mistral (Jiang et al., 2023): the Llama shape with a window in every layer."""
 
 from forge_models.hf.family import Family
+from forge_models.hf.ignorable import Same
 
 MISTRAL = Family(
     model_type="mistral",
@@ -17,4 +18,5 @@ MISTRAL = Family(
     },
     qkv_bias=False,
     windows="all",
+    ignores={"norm_eps": (Same("rms_norm_eps"),)},
 )

@@ -1,6 +1,7 @@
 """Qwen3 with experts (Yang et al., 2025): fine-grained experts, none shared; a window, when switched on, in every layer."""
 
 from forge_models.hf.family import Family
+from forge_models.hf.ignorable import ANY
 from forge_models.hf.sparse import Sparse
 
 QWEN3_MOE = Family(
@@ -18,6 +19,8 @@ QWEN3_MOE = Family(
         "use_sliding_window": False,
         "sliding_window": 4096,
         "num_experts": 128,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "decoder_sparse_step": 1,
@@ -26,7 +29,9 @@ QWEN3_MOE = Family(
     },
     qk_norm="head",
     windows="switch",
+    ignores={"max_window_layers": ANY},  # the reference does not look at it
     sparse=Sparse(
+        auxiliary=True,
         experts=("num_experts", "num_local_experts"),
         width="moe_intermediate_size",
         normalize="norm_topk_prob",

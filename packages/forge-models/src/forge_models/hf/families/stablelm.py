@@ -1,6 +1,7 @@
 """StableLM 3B and 2 (Bellagente et al., 2024): layer norms with biases, and a part of each head that turns."""
 
 from forge_models.hf.family import Family
+from forge_models.hf.ignorable import Same
 
 STABLELM = Family(
     model_type="stablelm",
@@ -17,4 +18,9 @@ STABLELM = Family(
     qkv_bias="use_qkv_bias",
     layer_norm=True,
     partial=0.25,
+    ignores={
+        "norm_eps": (Same("layer_norm_eps"),),
+        "rope_pct": (Same("partial_rotary_factor"),),
+        "rotary_scaling_factor": (1,),
+    },
 )
