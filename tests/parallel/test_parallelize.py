@@ -83,11 +83,13 @@ def _equal(world: World, name: str, layout: str, materialised: bool, more: list[
     results = world.run(_sharded, Layout.parse(layout).world, name, layout, materialised, more, plan, timeout=300)
     losses, norms, weights = _alone(results[0][0], name, 4)
     exact = 1e-7 if name == "mixtral" else 1e-9  # its router takes a softmax in fp32 whatever the model's format
+    # AdamW turns the noise of a gradient near zero into a part of a step, which is 1e-2.
+    near = 1e-5 if name == "mixtral" else exact
     for start, _, found_norms, found in results:
         assert found_norms == pytest.approx(norms, rel=exact)
         assert found.keys() >= weights.keys()
         for key, value in weights.items():
-            torch.testing.assert_close(found[key], value, rtol=0, atol=exact, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(found[key], value, rtol=0, atol=near, msg=lambda text, key=key: f"{key}: {text}")
         for key in start:
             assert torch.equal(start[key], results[0][0][key]), key
     if "dp" not in layout:

@@ -11,7 +11,7 @@ Strategies are applied in the order of their phases whatever the order given, as
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from forge_parallel.boxes import local_box
 from forge_parallel.clipping import clip
 from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.foreign.describe import describe
+from forge_parallel.foreign.example import Example, example_for
+from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
@@ -188,6 +190,7 @@ def parallelize(
     compute: str = "fp32",
     state: str = "fp32",
     seed: int = 0,
+    example: Example | None = None,
 ) -> Parallelized:
     """Lays out a module over the ranks of the running process group.
 
@@ -204,6 +207,8 @@ def parallelize(
             by `with model.computing():`.
         state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
         seed: of a builder's random numbers.
+        example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
+            module begins with an embedding or a linear layer that is its only input. Its values do not matter.
 
     Raises:
         PlanError: what cannot be laid out, by name.
@@ -219,10 +224,8 @@ def parallelize(
     place = torch.device(device) if device is not None else _default_device()
     topology = Topology.of(layout, place)
     skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, seed)
-    chosen = _transforms(skeleton, layout, transforms, tp_plan)
     _prepare(skeleton.module)
-    if layout.tp > 1:
-        _refuse_dropout(skeleton.module)
+    chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     specs = describe(skeleton.module, blocks)
     if layout.pp > 1:
         stage(skeleton.module, list(specs.blocks))
@@ -237,7 +240,9 @@ def parallelize(
     return Parallelized(**{field.name: getattr(model, field.name) for field in fields(model)})
 
 
-def _transforms(skeleton: Skeleton, layout: Layout, given: Iterable[Any], tp_plan: Mapping[str, str] | None) -> list[Any]:
+def _transforms(
+    skeleton: Skeleton, layout: Layout, given: Iterable[Any], tp_plan: Mapping[str, str] | None, example: Example | None
+) -> list[Any]:
     built = [one.build() if callable(getattr(one, "build", None)) else one for one in given]
     names = {transform.name for transform in built}
     if layout.dp_shard * layout.dp_replicate > 1 and "shard" not in names:
@@ -249,7 +254,11 @@ def _transforms(skeleton: Skeleton, layout: Layout, given: Iterable[Any], tp_pla
                 f"parallelize: tp = {layout.tp} needs to know what to cut, such as "
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
-        built.append(TensorParallel(sequence=False, table=rules_of(skeleton.module, plan)))
+        _refuse_dropout(skeleton.module)
+        rules = rules_of(skeleton.module, plan)
+        sample = example_for(skeleton.module) if example is None else example
+        rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample))
+        built.append(TensorParallel(sequence=False, table=lambda *_: rules))
     return built
 
 

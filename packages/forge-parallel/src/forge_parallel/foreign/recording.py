@@ -43,8 +43,9 @@ class _Entry:
     overwrites: int | None
 
 
-class _SeemingReal(TorchFunctionMode):
-    """Constructors, torch's initializers among them, do nothing to a tensor that they know to be without memory."""
+class SeemingReal(TorchFunctionMode):
+    """Inside, a tensor without memory says that it has some: torch's initializers do nothing to one that does not, and what is
+    made on its device would know no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch."""
@@ -87,7 +88,7 @@ class Recording(TorchDispatchMode):
         elif func.overloadpacket.__name__ in RAW:
             self._raw.update({tensor.untyped_storage(): True for tensor in outputs})
         else:
-            for tensor in _written(func, args, kwargs):
+            for tensor in written(func, args, kwargs):
                 self._raw.pop(tensor.untyped_storage(), None)
         return out
 
@@ -98,14 +99,14 @@ class Recording(TorchDispatchMode):
         return self._taken[leaf.untyped_storage()].detach().as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        written = {_key(tensor) for tensor in _written(func, args, kwargs)}
+        changed = {_key(tensor) for tensor in written(func, args, kwargs)}
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_meta]
         made = {_key(leaf) for leaf in tree_iter(out) if isinstance(leaf, Tensor)} - {_key(tensor) for tensor in inputs}
         overwrites, rest = None, inputs
         if func.overloadpacket.__name__ in OVERWRITING and _covers(args[0]):
             overwrites, rest = _key(args[0]), inputs[1:]
         args, kwargs, out = tree_map(_kept, (args, kwargs, out))
-        for key in written | made:
+        for key in changed | made:
             self._writers.setdefault(key, []).append(len(self._tape))
         self._tape.append(_Entry(func, args, kwargs, out, tuple(_key(tensor) for tensor in rest), overwrites))
 
@@ -121,7 +122,7 @@ class Recording(TorchDispatchMode):
 
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         try:
-            with _SeemingReal():
+            with SeemingReal():
                 yield
         finally:
             nn.Module.register_parameter = original  # type: ignore[method-assign]
@@ -206,7 +207,8 @@ def _kept(leaf: Any) -> Any:
     return leaf.detach() if leaf.is_meta else leaf.detach().clone()
 
 
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator changes."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)

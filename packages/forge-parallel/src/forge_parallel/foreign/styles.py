@@ -5,12 +5,11 @@ plan says nothing of norms; so a column takes it in by an identity whose backwar
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
 from forge_core.errors import PlanError
-from forge_core.specs import Specs
 from forge_parallel.tensor.rules import Role, Rules
 
 STYLES: Mapping[str, Role] = {
@@ -33,8 +32,8 @@ STACKED = {"colwise": (1, 1), "packed_colwise": (2, 2), "rowwise": (2, 1)}
 equal size are packed into the outputs, which then count as a dimension of their own."""
 
 
-def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Callable[[Specs, int, bool], Rules]:
-    """A rule table for `Tensor` from a plan for `module`, which may be on the meta device.
+def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
+    """How a plan lays out `module`, which may be on the meta device.
 
     A pattern of the module's own plan (`_tp_plan`, as transformers' models have it) may match nothing: such plans list
     alternatives, such as dense layers and experts.
@@ -88,7 +87,7 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Callable[[Specs, int
                 f"tensor: {name} is tied to {ties[id(parameter)]}, which the plan cuts, but has no style of its own; "
                 "a tied table and head need 'embedding_rowwise' and 'colwise_gather_output'"
             )
-    return lambda _specs, _tp, _sequence: Rules(cut, roles, partial=frozenset(), summed=frozenset(summed), packed=packed)
+    return Rules(cut, roles, partial=frozenset(), summed=frozenset(summed), packed=packed)
 
 
 def _sums(module: nn.Module, roles: Mapping[str, Role], stacked: Mapping[str, int]) -> None:
