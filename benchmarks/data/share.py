@@ -58,7 +58,7 @@ def measure(recipe: str, steps: int, overrides: list[str], folder: Path) -> dict
     chosen = [f"--job.dir={folder}", f"--train.max_steps={steps}", "--hooks=[]", *overrides]
     resolved = load(recipe, chosen, 1, registry)
     directory = run_directory(resolved.job)
-    claim(directory, fresh=False)
+    claim(directory)
     run = assemble(resolved, directory, Launch(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), registry, None)
     timed = Timed(run.data)
     run.data = timed  # type: ignore[assignment]

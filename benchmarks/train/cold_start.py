@@ -30,7 +30,7 @@ def child(recipe: str) -> None:
     registry = Registry()
     resolved = load(recipe, ["--train.max_steps=1", "--schedule.name=constant", "--hooks=[]"], 1, registry)
     directory = run_directory(resolved.job)
-    claim(directory, fresh=False)
+    claim(directory)
     stamps.append(time.time())
     import torch
 

@@ -12,7 +12,7 @@ from forge_core.registry import Registry
 from forge_parallel.gather import full
 from forge_parallel.launcher import Launch, launch
 from forge_train.assemble import assemble
-from forge_train.directory import claim, run_directory
+from forge_train.directory import run_directory
 from forge_train.loop import fit
 from forge_train.recipe import load
 from forge_train.run import Run
@@ -97,7 +97,6 @@ def prepared(recipe: Path, overrides: list[str]) -> tuple[Run, Recorder]:
     where = launch(os.environ) if torch.distributed.is_initialized() else Launch()
     resolved = load(recipe, overrides, where.size, registry)
     directory = run_directory(resolved.job)
-    claim(directory, fresh=False)
     run = assemble(resolved, directory, where, torch.device("cpu"), registry, None)
     recorder = Recorder()
     run.hooks = [*run.hooks, recorder]

@@ -8,8 +8,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.registry import Registry
 from forge_train.planning import planned
@@ -154,6 +152,6 @@ def verdicts(recipe: Path, seed: int) -> tuple[list[Fault], str, list[str]]:
             planned(resolved.job, layout, REGISTRY, 8)
     except (ForgeError, ValueError) as refusal:
         return faults, f"{type(refusal).__name__}: {refusal}", told
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return faults, f"CRASH {type(error).__name__}: {error}", told
     return faults, "", told

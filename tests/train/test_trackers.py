@@ -15,7 +15,7 @@ import pytest
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.components.trackers import TensorBoard, Wandb
-from forge_train.directory import RECIPE, claim
+from forge_train.directory import RECIPE, move_aside
 from forge_train.loop import fit
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import read
@@ -252,11 +252,13 @@ class Falling(Hook):
             raise Fall
 
 
-def test_fresh_removes_what_trackers_left(run) -> None:
+def test_fresh_moves_aside_what_trackers_left(run) -> None:
     (run.directory / RECIPE).write_text("")
     for component in (TensorBoard(), Wandb()):
         tracker = start(component, run, 0)
         tracker.write(1, VALUES)
         tracker.close()
-    claim(run.directory, fresh=True)
-    assert {path.name for path in run.directory.iterdir()} - {"elsewhere"} == {RECIPE}
+    left = {path.name for path in run.directory.iterdir()} - {"elsewhere"}
+    moved = move_aside(run.directory)
+    assert moved is not None and {path.name for path in moved.iterdir()} == left
+    assert {path.name for path in run.directory.iterdir()} - {"elsewhere"} == {moved.name}

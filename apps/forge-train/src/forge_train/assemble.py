@@ -1,7 +1,8 @@
 """From a resolved recipe to a `Run`: asks components to build themselves, in the one order that works.
 
-Nothing concrete is named here. Data first, since it can refuse cheaply; then the model through blueprint, plan and
-`realize`, which is where a checkpoint, if there is one, takes the place of initial weights.
+Nothing concrete is named here. Data first, since it can refuse cheaply; then the newest checkpoint, which is compared with the
+recipe; then the model through blueprint, plan and `realize`, where a checkpoint takes the place of initial weights; at last the
+directory, when nothing is left that could refuse.
 """
 
 import logging
@@ -29,13 +30,17 @@ from forge_parallel.plan import Plan, default_transforms
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
+from forge_train.agreement import Agreement
 from forge_train.checkpoints import Checkpoints, restore_hooks
 from forge_train.components.trackers import Jsonl
+from forge_train.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.job import Job
 from forge_train.matrix_speed import bf16_remark
+from forge_train.resuming import check, check_alone
 from forge_train.run import Run, State
 from forge_train.start import initial_weights
 from forge_train.stop import Stop
+from forge_train.takeover import forget, prepare_directory, refuse_fresh, remind
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import JsonlTracker
 
@@ -48,15 +53,33 @@ _log = logging.getLogger(__name__)
 
 
 def assemble(
-    resolved: "Resolved", directory: Path, where: Launch, device: torch.device, registry: Registry, console: "Console | None"
+    resolved: "Resolved",
+    directory: Path,
+    where: Launch,
+    device: torch.device,
+    registry: Registry,
+    console: "Console | None",
+    *,
+    fresh: bool = False,
+    ranks: Agreement | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Builds everything on this rank; all ranks call it at the same point. Process group and directory exist.
+    """Builds everything on this rank; all ranks call it at the same point, with an open process group.
+
+    Everything that can refuse does so before the run's directory is taken over: until then nothing in it changes but prepared
+    data, and an older job goes on.
+
+    Args:
+        fresh: start at step 0 and move what is there aside.
+        ranks: what says on every rank what one of them refuses; by default each one's faults are its own.
+        begin: called once the directory is this run's.
 
     Raises:
-        ForgeError: data, plan or checkpoint do not fit; see the packages. Until then, older jobs of the run are left alone.
+        ForgeError: directory, data, plan, checkpoint or a component do not fit; see the packages.
     """
     job, layout = resolved.job, resolved.layout
     assert layout is not None, "a run is resolved for a world"
+    ranks = ranks or Agreement()
     topology = Topology.of(layout, device)
     world = Group() if topology.size > 1 else Alone()
     say = _announcer(console)
@@ -66,7 +89,11 @@ def assemble(
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 
-    with rank_zero_first(world):
+    with ranks.together("the directory"):
+        refuse_fresh(job, fresh)
+        if world.rank == 0 or directory.is_dir():
+            probe(directory, fresh)
+    with ranks.together("the data"), rank_zero_first(world):
         shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}
         data = open_stream(
             job.data,
@@ -79,20 +106,23 @@ def assemble(
         )
         evaluations = evaluation(job.data, tokenizer=data.tokenizer, **shape)
 
-    store = job.checkpoint.store.build(directory / "checkpoints")
+    policy = "never" if fresh else job.checkpoint.resume
+    store = job.checkpoint.store.build(directory / CHECKPOINTS)
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
-    found = checkpoints.newest(job.checkpoint.resume)
+    found = checkpoints.newest(policy)
 
-    blueprint = Blueprint.of(job.model.build)
-    plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
+    with ranks.together("the plan"):
+        noted = check(found, resolved, registry, data) if found else check_alone(resolved)
+        blueprint = Blueprint.of(job.model.build)
+        plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
+        factor, objective = job.schedule.build(job.train.max_steps), job.objective.build()
     optimizers: list[Any] = []
     state = State(0, 0, data.start())
     meta: dict[str, Any] = {"hooks": []}
 
     def take_up(found: Found, model: ParallelModel, optimizer: Any) -> None:
-        meta.update(checkpoints.restore(found, model, optimizer, job))
+        meta.update(checkpoints.restore(found, model, optimizer))
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
-        say(f"resuming after step {found.step} from {directory / 'checkpoints'}")
 
     def restore(model: ParallelModel) -> None:
         assert found is not None
@@ -102,9 +132,6 @@ def assemble(
     weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
     model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
     optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
-    fence = checkpoints.own()
-    if later := checkpoints.later(job.checkpoint.resume):
-        take_up(later, model, optimizer)
     parameters = model.parameter_count()
     say(f"model: {parameters:,} parameters, layout {layout}, {device.type}, transforms: {', '.join(plan.names()) or 'none'}")
 
@@ -114,24 +141,53 @@ def assemble(
         topology=topology,
         model=model,
         optimizer=optimizer,
-        factor=job.schedule.build(job.train.max_steps),
-        step=Step(model, job.objective.build()),
+        factor=factor,
+        step=Step(model, objective),
         data=data,
         evaluations=evaluations,
         state=state,
         console=console,
-        stop=Stop(job.train.max_steps, fence=fence),
+        stop=Stop(job.train.max_steps),
         parameters=parameters,
         config=resolved.as_json(),
     )
-    run.save = lambda: checkpoints.save(run)
-    if topology.rank == 0:
-        chosen = [tracker.build(run) for tracker in job.trackers if not isinstance(tracker, Jsonl)]  # kept in any case
-        run.trackers = [Guarded(tracker) for tracker in (JsonlTracker(directory / "metrics.jsonl"), *chosen)]
-        for tracker in run.trackers:
-            tracker.rewind(state.step)
-    run.hooks = [hook.build(run) for hook in job.hooks]
+    with ranks.together("the hooks"):
+        chosen = [tracker for tracker in job.trackers if not isinstance(tracker, Jsonl)]  # kept in any case
+        trackers = [tracker.build(run) for tracker in chosen] if topology.rank == 0 else []
+        run.hooks = [hook.build(run) for hook in job.hooks]
+
+    with ranks.together("taking over the directory"):
+        if topology.rank == 0:
+            prepare_directory(directory, store, fresh, say)
+    if fresh:
+        checkpoints.store = job.checkpoint.store.build(directory / CHECKPOINTS)  # the old one's directory was moved
+    run.stop.fence = checkpoints.own()
+    if later := checkpoints.later(policy):
+        with ranks.together("the checkpoint that an older job has saved since"):
+            noted = check(later, resolved, registry, data)
+        take_up(later, model, optimizer)
+    checkpoints.tidy(later or found)
+    with ranks.together("the logs"):
+        begin()
+        if topology.rank == 0:
+            keep_recipe(directory, resolved.as_toml())
+            run.trackers = [Guarded(tracker) for tracker in (JsonlTracker(directory / "metrics.jsonl"), *trackers)]
+    for tracker in run.trackers:
+        tracker.rewind(state.step)
     restore_hooks(run.hooks, meta["hooks"])
+    if later or found:
+        changed = "; changed since:" if noted else ""
+        say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
+    elif not fresh:
+        remind(directory, say)
+
+    def save() -> str:
+        name = checkpoints.save(run)
+        if topology.rank == 0:
+            forget(directory)
+        return name
+
+    run.save = save
     return run
 
 
@@ -178,6 +234,6 @@ def rank_zero_first(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        world.broadcast(f"rank 0 failed while preparing the data: {error}".encode())
+        world.broadcast(f"rank 0 failed while preparing the data: {error or type(error).__name__}".encode())
         raise
     world.broadcast(b"ready")

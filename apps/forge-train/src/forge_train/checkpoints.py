@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: which tensors and which facts are kept, and what must agree at a resume."""
+"""Between a run and its checkpoints: which tensors and which facts are kept, and how they come back."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ from forge_core.protocols.run import Hook
 from forge_core.redact import redacted
 from forge_data.cursor import merged
 from forge_parallel.model import ParallelModel
-from forge_train.job import Job
+from forge_train.resuming import anchors
 from forge_train.run import Run
 
 
@@ -30,11 +30,6 @@ def pieces(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
     for state, tensors in optimizer.state().items():
         for name, tensor in tensors.items():
             yield model.piece(f"optimizer/{state}/{name}", tensor)
-
-
-def anchors(job: Job) -> dict[str, int]:
-    """What may not change between stop and resume, unlike ranks and micro-batches."""
-    return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
 
 
 @dataclass
@@ -50,14 +45,18 @@ class Checkpoints:
     fence: Fence | None = None
 
     def newest(self, policy: Literal["auto", "never", "require"]) -> resume.Found | None:
-        """What a start resumes from: `forge_ckpt.resume.newest`."""
+        """What a start resumes from: `forge_ckpt.resume.newest`, which changes nothing until this job owns the store."""
         self.present = self._committed()
-        return resume.newest(self.store, self.world, policy)
+        return resume.newest(self.store, self.world, policy, aside=self.fence is not None)
 
     def own(self) -> Fence:
         """Takes the store from every older job; collective. Called once this one can go on from what `newest` found."""
         self.fence = Fence.take(self.store, self.world)
         return self.fence
+
+    def tidy(self, found: resume.Found | None) -> None:
+        """Puts aside what `newest` found damaged; collective. For the owner."""
+        resume.set_aside(self.store, self.world, found.skipped if found else ())
 
     def later(self, policy: Literal["auto", "never", "require"]) -> resume.Found | None:
         """What `newest` finds now, if an older job has saved since it was called; collective."""
@@ -106,18 +105,12 @@ class Checkpoints:
         parts = self.world.all_gather(json.dumps(cursor).encode())
         return dict(merged([json.loads(part) for part in parts]))
 
-    def restore(self, found: resume.Found, model: ParallelModel, optimizer: Optimizer, job: Job) -> Mapping[str, Any]:
+    def restore(self, found: resume.Found, model: ParallelModel, optimizer: Optimizer) -> Mapping[str, Any]:
         """Fills model and optimizer from a verified checkpoint and returns its facts.
 
         Raises:
-            CheckpointError: it was made with another global batch or sequence length, or does not fit the model.
+            CheckpointError: it does not fit the model.
         """
-        old, new = dict(found.meta["anchors"]), anchors(job)
-        if changed := [f"{key} was {old.get(key)}, is {value}" for key, value in new.items() if old.get(key) != value]:
-            raise CheckpointError(
-                f"{'; '.join(changed)}: the data position would mean other samples. Put the value back, start over with "
-                "--fresh, or give the run another job.name"
-            )
         return resume.load(self.store, found, pieces(model, optimizer), self.world)
 
 

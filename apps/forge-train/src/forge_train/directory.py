@@ -1,7 +1,13 @@
-"""Where a run lives: `runs/<name>/` with its recipe, numbers, logs, prepared data, checkpoints and report."""
+"""Where a run lives: `runs/<name>/` with its recipe, numbers, logs, prepared data, checkpoints and report.
 
+A start only looks until it takes the directory over. The one exception is prepared data: it is named by its content and appears
+by a rename, so that no job can tell who made it.
+"""
+
+import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from forge_core.errors import ForgeError
@@ -11,8 +17,15 @@ from forge_train.job import Job
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""
 
-OWNED = ("checkpoints", "logs", "metrics.jsonl", "report.html", "report.json", "samples.json", "tensorboard", "wandb", "wandb-id")
-"""What `--fresh` removes. Prepared data stays: it depends on its inputs only and is checked against them."""
+CHECKPOINTS = "checkpoints"
+
+OWNED = (
+    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", "routing.json", "samples.json", "tensorboard"),
+    *("wandb", "wandb-id"),
+)
+"""What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
+
+_PREVIOUS = re.compile(r"previous-[1-9]\d*")
 
 
 def run_directory(job: Job) -> Path:
@@ -20,11 +33,11 @@ def run_directory(job: Job) -> Path:
     return Path(job.job.dir) if job.job.dir else Path("runs") / job.job.name
 
 
-def claim(directory: Path, fresh: bool) -> None:
-    """Makes the directory and shows that it can be written, before anything expensive starts.
+def claim(directory: Path) -> None:
+    """Makes the directory and shows that it can be written.
 
     Raises:
-        ForgeError: it cannot be made or written, or `fresh` would empty a directory that is not a run's.
+        ForgeError: it cannot be made or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -34,8 +47,62 @@ def claim(directory: Path, fresh: bool) -> None:
         raise ForgeError(
             f"the run's directory {directory} cannot be written: {cause.strerror}; choose another with --job.dir=PATH"
         ) from cause
-    if fresh:
-        _empty(directory)
+
+
+def probe(directory: Path, fresh: bool) -> None:
+    """Shows that the directory can be claimed, and leaves nothing behind.
+
+    Raises:
+        ForgeError: as `claim`; or `fresh` would move files of a directory that is not a run's.
+    """
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        claim(directory)
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+    held = _held(directory)
+    if fresh and held and not (directory / RECIPE).is_file():
+        raise ForgeError(f"--fresh: {directory} holds {held[0].name} but no {RECIPE}, so it is not a run's; nothing was moved")
+
+
+def move_aside(directory: Path) -> Path | None:
+    """Moves what a run has made to a new `previous-N` inside of its directory, which is a run's directory itself then.
+
+    Raises:
+        ForgeError: something cannot be moved; names where the rest is.
+    """
+    held = [*_held(directory), *(path for path in [directory / RECIPE] if path.exists())]
+    if not held:
+        return None
+    target = directory / f"previous-{max((_number(path) for path in previous(directory)), default=0) + 1}"
+    try:
+        target.mkdir()
+        for path in held:
+            path.rename(target / path.name)
+    except OSError as cause:
+        raise ForgeError(
+            f"--fresh: {path.name if target.exists() else target} cannot be moved: {cause.strerror}; what was moved before it "
+            f"is in {target}: move it back"
+        ) from cause
+    return target
+
+
+def previous(directory: Path) -> list[Path]:
+    """What starts with --fresh moved aside, oldest first."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in found if _PREVIOUS.fullmatch(path.name) and path.is_dir()), key=_number)
+
+
+def forget_previous(directory: Path) -> None:
+    """Removes what was moved aside: the new run has saved.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    for path in previous(directory):
+        shutil.rmtree(path)
 
 
 def keep_recipe(directory: Path, recipe: str) -> None:
@@ -48,14 +115,9 @@ def keep_recipe(directory: Path, recipe: str) -> None:
     path.write_text(recipe, encoding="utf-8")
 
 
-def _empty(directory: Path) -> None:
-    present = [directory / name for name in OWNED if (directory / name).exists()]
-    if present and not (directory / RECIPE).is_file():
-        raise ForgeError(
-            f"--fresh: {directory} holds {present[0].name} but no {RECIPE}, so it is not a run's; nothing was removed"
-        )
-    for path in present:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def _held(directory: Path) -> list[Path]:
+    return [directory / name for name in OWNED if (directory / name).exists() or (directory / name).is_symlink()]
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])

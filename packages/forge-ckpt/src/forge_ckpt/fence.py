@@ -79,7 +79,9 @@ class Fence:
         try:
             found = _facts(self.store.read(OWNER))
         except FileNotFoundError:
-            return "the run's checkpoints were removed while it ran, as --fresh of another job does; this one has stopped writing"
+            return (
+                "the run's checkpoints were moved away while it ran, as --fresh of another job does; this one writes nothing more"
+            )
         if found["mark"] == self.mark:
             return ""
         return (

@@ -16,7 +16,7 @@ from forge_ckpt.collective import describe_error, from_rank_0
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format import copy_box, dtype_name
 from forge_ckpt.manifest import Manifest
-from forge_ckpt.names import DAMAGED, SUPERSEDED, Committed, committed, free_name, is_safe
+from forge_ckpt.names import DAMAGED, SUPERSEDED, committed, free_name, is_safe
 from forge_ckpt.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
@@ -28,10 +28,11 @@ Select = Callable[[str], bool] | None
 
 
 class Skipped(NamedTuple):
-    """A checkpoint that was passed over, and why; `name` is what it is called now."""
+    """A checkpoint that was passed over, and why; `name` is what it is called now. Only damaged ones are put aside."""
 
     name: str
     reason: str
+    damaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,16 @@ class Found:
         return self.manifest.meta
 
 
-def newest(store: Store, world: World, policy: Literal["auto", "never", "require"] = "auto") -> Found | None:
+def newest(
+    store: Store, world: World, policy: Literal["auto", "never", "require"] = "auto", *, aside: bool = True
+) -> Found | None:
     """The newest checkpoint that verifies; collective, the same on every rank. Rank 0's listing counts.
 
     Damaged ones are renamed to `damaged-...`, never removed, and named in `skipped` and in the log.
 
     Args:
         policy: `auto` returns None when nothing was ever saved; `require` raises then; `never` returns None without looking.
+        aside: rename damaged ones. A job that does not own the store yet only looks, and calls `set_aside` once it does.
 
     Raises:
         CheckpointError: there are checkpoints, but none is usable: a run must not start over silently.
@@ -75,19 +79,19 @@ def newest(store: Store, world: World, policy: Literal["auto", "never", "require
     skipped: list[Skipped] = []
     for entry in committed(names):
         try:
-            return Found(entry.name, _verified(store, entry.name, world), tuple(skipped))
+            manifest = _verified(store, entry.name, world)
+            return Found(entry.name, manifest, set_aside(store, world, skipped) if aside else tuple(skipped))
         except Damaged as cause:
-            moved = from_rank_0(world, partial(_quarantine, store, entry))
             if world.rank == 0:
-                _log.warning("%s is damaged and was skipped: %s (now %s)", entry.name, cause, moved)
-            skipped.append(Skipped(moved, str(cause)))
+                _log.warning("%s is damaged and was skipped: %s", entry.name, cause)
+            skipped.append(Skipped(entry.name, str(cause), damaged=True))
         except NewerFormat:
             raise
         except CheckpointError as cause:  # unreadable for now; it stays where it is
             if world.rank == 0:
                 _log.warning("%s could not be read and was skipped: %s", entry.name, cause)
             skipped.append(Skipped(entry.name, str(cause)))
-    spoiled = skipped or _set_aside(names)
+    spoiled = (set_aside(store, world, skipped) if aside else skipped) or _spoiled_before(names)
     if spoiled:
         reasons = "\n  ".join(f"{entry.name}: {entry.reason}" for entry in spoiled[:_SHOWN])
         raise CheckpointError(
@@ -99,7 +103,18 @@ def newest(store: Store, world: World, policy: Literal["auto", "never", "require
     return None
 
 
-def _set_aside(names: Iterable[str]) -> list[Skipped]:
+def set_aside(store: Store, world: World, skipped: Iterable[Skipped]) -> tuple[Skipped, ...]:
+    """Renames the damaged ones to `damaged-...`; collective. Returns all with the names that they have now."""
+    found = []
+    for entry in skipped:
+        name = from_rank_0(world, partial(_quarantine, store, entry.name)) if entry.damaged else entry.name
+        if name != entry.name and world.rank == 0:
+            _log.warning("%s is now called %s", entry.name, name)
+        found.append(entry._replace(name=name))
+    return tuple(found)
+
+
+def _spoiled_before(names: Iterable[str]) -> list[Skipped]:
     """What earlier starts and saves renamed: it cannot be resumed from, but shows that a run has a history."""
     reasons = {DAMAGED: "found damaged earlier", SUPERSEDED: "left behind when the run went back before it"}
     return [Skipped(name, reason) for name in names for prefix, reason in reasons.items() if name.startswith(prefix)]
@@ -293,12 +308,12 @@ def _fill(store: Store, name: str, manifest: Manifest, piece: Piece) -> None:
         copy_box(store, path, int(columns.start[at]), box, piece.local, [int(start) for start in piece.offset])
 
 
-def _quarantine(store: Store, entry: Committed) -> str:
+def _quarantine(store: Store, name: str) -> str:
     """Puts a damaged checkpoint aside; where even that fails it stays, and is judged again at the next start."""
     try:
-        moved = free_name(f"{DAMAGED}{entry.name}", store.list())
-        store.rename(entry.name, moved)
+        moved = free_name(f"{DAMAGED}{name}", store.list())
+        store.rename(name, moved)
     except (OSError, CheckpointError) as cause:
-        _log.warning("%s could not be renamed: %s", entry.name, cause)
-        return entry.name
+        _log.warning("%s could not be renamed: %s", name, cause)
+        return name
     return moved

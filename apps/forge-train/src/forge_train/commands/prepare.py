@@ -27,7 +27,7 @@ def prepare(
     console = Console(as_json=as_json)
     job = load(recipe, context.args, None, Registry()).job
     directory = run_directory(job)
-    claim(directory, fresh=False)
+    claim(directory)
     workspace = directory / "data"
     vocab_size = getattr(job.model, "vocab_size", None)
     opened = open_sources(job.data, context_of(job.data, workspace, console.note), vocab_size)

@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +11,13 @@ import typer
 from forge_train.completion import Recipe
 
 if TYPE_CHECKING:
+    import torch
+
+    from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_parallel.launcher import Launch
+    from forge_train.agreement import Agreement
+    from forge_train.logs import RunLog
     from forge_train.recipe import Resolved
     from forge_train.run import Run
 
@@ -23,26 +28,21 @@ REQUEUE = 75
 def run(
     context: typer.Context,
     recipe: Recipe,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove this run's checkpoints and numbers first.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the run before is moved aside until this one has saved.")
+    ] = False,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
     Alone, under torchrun or under srun. The run lives in runs/<job.name> (or --job.dir=PATH): resolved recipe, numbers,
-    logs of every rank, checkpoints and report.html.
+    logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
     """
-    from forge_core.registry import Registry
     from forge_parallel.launcher import launch
-    from forge_train.directory import claim, keep_recipe, run_directory
-    from forge_train.recipe import load
+    from forge_train.logs import logging_of
 
-    registry = Registry()
     where = launch(os.environ)
-    resolved = load(recipe, context.args, where.size, registry)
-    directory = run_directory(resolved.job)
-    if where.rank == 0:
-        claim(directory, fresh)
-        keep_recipe(directory, resolved.as_toml())
-    code = _train(resolved, directory, where, registry)
+    with logging_of(where.rank, where.size) as log:
+        code = start(recipe, context.args, fresh, where, log)
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:
@@ -51,38 +51,89 @@ def run(
     raise typer.Exit(code)
 
 
-def _train(resolved: "Resolved", directory: Path, where: "Launch", registry: "Registry") -> int:
+def start(recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch", log: "RunLog") -> int:
+    """Resolves a recipe and trains it; the exit code of this rank. What ranks refuse before they train, rank 0 says."""
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_train.agreement import Agreement, Refused
+    from forge_train.recipe import load
+
+    registry, ranks = Registry(), Agreement()
+    resolved, unread = None, None
+    try:
+        try:
+            resolved = load(recipe, overrides, where.size, registry)
+        except Exception as cause:
+            if where.size == 1:  # no other rank has to learn of it, and torch need not be imported
+                raise
+            unread = cause
+        from forge_parallel import bootstrap
+        from forge_parallel.components.sections import Parallel
+
+        timeout = (resolved.job.parallel if resolved else Parallel()).timeout
+        device = bootstrap.start(where, timeout)
+        if where.size > 1:
+            ranks = Agreement.of_group(timeout)
+        with ranks.together("the recipe"):
+            if unread is not None:
+                raise unread
+        assert resolved is not None, "a recipe that is not refused is resolved"
+        return _train(resolved, fresh, where, device, registry, ranks, log)
+    except Refused as refusal:
+        if where.rank == 0:
+            _say(refusal, log)
+        ranks.said()
+        return refusal.exit_code
+    except ForgeError as refusal:
+        _say(refusal, log)
+        return refusal.exit_code
+    except Exception:  # noqa: BLE001 (the last stop before the process ends: the cause must be on paper)
+        log.logger.critical("%s", traceback.format_exc())
+        return 1
+
+
+def _train(
+    resolved: "Resolved",
+    fresh: bool,
+    where: "Launch",
+    device: "torch.device",
+    registry: "Registry",
+    ranks: "Agreement",
+    log: "RunLog",
+) -> int:
     """Exit code of the run on this rank."""
     from rich.console import Console
 
-    from forge_core.errors import ForgeError
     from forge_parallel import bootstrap
     from forge_train.assemble import assemble
-    from forge_train.logs import logging_to
+    from forge_train.directory import run_directory
     from forge_train.loop import fit
     from forge_train.stop import STOPPED
 
-    console = Console() if where.rank == 0 else None
-    with logging_to(directory, where.rank, where.size) as log:
-        try:
-            device = bootstrap.start(where, resolved.job.parallel.timeout)
-            run = assemble(resolved, directory, where, device, registry, console)
-            try:
-                with run.stop.listening():
-                    reason = fit(run)
-            finally:
-                for tracker in run.trackers:
-                    tracker.close()  # also after a failure: what was written last says most about it
-            if console is not None:
-                _conclude(run, resolved, reason)
-            bootstrap.stop()
-        except ForgeError as refusal:
-            log.error("%s", refusal)
-            return refusal.exit_code
-        except Exception:  # noqa: BLE001 (the last stop before the process ends: the cause must be on paper)
-            log.critical("%s", traceback.format_exc())
-            return 1
+    console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
+    run = assemble(
+        resolved, directory, where, device, registry, console, fresh=fresh, ranks=ranks, begin=lambda: log.open(directory)
+    )
+    try:
+        with run.stop.listening():
+            reason = fit(run)
+    finally:
+        for tracker in run.trackers:
+            tracker.close()  # also after a failure: what was written last says most about it
+    if console is not None:
+        _conclude(run, resolved, reason)
+    bootstrap.stop()
     return REQUEUE if reason == STOPPED else 0
+
+
+def _say(refusal: "ForgeError", log: "RunLog") -> None:
+    """Into the log once there is one; before, a run has only the terminal."""
+    from forge_core.console import Console
+
+    if log.is_open:
+        log.logger.error("%s", refusal)
+    else:
+        Console().error(refusal)
 
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:

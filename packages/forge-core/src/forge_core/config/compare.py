@@ -41,6 +41,11 @@ def changes(before: Outcome, now: Outcome, registry: Registry) -> list[Change]:
     return list(_Comparison(before, now, registry).node("", before.tree, now.tree))
 
 
+def class_of(key: str, before: Outcome, now: Outcome, registry: Registry) -> KeyClass:
+    """The class of a key of one of the two recipes."""
+    return _Comparison(before, now, registry).class_of(key)
+
+
 def vanished(written: Table, read: Outcome) -> dict[str, Any]:
     """Keys of a recipe that this version does not know, with their values; secrets are hidden."""
     known = {key for key, _, _ in leaves(read.tree)}
@@ -93,7 +98,7 @@ class _Comparison:
     def _values(self, key: str, was: Node, now: Node) -> Iterator[Change]:
         old, new = plain(was), plain(now)
         if old != new and old != redacted(new, key):  # a checkpoint keeps no secrets, so nobody can tell
-            yield Change(key, redacted(old, key), redacted(new, key), self._class_of(key))
+            yield Change(key, redacted(old, key), redacted(new, key), self.class_of(key))
 
     def _is_leaf(self, key: str) -> bool:
         """Whether a field holds a table as its value, such as a mapping of texts to numbers."""
@@ -104,7 +109,7 @@ class _Comparison:
         info = self.now.fields.get(key) or self.before.fields.get(key)
         return None if info is None else shape_of(info.type)
 
-    def _class_of(self, key: str) -> KeyClass:
+    def class_of(self, key: str) -> KeyClass:
         """That of the field which holds the key. Where the key of a table is the name of its component, as in
         `[transforms.NAME]`, the component says what its presence means."""
         at = key

@@ -1,0 +1,119 @@
+"""Ranks that begin together: what one refuses, all refuse, with one exit code, and rank 0 says it once.
+
+Verdicts go through the store of the process group, not through a collective: a rank that refuses may leave the others in one, and
+must not answer it with something else.
+"""
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from forge_core.errors import ForgeError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_log = logging.getLogger(__name__)
+
+LAST_WORDS = 5.0
+"""Seconds that a rank which ends waits for the others: rank 0 until they have read why, they until it has said so."""
+
+
+class Refused(ForgeError):
+    """One or more ranks refused to begin; the same cause and exit code on every rank."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """This rank's part in the verdicts of all. Without a store it is alone, and its faults are its own.
+
+    Attributes:
+        rank, size: of the world.
+        store: of the process group.
+        patience: seconds to wait for the verdict of a rank that says nothing.
+    """
+
+    rank: int = 0
+    size: int = 1
+    store: "Store | None" = None
+    patience: float = 600.0
+
+    @classmethod
+    def of_group(cls, patience: float) -> "Agreement":
+        """Of the ranks of the default process group; made once by each."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), patience)
+
+    @contextmanager
+    def together(self, phase: str) -> Iterator[None]:
+        """Runs a body without collectives on every rank; collective, each `phase` once.
+
+        Raises:
+            Refused: on every rank, with the cause of the first rank that refused. The traceback of what is not a refusal goes
+                to the log of the rank where it was.
+        """
+        fault: Exception | None = None
+        try:
+            yield
+        except Exception as cause:
+            if self.store is None:
+                raise
+            fault = cause
+        if self.store is None:
+            return
+        if fault is not None and not isinstance(fault, ForgeError):
+            _log.critical("%s", "".join(traceback.format_exception(fault)))
+        found = self._verdict(self.store, phase, fault)
+        if found is not None:
+            raise found from fault
+
+    def said(self) -> None:
+        """Before all ranks end: waits until rank 0 has said why and the others have read it; never for long."""
+        if self.store is None:
+            return
+        try:
+            if self.rank == 0:
+                self.store.set("start/said", b"1")
+                until = time.monotonic() + LAST_WORDS
+                while self.store.add("start/read", 0) < self.size - 1 and time.monotonic() < until:
+                    time.sleep(0.01)
+            else:
+                self.store.wait(["start/said"], timedelta(seconds=LAST_WORDS))
+                self.store.add("start/read", 1)
+        except RuntimeError:  # the store is gone, and with it the rank that keeps it
+            return
+
+    def _verdict(self, store: "Store", phase: str, fault: Exception | None) -> Refused | None:
+        key = f"start/{phase}"
+        if fault is not None:
+            code = fault.exit_code if isinstance(fault, ForgeError) else 1
+            text = str(fault) if isinstance(fault, ForgeError) else f"{type(fault).__name__}: {fault}"
+            store.set(f"{key}/{self.rank}", json.dumps([text, code]).encode())
+            store.append(f"{key}/faulty", f"{self.rank} ")
+        try:
+            if store.add(f"{key}/arrived", 1) == self.size:
+                store.set(f"{key}/all", b"1")
+            store.wait([f"{key}/all"], timedelta(seconds=self.patience))
+            faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
+            if not faulty:
+                return None
+            first = min(faulty)
+            text, code = json.loads(store.get(f"{key}/{first}"))
+        except RuntimeError as cause:
+            raise ForgeError(
+                f"not every rank came as far as {phase!r} within parallel.timeout = {self.patience:g} s, or rank 0 died; "
+                "look at the output of the others"
+            ) from (fault or cause)
+        return Refused(text if first == 0 else f"rank {first}: {text}", code)

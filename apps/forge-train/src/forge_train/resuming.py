@@ -1,0 +1,147 @@
+"""What a resume knows of what it resumes: the recipe in the checkpoint and the new one, key by key.
+
+A key says what another value means (`forge_core.component.KeyClass`). What changes the function that is trained is refused unless
+`checkpoint.allow` names it; everything else that differs is listed once.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge_ckpt.resume import Found
+from forge_core.component import KeyClass
+from forge_core.config.compare import Change, changes, class_of, keys_of, vanished
+from forge_core.config.tree import Table, build, join, origin_at
+from forge_core.config.validate import Outcome, walk
+from forge_core.config.write import value_text
+from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, did_you_mean
+from forge_core.protocols.data import Stream
+from forge_core.registry import Registry, canonical
+from forge_train.job import Job
+
+if TYPE_CHECKING:
+    from forge_train.recipe import Resolved
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Differences between a checkpoint and the recipe that is to go on from it, a line each.
+
+    Attributes:
+        anchored: of what a resume can never change.
+        refused: that nobody allowed, by key.
+        noted: the others.
+    """
+
+    anchored: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    noted: tuple[str, ...] = ()
+
+
+def anchors(job: Job) -> dict[str, int]:
+    """What may not change between stop and resume, unlike ranks and micro-batches."""
+    return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
+
+
+def check(found: Found, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
+    """What differs, and may, between a checkpoint and what is to go on from it: recipe, components, data position.
+
+    Raises:
+        ConfigError: `checkpoint.allow` names what is not a key.
+        CheckpointError: something differs that changes what is trained; names all of it.
+    """
+    compared = compare(found.meta, resolved, registry)
+    faults, ways = [*compared.anchored, *compared.refused.values()], ["put the values back"]
+    if not compared.anchored:  # else its position is known to be another one
+        try:
+            data.from_cursor(found.meta["cursor"])
+        except DataError as cause:
+            faults.append(str(cause))
+    if not faults:
+        return compared.noted
+    if compared.refused:
+        keys = list(compared.refused)
+        one = f"--checkpoint.allow={keys[0]}" if len(keys) == 1 else f"checkpoint.allow = {value_text(keys)}"
+        ways.append(f"allow by name what is meant to differ: {one}")
+    listed = "\n  ".join(faults)
+    raise CheckpointError(
+        f"{found.name} was trained otherwise, so going on would not be the same run:\n  {listed}\n"
+        f"{'; '.join(ways).capitalize()}; start over with --fresh; or give the run another job.name"
+    )
+
+
+def check_alone(resolved: "Resolved") -> tuple[str, ...]:
+    """As `check`, where there is no checkpoint: nothing differs."""
+    _refuse_unknown(resolved, keys_of(resolved.outcome))
+    return ()
+
+
+def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> Compared:
+    """Compares the facts of a checkpoint with a recipe. One that carries no recipe is taken as it is, with a note.
+
+    Raises:
+        ConfigError: `checkpoint.allow` names what is not a key.
+    """
+    old = dict(meta.get("anchors", {}))
+    fixed = {key: (old.get(key), value) for key, value in anchors(resolved.job).items() if old.get(key) != value}
+    anchored = tuple(
+        f"{key} was {was}, is {now}: the data position would mean other samples" for key, (was, now) in fixed.items()
+    )
+    config = meta.get("config")
+    if not isinstance(config, Mapping):
+        return Compared(anchored, {}, ("the checkpoint carries no recipe: nothing else was compared",))
+    tree = build(dict(config), (), lambda _: "checkpoint", Path.cwd())
+    assert isinstance(tree, Table)
+    before, now = walk(Job, tree, registry), resolved.outcome
+    gone = vanished(tree, before)
+    found = {change.key: change for change in _other_distributions(meta, now, before, registry)}
+    found |= {change.key: change for change in changes(before, now, registry) if change.key not in fixed}
+    # What a start before this one had to allow may be gone from the recipe and from its checkpoint by now.
+    earlier = allowed_keys(config.get("checkpoint", {}).get("allow", ()))
+    _refuse_unknown(resolved, {*keys_of(now), *keys_of(before), *gone, *found, *earlier})
+    allowed = allowed_keys(resolved.job.checkpoint.allow)
+    stopped = {key: change for key, change in found.items() if change.key_class is KeyClass.IDENTITY and key not in allowed}
+    noted = [str(change) for key, change in found.items() if key not in stopped and not key.startswith("checkpoint.allow")]
+    noted += [f"{key} was {value!r}; this version has no such key" for key, value in gone.items()]
+    return Compared(
+        anchored, {key: str(change) for key, change in stopped.items()}, (*noted, *_other_versions(meta, resolved, registry))
+    )
+
+
+def allowed_keys(allow: Any) -> tuple[str, ...]:
+    """`checkpoint.allow` as a list."""
+    return (allow,) if isinstance(allow, str) else tuple(allow)
+
+
+def _refuse_unknown(resolved: "Resolved", known: Collection[str]) -> None:
+    """Raises a ConfigError for each entry of `checkpoint.allow` that is not a key."""
+    origin = origin_at(resolved.tree, "checkpoint.allow")
+    unknown = [key for key in allowed_keys(resolved.job.checkpoint.allow) if key not in known]
+    message = "{!r} is not a key of this recipe, nor of the checkpoint"
+    if unknown:
+        raise ConfigError(
+            Fault("checkpoint.allow", message.format(key), origin, did_you_mean(key, sorted(known))) for key in unknown
+        )
+
+
+def _other_distributions(meta: Mapping[str, Any], now: Outcome, before: Outcome, registry: Registry) -> list[Change]:
+    """Components that have their name still, and come from another distribution by now."""
+    recorded = {(item["group"], item["name"]): item["distribution"] for item in meta.get("plugins", ())}
+    found = []
+    for table, (group, name) in now.chosen.items():
+        entry = registry.find(group, name)
+        old_group, old_name = before.chosen.get(table, ("", ""))
+        distribution, _, bare = ("", "", old_name) if ".py:" in old_name else old_name.rpartition(":")
+        was = distribution or recorded.get((group, bare), entry.distribution)
+        if (old_group, bare) == (group, entry.name) and canonical(was) != canonical(entry.distribution):
+            key = join(table, "name")
+            found.append(Change(key, f"{was}:{bare}", entry.qualified, class_of(key, before, now, registry)))
+    return found
+
+
+def _other_versions(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> list[str]:
+    """Distributions, and files, that another version of a component comes from."""
+    sides = (meta.get("plugins", ()), registry.used(resolved.used))
+    old, new = ({item["distribution"]: item["version"] for item in side} for side in sides)
+    return [f"{name} was {old[name]}, is {version}" for name, version in new.items() if old.get(name, version) != version]

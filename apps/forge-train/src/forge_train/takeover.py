@@ -1,0 +1,59 @@
+"""The one moment at which a start changes something: everything that could refuse it has not.
+
+The store is taken first. From then on an older job of the directory saves and logs nothing more, so that nothing of it is mixed
+with what follows.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_ckpt.fence import Fence
+from forge_ckpt.world import Alone
+from forge_core.errors import ForgeError
+from forge_core.protocols.ckpt import Store
+from forge_train.directory import claim, forget_previous, move_aside, previous
+from forge_train.job import Job
+
+_log = logging.getLogger(__name__)
+
+
+def refuse_fresh(job: Job, fresh: bool) -> None:
+    """Raises a ForgeError when a start over is asked for and forbidden."""
+    if fresh and job.checkpoint.resume == "require":
+        raise ForgeError("--fresh starts over, and checkpoint.resume = 'require' forbids it; leave one of them out")
+
+
+def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[[str], None]) -> None:
+    """Makes the directory; with `fresh`, ends an older job and moves what is there aside. On rank 0.
+
+    Raises:
+        ForgeError: the directory or the store cannot be written.
+    """
+    claim(directory)
+    if not fresh:
+        return
+    if store.list():
+        Fence.take(store, Alone())
+    if moved := move_aside(directory):
+        say(
+            f"starting over: the run before was moved to {moved}. It is removed once this one has saved a checkpoint; "
+            f"to keep it, move that directory away. To go on with it: --job.dir={moved}"
+        )
+
+
+def remind(directory: Path, say: Callable[[str], None]) -> None:
+    """Says what an earlier `--fresh` moved aside, when no checkpoint has followed since."""
+    if moved := previous(directory):
+        say(
+            f"no checkpoint was saved since a start with --fresh. The run before it is in {moved[0]} and is removed once this "
+            f"one has saved; to go on with it, move that directory away and give it as --job.dir"
+        )
+
+
+def forget(directory: Path) -> None:
+    """Removes what `--fresh` moved aside, now that the new run has saved; a fault there is a warning."""
+    try:
+        forget_previous(directory)
+    except OSError as cause:
+        _log.warning("what --fresh moved aside could not be removed: %s", cause)
