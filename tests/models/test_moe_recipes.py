@@ -85,9 +85,6 @@ def test_ranks_that_share_a_row(registry):
 
     for layout in ("dp2", "tp2", "cp2", "dp2cp2tp2ep4"):
         assert keys(layout) == []
-    by_row = "--model.moe.losses.sequence=0.1"
-    assert keys("dp2pp2", by_row) == []
-    assert keys("tp2", by_row) == keys("cp2", by_row) == ["model.moe.losses.sequence"]
     whole = {"tensor": Tensor(sequence_parallel=False)}
     assert keys("tp2", transforms=whole) == ["transforms.tensor.sequence_parallel"]
     assert keys("dp2", transforms=whole) == []

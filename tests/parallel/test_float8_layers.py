@@ -12,6 +12,7 @@ from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
+from forge_parallel import shares
 from forge_parallel.components.transforms import Float8
 from forge_parallel.context import Context
 from forge_parallel.float8 import layers, library
@@ -86,9 +87,13 @@ def test_shapes_are_those_that_tensor_parallel_ranks_hold() -> None:
         layers.check_shapes(shapes, specs, 2)
     with pytest.raises(PlanError, match=r"gate_proj, blocks\.\*\.mlp\.up_proj: 24 x 64 \(cut by parallel\.tp = 2\)"):
         _apply(Float8(), replace(DECODER, ffn_dim=48), "tp2")
-    assert layers.held("blocks.0.attention.k_proj", (32, 64), specs, 4) == ((16, 64),), "one head of two, on two ranks each"
-    assert layers.held("blocks.0.mlp.up_proj", (40, 64), specs, 4) == ((10, 64),)
-    assert layers.held("blocks.0.attention.o_proj", (64, 64), specs, 4) == ((64, 16),)
+
+    def held(path: str, shape: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+        return shares.held(layers.matrix_of(path, shape, specs), specs.units, 4)
+
+    assert held("blocks.0.attention.k_proj", (32, 64)) == ((16, 64),), "one head of two, on two ranks each"
+    assert held("blocks.0.mlp.up_proj", (40, 64)) == ((10, 64),)
+    assert held("blocks.0.attention.o_proj", (64, 64)) == ((64, 16),)
 
 
 def test_fp64_is_refused() -> None:

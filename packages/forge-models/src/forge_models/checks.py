@@ -34,7 +34,7 @@ def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
 
 
 def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
-    """Ranks that share a row give experts different parts of it, and no part says how evenly the whole row is routed."""
+    """Ranks that share a row give experts different parts of it."""
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoE):
         return
@@ -44,13 +44,6 @@ def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
             "transforms.tensor.sequence_parallel",
             f"= false with [model.moe]: all {layout.tp} ranks of parallel.tp would give the same tokens to the experts",
             hint="set it to true, or parallel.tp = 1",
-        )
-    cutting = [f"parallel.{axis} = {layout.size(axis)}" for axis in ("cp", "tp") if layout.size(axis) > 1]
-    if moe.losses.sequence and cutting:
-        yield Fault(
-            "model.moe.losses.sequence",
-            f"counts the loads of whole rows, of which ranks hold parts with {' and '.join(cutting)}",
-            hint="use losses.global_batch, which is the same in every layout",
         )
     cutting = [f"parallel.{axis} = {layout.size(axis)}" for axis in ("pp", "cp", "tp", "ep", "etp") if layout.size(axis) > 1]
     cutting += ["[transforms.compile]"] if "compile" in job.transforms else []

@@ -1,6 +1,6 @@
 """The decoder as a module: embedding, blocks, norm, head. It holds no parallel code."""
 
-from math import gcd, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from forge_core.batch import IGNORE, PADDING, Further
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
+from forge_models import outline
 from forge_models.blocks.block import Block
 from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
@@ -311,12 +312,12 @@ class Decoder(nn.Module):
             tensors=tensors,
             modules=modules,
             blocks=(*(f"blocks.{name}" for name in self.blocks), *depths),
-            units=self._units(),
+            units=outline.units(config),
             ties=dict.fromkeys(copies, TABLE),
             entry=("embed",) if self.embed is not None else (),
             exit=tuple(name for name in ("norm", "head", "prediction") if self._has(name)),
-            whole_rows=(*self._dynamic(), *self._whole_losses()),
-            whole_stream=self._whole_losses(),
+            whole_rows=outline.whole_rows(config),
+            whole_stream=outline.whole_stream(config),
             horizon=len(depths),
         )
 
@@ -325,34 +326,6 @@ class Decoder(nn.Module):
         for name in path.split("."):
             module = getattr(module, name, None)
         return module is not None
-
-    def _dynamic(self) -> tuple[str, ...]:
-        dynamic = any(self._rotary(block).rope.scaling == "dynamic" for block in self.blocks.values())
-        return ("model.rope.scaling = 'dynamic', which reads how long each document is",) if dynamic else ()
-
-    def _whole_losses(self) -> tuple[str, ...]:
-        if self.config.moe is None:
-            return ()
-        reasons = {"sequence": "counts the loads of a row", "pooled": "joins the loads of rows over all layers"}
-        return tuple(
-            f"model.moe.losses.{name}, which {why}" for name, why in reasons.items() if getattr(self.config.moe.losses, name)
-        )
-
-    def _units(self) -> dict[str, int]:
-        config, moe = self.config, self.config.moe
-        units = {
-            "embed": config.dim,
-            "heads": config.heads,
-            "kv_heads": config.resolved_kv_heads,
-            "ffn": config.resolved_ffn_dim,
-            "vocab": config.vocab_size,
-        }
-        if moe is None:
-            return units
-        width = config.resolved_ffn_dim if moe.ffn_dim is None else moe.ffn_dim
-        layers = config.layers + (0 if config.prediction is None else config.prediction.depth)
-        dense = 0 if all(moe.has(layer) for layer in range(layers)) else config.resolved_ffn_dim
-        return units | {"ffn": gcd(dense, width), "expert": moe.experts}
 
     def _head_std(self) -> float:
         """At most 1 / (2 sqrt(dim)): normed hidden states have length sqrt(dim), so logits start with variance <= 1/4

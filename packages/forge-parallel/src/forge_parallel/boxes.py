@@ -7,6 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+from forge_parallel.shares import chunk
+
 
 @dataclass(frozen=True)
 class Box:
@@ -42,14 +44,6 @@ def local_box(tensor: torch.Tensor) -> Box:
 def plain(local: torch.Tensor) -> torch.Tensor:
     """The numbers that a rank holds: a strategy that changes how a tensor is gathered wraps it, and calls them `plain`."""
     return getattr(local, "plain", local)
-
-
-def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
-    """(start, length) of piece `index` when torch cuts `size` elements: all pieces are equal but the last ones, which may be
-    shorter or empty."""
-    full = -(-size // pieces)
-    start = min(full * index, size)
-    return start, min(full, size - start)
 
 
 def _cuts(placements: tuple[Placement, ...]) -> Iterator[tuple[int, int]]:

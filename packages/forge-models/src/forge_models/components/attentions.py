@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component
+from forge_core.specs import Matrix
 from forge_models.context import BlockContext
 
 if TYPE_CHECKING:
@@ -68,6 +69,16 @@ class GQA(Component):
         counted = self.global_every is not None and (layer + 1) % self.global_every == 0
         return None if listed or counted else self.window
 
+    def matrices(self, context: BlockContext) -> dict[str, Matrix]:
+        """Its linear layers."""
+        heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
+        return {
+            "q_proj": Matrix((heads, context.dim), ("heads", "embed")),
+            "k_proj": Matrix((kv_heads, context.dim), ("kv_heads", "embed")),
+            "v_proj": Matrix((kv_heads, context.dim), ("kv_heads", "embed")),
+            "o_proj": Matrix((context.dim, heads), ("embed", "heads")),
+        }
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.attention import Attention
 
@@ -116,6 +127,19 @@ class MLA(Component):
         """The norm of the latents."""
         norm: Any = context.norm
         return norm if self.norm_eps is None else replace(norm, eps=self.norm_eps)
+
+    def matrices(self, context: BlockContext) -> dict[str, Matrix]:
+        """Its linear layers."""
+        heads, dim, rank = context.heads, context.dim, self.q_lora_rank
+        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        made = {"q_proj": Matrix((queries, dim), ("heads", "embed"))}
+        if rank is not None:
+            made = {"q_a_proj": Matrix((rank, dim), (None, "embed")), "q_b_proj": Matrix((queries, rank), ("heads", None))}
+        return made | {
+            "kv_a_proj": Matrix((self.kv_lora_rank + self.qk_rope_head_dim, dim), (None, "embed")),
+            "kv_b_proj": Matrix((heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank), ("heads", None)),
+            "o_proj": Matrix((dim, heads * self.v_head_dim), ("embed", "heads")),
+        }
 
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mla import LatentAttention

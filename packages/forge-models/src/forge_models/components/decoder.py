@@ -1,11 +1,13 @@
 """The decoder, dense or with experts, chosen by `[model] name = "decoder"`."""
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Slot
+from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
 from forge_models.components.moe import LAYOUT_DEPENDENT, MoE
@@ -13,12 +15,20 @@ from forge_models.components.norms import RMSNorm
 from forge_models.components.prediction import Prediction
 from forge_models.components.rope import Rope
 from forge_models.context import BlockContext
+from forge_models.outline import elements, outline
 
 if TYPE_CHECKING:
     from forge_models.decoder import Decoder as Module
 
 FFN_MULTIPLE = 64
 """The feed-forward width that nobody chose is a multiple of this, so that it divides over ranks and tiles."""
+
+
+MOST_ELEMENTS = 10**15
+"""Parameters beyond which a size is a mistake: a thousand times the largest models, and still far from what 64 bits count."""
+
+USUAL = MappingProxyType({"layers": 100, "dim": 8192, "heads": 64, "head_dim": 128, "ffn_dim": 32768, "vocab_size": 131072})
+"""Sizes of large models, to tell which of a recipe is out of proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +88,7 @@ class Decoder(Component):
     def __post_init__(self) -> None:
         if self.from_hf_ignore and self.from_hf is None:
             raise ValueError("from_hf_ignore names keys of the config.json of a folder; give from_hf, or leave it out")
+        self._check_size()
         if self.heads % self.resolved_kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.head_dim is None and self.dim % self.heads:
@@ -91,6 +102,12 @@ class Decoder(Component):
                 check(self.context(0))
         if self.moe is not None:
             self._check_experts(self.moe)
+
+    def _check_size(self) -> None:
+        if (size := elements(self)) > MOST_ELEMENTS:
+            asked = {name: getattr(self, name) or 0 for name in USUAL}
+            name = max(USUAL, key=lambda name: asked[name] / USUAL[name])
+            raise ValueError(f"{name} {asked[name]} makes {size:.1e} parameters; more than {MOST_ELEMENTS:.0e} are refused")
 
     def _check_experts(self, moe: MoE) -> None:
         if not any(moe.has(layer) for layer in range(self.layers)):
@@ -159,6 +176,10 @@ class Decoder(Component):
             init_std=self.init_std,
             norm=self.resolved_norm,
         )
+
+    def outline(self) -> Outline:
+        """What strategies have to know before it is built."""
+        return outline(self)
 
     def build(self) -> "Module":
         from forge_models.decoder import Decoder as Module

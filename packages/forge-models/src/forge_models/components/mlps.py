@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from forge_core.component import IDENTITY, Component
+from forge_core.specs import Matrix
 from forge_models.context import BlockContext
 
 if TYPE_CHECKING:
@@ -14,7 +15,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwiGLU(Component):
+class FeedForward(Component):
+    """Base of the parts of this distribution."""
+
+    gated: ClassVar[bool] = True
+
+    def matrices(self, context: BlockContext) -> dict[str, Matrix]:
+        """Its linear layers."""
+        enter = Matrix((context.ffn_dim, context.dim), ("ffn", "embed"))
+        leave = Matrix((context.dim, context.ffn_dim), ("embed", "ffn"))
+        return ({"gate_proj": enter} if self.gated else {}) | {"up_proj": enter, "down_proj": leave}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiGLU(FeedForward):
     """Feed-forward part down(silu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
 
     key_class: ClassVar = IDENTITY
@@ -34,7 +48,7 @@ class SwiGLU(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeGLU(Component):
+class GeGLU(FeedForward):
     """Feed-forward part down(gelu(gate(x)) * up(x)), three matrices (Shazeer, 2020)."""
 
     key_class: ClassVar = IDENTITY
@@ -56,7 +70,7 @@ class GeGLU(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GELU(Component):
+class GELU(FeedForward):
     """Feed-forward part down(gelu(up(x))), two matrices (Hendrycks and Gimpel, 2016)."""
 
     key_class: ClassVar = IDENTITY
@@ -78,7 +92,7 @@ class GELU(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReLU(Component):
+class ReLU(FeedForward):
     """Feed-forward part down(relu(up(x))), two matrices (Vaswani et al., 2017)."""
 
     key_class: ClassVar = IDENTITY
@@ -98,7 +112,7 @@ class ReLU(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReLU2(Component):
+class ReLU2(FeedForward):
     """Feed-forward part down(relu(up(x))^2), two matrices (So et al., 2021)."""
 
     key_class: ClassVar = IDENTITY

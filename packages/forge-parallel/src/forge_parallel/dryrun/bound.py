@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from forge_parallel.boxes import chunk
 from forge_parallel.model import ParallelModel
+from forge_parallel.shares import chunk
 from forge_parallel.topology import SHARD_AND_CP
 from forge_parallel.traffic import axis_of
 from forge_parallel.transforms.context import ContextParallel

@@ -15,6 +15,7 @@ from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import split
+from forge_parallel.shares import prediction_refusal
 
 MULTIPLIED = frozenset({"matrix", "head"})
 """Groups of tensors that every token is multiplied with. Looking up an embedding costs nothing."""
@@ -59,13 +60,8 @@ class Cut:
                 "a pipeline needs specs() to name the modules before the first block (`entry`), the blocks, and those after the "
                 f"last one (`exit`); they are {specs.entry}, {specs.blocks}, {specs.exit}"
             )
-        if pipeline.schedule.splits_backward and specs.horizon > 1:
-            # A table that two modules look into, of which one builds on the other, takes a backward that is whole.
-            raise PlanError(
-                f"the pipeline schedule {pipeline.schedule.name!r} computes gradients of inputs and of weights apart, which a "
-                f"model that predicts {specs.horizon} further tokens does not stand; predict one, or take the schedule 1f1b or "
-                "interleaved"
-            )
+        if why := prediction_refusal(pipeline.schedule.name, pipeline.schedule.splits_backward, specs.horizon):
+            raise PlanError(why)
         placement = pipeline.placement(ranks)
         before, after = (sum(_cost(module, specs, path) for path in paths) for paths in (specs.entry, specs.exit))
         behind = tuple(f"{path}." for path in specs.exit)

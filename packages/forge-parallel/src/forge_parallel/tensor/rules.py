@@ -11,9 +11,7 @@ from enum import Enum
 
 from forge_core.errors import PlanError
 from forge_core.specs import Dim, ModuleSpec, Specs, TensorSpec
-
-CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocab"})
-"""Logical dimensions that are cut over tp ranks."""
+from forge_parallel.shares import CUT, heads_refusal, stream_refusal
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 
@@ -68,10 +66,8 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
     cut: dict[str, int | None] = {}
     roles: dict[str, Role] = {}
     apart: set[str] = set()
-    if sequence and specs.whole_stream:
-        raise PlanError(
-            f"tensor: sequences are cut between blocks, but the model needs them whole: {'; '.join(specs.whole_stream)}"
-        )
+    if sequence and (why := stream_refusal(specs.whole_stream)):
+        raise PlanError(f"tensor: {why}")
     for name, spec in specs.tensors.items():
         path = name.rpartition(".")[0]
         if "expert" in spec.dims:
@@ -119,14 +115,10 @@ def kv_copies(specs: Specs, tp: int) -> int:
     Raises:
         PlanError: heads cannot be shared evenly.
     """
-    heads, kv_heads = specs.units.get("heads"), specs.units.get("kv_heads")
-    if heads is not None and heads % tp:
-        raise PlanError(f"tensor: {heads} heads cannot be shared by parallel.tp = {tp} ranks; tp has to divide them")
-    if kv_heads is None or kv_heads % tp == 0:
-        return 1
-    if tp % kv_heads:
-        raise PlanError(f"tensor: {kv_heads} key-value heads and parallel.tp = {tp}: one has to divide the other")
-    return tp // kv_heads
+    if why := heads_refusal(specs.units, tp):
+        raise PlanError(f"tensor: {why}")
+    kv_heads = specs.units.get("kv_heads")
+    return 1 if kv_heads is None or kv_heads % tp == 0 else tp // kv_heads
 
 
 def _dimension(spec: TensorSpec) -> int | None:

@@ -21,6 +21,7 @@ from forge_parallel.attention.ring import RingAttention
 from forge_parallel.attention.ulysses import UlyssesAttention
 from forge_parallel.collectives import Ranks
 from forge_parallel.plan import Phase
+from forge_parallel.shares import ring_refusal, ulysses_refusal, whole_rows_refusal
 
 if TYPE_CHECKING:
     from forge_parallel.context import Context
@@ -51,8 +52,8 @@ class ContextParallel(Transform):
         """
         if context.topology.layout.cp == 1:
             return part
-        if context.specs.whole_rows:
-            raise PlanError(f"parallel.cp cuts rows, but the model needs them whole: {'; '.join(context.specs.whole_rows)}")
+        if why := whole_rows_refusal(context.specs.whole_rows):
+            raise PlanError(why)
         replaced = self._replacement(context)
         for path in context.specs.blocks:
             modules = part.get_submodule(path).named_modules(prefix=path)
@@ -67,13 +68,8 @@ class ContextParallel(Transform):
         topology, layout = context.topology, context.topology.layout
         ranks, order = Ranks.of(topology.group("cp")), self.order(layout.cp)
         if self.kind == "ulysses":
-            heads = context.specs.units.get("heads", 0)
-            if heads % (layout.cp * layout.tp):
-                others = f" * parallel.tp = {layout.tp}" if layout.tp > 1 else ""
-                raise PlanError(
-                    f"transforms.context.kind = 'ulysses': parallel.cp = {layout.cp}{others} does not divide {heads} heads; "
-                    "use 'all_gather' or 'ring'"
-                )
+            if why := ulysses_refusal(context.specs.units.get("heads", 0), layout.cp, layout.tp):
+                raise PlanError(why)
             return lambda _, core: UlyssesAttention(core, ranks)
         if self.kind == "ring":
             return lambda name, core: RingAttention(_uncapped(name, core), order, ranks)
@@ -122,6 +118,6 @@ def _placed(name: str, core: Any) -> PlacedCore:
 
 
 def _uncapped(name: str, core: Any) -> AttentionCore:
-    if getattr(core, "capped", False):
-        raise PlanError(f"transforms.context.kind = 'ring' cannot cap scores as {name}.core does; use 'all_gather' or 'ulysses'")
+    if why := ring_refusal(f"{name}.core", getattr(core, "capped", False)):
+        raise PlanError(why)
     return core

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import ExpertDispatcher, Transform
-from forge_parallel.boxes import chunk
 from forge_parallel.collectives import Ranks
 from forge_parallel.experts.dispatchers import Everyone, Exchange
 from forge_parallel.experts.stack import stack_class, stacks
 from forge_parallel.plan import Phase
+from forge_parallel.shares import chunk
 from forge_parallel.topology import Topology
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from forge_parallel.collectives import Ranks
 from forge_parallel.experts.stack import stacks
 from forge_parallel.float8 import layers, library
 from forge_parallel.plan import Phase
+from forge_parallel.shares import collapsed
 from forge_parallel.tensor.rules import Role, ancestors, rules
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ class Float8(Transform):
 def _without(modules: Mapping[str, nn.Module], paths: Iterable[str]) -> list[str]:
     """Those of `paths` that are linear layers as far as this part can tell: what is none here is none in another block."""
     others = {path for path, module in modules.items() if not isinstance(module, nn.Linear)}
-    kinds = set(layers.collapsed(others))
-    return [path for path in paths if path not in others and (path in modules or layers.collapsed([path])[0] not in kinds)]
+    kinds = set(collapsed(others))
+    return [path for path in paths if path not in others and (path in modules or collapsed([path])[0] not in kinds)]
 
 
 def _plain(path: str, module: nn.Module) -> nn.Linear:

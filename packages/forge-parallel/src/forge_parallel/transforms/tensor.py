@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from forge_core.errors import PlanError
 from forge_core.protocols.model import Transform
 from forge_core.specs import Specs
-from forge_parallel.boxes import chunk
 from forge_parallel.collectives import Ranks
 from forge_parallel.context import Context
 from forge_parallel.plan import Phase
 from forge_parallel.reduce import local_gradient
+from forge_parallel.shares import chunk, rows_refusal
 from forge_parallel.tensor.loss import SplitCrossEntropy
 from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies, rules
@@ -128,9 +128,9 @@ def _cut(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> 
         whole = whole.unflatten(1, (table.packed[name], -1))
     dim, shape = table.cut[name], list(whole.shape)
     if dim is not None:
-        size, last = shape[dim], mesh.size() - 1
-        if chunk(size, mesh.size(), last)[1] == 0:
-            raise PlanError(f"tensor: {name} has {size} rows to cut, which leaves none for the last of {mesh.size()} ranks")
+        size = shape[dim]
+        if why := rows_refusal(name, size, mesh.size()):
+            raise PlanError(f"tensor: {why}")
         shape[dim] = chunk(size, mesh.size(), mesh.get_local_rank())[1]
     local = whole.new_empty(shape)  # keeps the class of a tensor that another strategy wrapped
     placement = Replicate() if dim is None else Shard(dim)

@@ -1,0 +1,130 @@
+"""How ranks share sizes, and which they cannot share: pure numbers, asked by `check` before torch is imported and by strategies.
+
+A function `..._refusal` returns why it cannot be done, with the keys to change; None when it can.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from forge_core.specs import Dim, Matrix
+
+CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocab"})
+"""Logical dimensions that are cut over tp ranks."""
+
+FLOAT8_MULTIPLE = 16
+"""Float8 kernels read rows of 16 bytes: every dimension of a product is a multiple of it."""
+
+
+def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
+    """(start, length) of piece `index` when torch cuts `size` elements: all pieces are equal but the last ones, which may be
+    shorter or empty."""
+    full = -(-size // pieces)
+    start = min(full * index, size)
+    return start, min(full, size - start)
+
+
+def rows_refusal(name: str, size: int, tp: int) -> str | None:
+    """Whether every tp rank gets a part of `size` rows of what `name` says."""
+    if chunk(size, tp, tp - 1)[1]:
+        return None
+    return f"{name} has {size} rows to cut, which leaves none for the last of {tp} ranks"
+
+
+def heads_refusal(units: Mapping[str, int], tp: int) -> str | None:
+    """Whether tp ranks share query heads evenly, and key-value heads too or as copies."""
+    heads, kv_heads = units.get("heads"), units.get("kv_heads")
+    if heads is not None and heads % tp:
+        return f"{heads} heads cannot be shared by parallel.tp = {tp} ranks; tp has to divide them"
+    if kv_heads is not None and kv_heads % tp and tp % kv_heads:
+        return f"{kv_heads} key-value heads and parallel.tp = {tp}: one has to divide the other"
+    return None
+
+
+def stream_refusal(whole_stream: Iterable[str]) -> str | None:
+    """Whether the residual stream may be cut along the sequence."""
+    needs = "; ".join(whole_stream)
+    return f"sequences are cut between blocks, but the model needs them whole: {needs}" if needs else None
+
+
+def whole_rows_refusal(whole_rows: Iterable[str]) -> str | None:
+    """Whether rows may be cut over cp ranks."""
+    needs = "; ".join(whole_rows)
+    return f"parallel.cp cuts rows, but the model needs them whole: {needs}" if needs else None
+
+
+def ulysses_refusal(heads: int, cp: int, tp: int) -> str | None:
+    """Whether ranks that exchange heads for places all get some, and as many."""
+    if heads % (cp * tp) == 0:
+        return None
+    others = f" * parallel.tp = {tp}" if tp > 1 else ""
+    return (
+        f"transforms.context.kind = 'ulysses': parallel.cp = {cp}{others} does not divide {heads} heads; "
+        "use 'all_gather' or 'ring'"
+    )
+
+
+def ring_refusal(core: str, capped: bool) -> str | None:
+    """Whether an attention core, named `core`, can be run block by block around a ring."""
+    return f"transforms.context.kind = 'ring' cannot cap scores as {core} does; use 'all_gather' or 'ulysses'" if capped else None
+
+
+def prediction_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:
+    """Whether a schedule can run a model that predicts so many further tokens."""
+    if not splits_backward or depth < 2:
+        return None
+    # A table that two modules look into, of which one builds on the other, takes a backward that is whole.
+    return (
+        f"the pipeline schedule {schedule!r} computes gradients of inputs and of weights apart, which a model that predicts "
+        f"{depth} further tokens does not support; predict one, or take the schedule 1f1b or interleaved"
+    )
+
+
+def held(matrix: Matrix, units: Mapping[str, int], tp: int) -> tuple[tuple[int, int], ...]:
+    """The different shapes (outputs, inputs) that tp ranks hold of a matrix and multiply."""
+    dim = next((index for index, name in enumerate(matrix.dims) if name in CUT), None)
+    if tp == 1 or dim is None:
+        return (matrix.shape,)
+    if dim == 0 and matrix.dims[0] == "kv_heads" and units["kv_heads"] % tp:
+        return ((matrix.shape[0] // units["kv_heads"], matrix.shape[1]),)  # the weight is whole, one head of it is used
+    sizes = dict.fromkeys(chunk(matrix.shape[dim], tp, rank)[1] for rank in range(tp))
+    return tuple((size, matrix.shape[1]) if dim == 0 else (matrix.shape[0], size) for size in sizes)
+
+
+def float8_refusal(matrices: Mapping[str, Matrix], units: Mapping[str, int], tp: int) -> str | None:
+    """Whether each layer, by path, can be multiplied in float8 as every one of `tp` ranks will hold it."""
+    bad: dict[str, list[str]] = defaultdict(list)
+    for path, matrix in matrices.items():
+        local = held(matrix, units, tp)
+        if any(size % FLOAT8_MULTIPLE for pair in local for size in pair):
+            sizes = " and ".join(f"{outputs} x {inputs}" for outputs, inputs in local)
+            bad[sizes + (f" (cut by parallel.tp = {tp})" if tp > 1 else "")].append(path)
+    if not bad:
+        return None
+    lines = (f"{', '.join(collapsed(paths))}: {sizes}" for sizes, paths in bad.items())
+    names = ", ".join(f'"{name}"' for name in collapsed([path for paths in bad.values() for path in paths]))
+    return (
+        f"float8 needs outputs and inputs of every layer to be multiples of {FLOAT8_MULTIPLE}, but: {'; '.join(lines)}. "
+        f"Choose other sizes, or transforms.float8.exclude = [{names}]"
+    )
+
+
+def float8_experts_refusal(experts: Mapping[str, Matrix], etp: int) -> str | None:
+    """Whether stacked experts, by the name of their parameter, can be multiplied in float8 as every one of `etp` ranks holds
+    them."""
+    bad: dict[str, None] = {}
+    for name, matrix in experts.items():
+        sizes = [size // etp if dim == "ffn" else size for size, dim in zip(matrix.shape, matrix.dims, strict=True)]
+        if any(size % FLOAT8_MULTIPLE for size in sizes):
+            bad[f"{collapsed([name])[0]}: {sizes[0]} x {sizes[1]}"] = None
+    if not bad:
+        return None
+    cut = f" (cut by parallel.etp = {etp})" if etp > 1 else ""
+    return (
+        f"float8 needs outputs and inputs of every expert to be multiples of {FLOAT8_MULTIPLE}, but: {', '.join(bad)}{cut}. "
+        "Choose other sizes, or transforms.float8.experts = false"
+    )
+
+
+def collapsed(paths: Iterable[str]) -> tuple[str, ...]:
+    """Paths with `*` for their numbers, each once: as patterns they match all that were given."""
+    return tuple(dict.fromkeys(".".join("*" if step.isdecimal() else step for step in path.split(".")) for path in paths))

@@ -1,0 +1,83 @@
+"""What a decoder says of itself before it is built is what the built one says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_models.components.attentions import GQA, MLA
+from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import GELU
+from forge_models.components.moe import Losses, MoE
+from forge_models.components.prediction import Prediction
+from forge_models.components.rope import Rope
+
+SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "layers": 3, "ffn_dim": 40, "vocab_size": 64, "max_length": 32}
+LATENT = MLA(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
+DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
+MODELS = {
+    "plain": Decoder(**SIZES),
+    "tied": Decoder(**SIZES, tied_embeddings=True, mlp=GELU(), rope=DYNAMIC),
+    "capped": Decoder(**SIZES, attention=GQA(soft_cap=5.0, qk_norm="full", qkv_bias=True)),
+    "latent": Decoder(**{**SIZES, "kv_heads": None}, attention=LATENT),
+    "latent queries": Decoder(**{**SIZES, "kv_heads": None}, attention=MLA(q_lora_rank=10)),
+    "local": Decoder(
+        **SIZES, attention=GQA(window=4), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=16, local_theta=5.0)
+    ),
+    "experts": Decoder(**SIZES, moe=MoE(experts=4, shared=2, first_dense=1, ffn_dim=24, losses=Losses(sequence=0.1))),
+    "only experts": Decoder(**SIZES, moe=MoE(experts=4), prediction=Prediction(depth=2)),
+    "every other": Decoder(**{**SIZES, "layers": 5}, moe=MoE(experts=4, every=2, first_dense=2), prediction=Prediction()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_e7_an_outline_agrees_with_the_built_model(name: str) -> None:
+    config = MODELS[name]
+    said = config.outline()
+    with torch.device("meta"):
+        built: Any = config.build()
+    specs = built.specs()
+    assert (said.units, said.whole_rows, said.whole_stream, said.horizon) == (
+        specs.units,
+        specs.whole_rows,
+        specs.whole_stream,
+        specs.horizon,
+    )
+    assert said.blocks == config.layers
+    assert said.capped == any(
+        getattr(getattr(m, "core", None), "capped", False) for m in built.modules() if hasattr(m, "kind") or True
+    )
+    linear = {
+        path: ((module.out_features, module.in_features), specs.tensors[f"{path}.weight"].dims)
+        for path, module in built.named_modules()
+        if isinstance(module, nn.Linear)
+        and f"{path}.weight" in specs.tensors
+        and specs.tensors[f"{path}.weight"].group == "matrix"
+    }
+    assert {path: (matrix.shape, matrix.dims) for path, matrix in (said.matrices or {}).items()} == linear
+    stacked = {n: (tuple(built.get_parameter(n).shape[1:]), s.dims[1:]) for n, s in specs.tensors.items() if "expert" in s.dims}
+    assert {name: (matrix.shape, matrix.dims) for name, matrix in (said.experts or {}).items()} == stacked
+    cut = {
+        p.shape[dims.index("ffn")]
+        for path, (_, dims) in linear.items()
+        if "ffn" in dims
+        for p in [built.get_submodule(path).weight]
+    }
+    assert {rows for key, rows in said.shared if key != "model.vocab_size"} == cut
+    matrices = sum(p.numel() for n, p in built.named_parameters() if specs.tensors[n].group != "vector" and "router" not in n)
+    others = sum(built.get_parameter(n).numel() for n in specs.tensors if ".projection." in n)
+    assert said.elements == matrices - others
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layers", 10**23), ("vocab_size", 10**14), ("dim", 2 * 10**9), ("ffn_dim", 10**15), ("head_dim", 2 * 10**14)],
+)
+def test_m1_a_size_that_no_machine_holds_names_its_key(key: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{key} {value} makes \S+ parameters"):
+        Decoder(**{key: value})
+
+
+def test_m1_a_thousand_times_the_largest_models_is_taken() -> None:
+    assert Decoder(layers=1000, dim=65536, heads=512, ffn_dim=262144).outline().elements > 5e13
