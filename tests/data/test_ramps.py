@@ -65,6 +65,12 @@ def test_stretches_give_to_the_source_that_is_owed_most(rates: list[list[int]], 
         assert min(owed) > -1 and max(owed) <= harmonic(count) - 1
 
 
+def test_a_stretch_that_is_shorter_than_its_debts_pays_the_largest() -> None:
+    owed = [Fraction(tenths, 10) for tenths in (26, 12, 25, -9, -9, -9, -6)]
+    assert given(owed, 3) == [2, 0, 1, 0, 0, 0, 0]  # 2.6, 2.5, then 1.6
+    assert given([Fraction(-9, 10), Fraction(19, 10)], 1) == [0, 1]
+
+
 def test_w7_a_source_with_less_than_half_a_sample_a_stair_is_drawn_in_a_ramp() -> None:
     """1 in 1,000 over 32 stairs of 80 samples: 2.56 draws are due; rounding in each stair alone gives none."""
     recipe = data({"web": 0.999, "rare": 0.001, "code": 0}, Phase(start=1, ramp=320, weights={"code": 0.999, "web": 0}))

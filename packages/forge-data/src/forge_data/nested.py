@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
-from math import gcd
 
 import numpy as np
 
@@ -37,7 +36,7 @@ _MASK = (1 << _WORD) - 1
 
 @dataclass(frozen=True)
 class _Split:
-    """An inner node: which children it has, and their weights `few` <= `many` without common factors."""
+    """An inner node: which children it has, and their weights `few` <= `many`."""
 
     children: tuple[int, int]
     few: int
@@ -77,8 +76,8 @@ class Nested:
         heapify(open_nodes)
         while len(open_nodes) > 1:
             (few, first), (many, second) = heappop(open_nodes), heappop(open_nodes)
-            node, divisor = len(self.shares) + len(self._splits), gcd(few, many)
-            self._splits[node] = _Split((first, second), few // divisor, many // divisor)
+            node = len(self.shares) + len(self._splits)
+            self._splits[node] = _Split((first, second), few, many)
             self._parents[first] = self._parents[second] = node
             weights[node] = few + many
             heappush(open_nodes, (few + many, node))
