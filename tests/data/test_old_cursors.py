@@ -80,7 +80,8 @@ def test_w7_cursors_of_another_order_are_refused_by_version_with_what_to_do(name
 
 def test_w7_what_lies_ahead_does_not_count() -> None:
     for name, steps in (("ramp", 2), ("later", 4), ("ramp of the learning rate, weights of 4", 2)):
-        assert "mixture" not in cursor_after(OTHER[name], steps)["identity"]
+        border = cursor_after(OTHER[name], steps)
+        assert "mixture" not in border["identity"] and opened(OTHER[name]).from_cursor(border)
         assert "mixture" in cursor_after(OTHER[name], steps + 1)["identity"]
 
 
@@ -89,3 +90,5 @@ def test_w7_the_identity_has_the_exact_shares() -> None:
     assert [source["share"] for source in identity["sources"].values()] == ["10000000/10000001", "1/10000001"]
     said = names_of(data(1.0, 2e-7), cursor_after(OTHER["long"], 1))
     assert "sources.b.share was 1/10000001, is 1/5000001" in said and "version" not in said
+    said = names_of(data(1.0, 1.0), cursor_after(OTHER["long"], 1))
+    assert "mixture was 2, is nothing" in said and "version" not in said

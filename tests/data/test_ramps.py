@@ -126,6 +126,16 @@ def test_a_ramp_of_the_learning_rate_keeps_weights_and_order_and_brings_its_leng
     assert np.array_equal(timeline.locate(np.arange(999))[0], plain.locate(np.arange(999))[0]) and len(timeline.segments) == 1
 
 
+def test_a_ramp_owes_nothing_of_the_one_before() -> None:
+    there, back = {"a": 0.1, "b": 0.57, "c": 0.33}, {"a": 0.61, "b": 0.26, "c": 0.13}
+    both = Timeline(
+        stages_of(data(back, Phase(start=5, ramp=9, weights=there), Phase(start=50, ramp=7, weights=back)), 7), [None] * 3
+    )
+    second = Timeline(stages_of(data(there, Phase(start=50, ramp=7, weights=back)), 7), [None] * 3)
+    ramp = np.arange(50 * 7, 57 * 7)
+    assert np.array_equal(both.locate(ramp)[0], second.locate(ramp)[0])
+
+
 def test_a_ramp_between_equal_shares_has_no_stairs() -> None:
     stages = stages_of(data({"a": 1, "b": 1}, Phase(start=2, ramp=40, weights={"a": 0.5, "b": 0.5})), 8)
     assert [(stage.step, stage.weights, stage.stair) for stage in stages] == [
@@ -142,6 +152,18 @@ def test_a_source_that_is_used_up_on_a_stair_leaves_the_rest_to_the_others() -> 
     assert np.bincount(sources).tolist() == [150, 790, 60] == timeline.draws(1000)
     assert draws[sources == 1].tolist() == list(range(790))
     assert timeline.sample_of(0, 150) is None and timeline.sample_of(0, 149) == int(np.flatnonzero(sources == 0)[-1])
+
+
+def test_after_a_source_is_used_up_a_ramp_owes_nothing() -> None:
+    """Inside a stair or, with some limits, right at its end."""
+    recipe = data({"a": 0.53, "b": 0.29, "c": 0.18}, Phase(start=2, ramp=64, weights={"a": 0.11, "b": 0.71}))
+    for cap in range(60, 80):
+        timeline = Timeline(stages_of(recipe, 10), [None, None, cap])
+        cut = next(segment for segment in timeline.segments if segment.before[2] == cap)
+        samples = next(segment.first for segment in timeline.segments if segment.first > cut.first) - cut.first
+        due = [Fraction(samples * share, sum(cut.shares)) for share in cut.shares]
+        assert cut.shares[2] == 0 and cut.mixture.shares == tuple(given(due, samples))
+        assert timeline.draws(2000)[2] == cap
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -105,6 +105,17 @@ def test_the_share_of_a_used_up_source_goes_to_the_others_in_proportion() -> Non
     assert rest[0] == 0 and abs(rest[1] - 0.6 * rest.sum()) < 1
 
 
+def test_a_limit_that_a_phase_just_reaches_changes_nothing_and_one_less_is_kept() -> None:
+    stages = [Stage(0, (0.7, 0.2, 0.1), 8, 4), Stage(25, (0.1, 0.2, 0.7), 8, 4)]
+    free = Timeline(stages, [None] * 3)
+    drawn = free.draws(100)[1]
+    assert free.locate(np.arange(100))[0][-1] != 1  # so a cut after the last draw would begin anew before the phase does
+    just = Timeline(stages, [None, drawn, None])
+    assert np.array_equal(just.locate(np.arange(100))[0], free.locate(np.arange(100))[0]) and len(just.segments) == 2
+    less = Timeline(stages, [None, drawn - 1, None])
+    assert less.draws(100)[1] == less.draws(1000)[1] == drawn - 1 and len(less.segments) == 3
+
+
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0, 10.0, 1e6])
 def test_weight_zero_is_never_drawn_at_any_temperature(temperature: float) -> None:
     timeline = Timeline([Stage(0, (0.9, 0.0, 0.1), 8, 4)], [None] * 3, temperature)

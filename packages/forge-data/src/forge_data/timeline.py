@@ -179,6 +179,8 @@ class Timeline:
             before = tuple(self.draws(first)) if self.segments else (0,) * len(self.caps)
             asked = self.planned(first) if self.segments else (Fraction(0),) * len(self.caps)
             left = [None if cap is None else cap - drawn for cap, drawn in zip(self.caps, before, strict=True)]
+            if self.segments and any(share and rest == 0 for share, rest in zip(self.segments[-1].shares, left, strict=True)):
+                self._forget()  # a source was used up, which can be owed nothing more
             own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(stage.weights, left, strict=True))
             if not any(own):
                 self.end = first
@@ -194,7 +196,6 @@ class Timeline:
                 return
             # Until the first source has made the last draw that is left to it.
             first += 1 + min(mixture.sample_of(i, rest - 1) for i, rest in limited)
-            self._forget()
 
     def _given(self, shares: Sequence[int], samples: int) -> list[int]:
         """Samples of each source in a stair, and what it leaves owing to the next."""
