@@ -60,15 +60,32 @@ class Assembler:
         return cut
 
     def _refuse_unknown(self, packing: Packing | Streamed, numbers: np.ndarray, windows: np.ndarray) -> None:
-        """Reads every id of a source whose largest one is unknown; of the others it was compared when they were opened."""
-        if packing.source.max_id is not None or self.vocab_size is None:
+        """Looks at every id that is read: what was known of a file when it was opened may not be what it holds now."""
+        if windows.dtype.kind not in "ui" or not windows.size:
+            return  # the label shift refuses other dtypes
+        limit, why = self._limit(packing)
+        # One pass: as unsigned numbers, negative ids are larger than any vocabulary.
+        if int(windows.view(windows.dtype.str.replace("i", "u")).max()) < limit:
             return
-        wrong = (windows >= self.vocab_size) | (windows < 0)
+        wrong = (windows >= limit) | (windows < 0)
         if wrong.any():
             row, column = (int(place[0]) for place in np.nonzero(wrong))
             found = int(windows[row, column])
             where = "" if isinstance(packing, Streamed) else _where(packing, int(numbers[row]), column)
-            raise DataError(f"{packing.source.name}{where}: id {found}, but the model's vocab_size is {self.vocab_size}")
+            raise DataError(f"{packing.source.name}{where}: id {found}, but {why if found >= 0 else 'no id is negative'}")
+
+    def _limit(self, packing: Packing | Streamed) -> tuple[int, str]:
+        """(first id that no row of a packing may hold, why): the smallest of what is known."""
+        source = packing.source
+        known = [(1 << 63, "no vocabulary is that large")]
+        if self.vocab_size is not None:
+            known.append((self.vocab_size, f"the model's vocab_size is {self.vocab_size}"))
+        if source.vocab_size is not None:
+            known.append((source.vocab_size, f"its tokenizer has {source.vocab_size} ids"))
+        if source.max_id is not None:
+            when = getattr(source, "max_id_from", "when it was opened")
+            known.append((source.max_id + 1, f"the largest id {when} was {source.max_id}"))
+        return min(known)
 
 
 def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: Cut) -> None:

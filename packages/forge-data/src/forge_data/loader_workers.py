@@ -10,6 +10,7 @@ import io
 import mmap
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -228,12 +229,18 @@ class Crew:
         except (EOFError, ConnectionResetError) as error:
             worker.process.wait()
             code = worker.process.returncode
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            raise RuntimeError(f"loader worker {worker.number} {how}; was memory short?") from error
+            raise RuntimeError(f"loader worker {worker.number} {ended_how(code)}") from error
         if kind == "ok":
             return content
         text = f"{content}\n\nraised in loader worker {worker.number}:\n{trace}"
         raise DataError(text) if kind == "refused" else RuntimeError(text)
+
+
+def ended_how(code: int) -> str:
+    """What the exit code of a worker that died tells, for messages."""
+    if code == -signal.SIGBUS:
+        return f"was killed by signal {-code} (SIGBUS): a file that it had mapped was cut off while it was read; restore it"
+    return f"was killed by signal {-code}; was memory short?" if code < 0 else f"ended with code {code}"
 
 
 def _start(number: int) -> _Worker:

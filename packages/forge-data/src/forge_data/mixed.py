@@ -6,6 +6,7 @@ micro-batches. So ranks, micro-batch and loader workers change who reads a sampl
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import Cursor, StreamedSource
 from forge_data.buffers import Buffers
+from forge_data.checksums import FirstEpoch
 from forge_data.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
 from forge_data.entropy import token_counts, unigram_entropy
 from forge_data.loader_workers import Crew, Recipe
@@ -130,12 +132,25 @@ class MixedStream:
 
     def _steps_from(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[list[Batch], Cursor]]:
         make = self._made_ahead if self.data.loader_workers else self._made_here
-        for rows, after in make(step, positions):
-            batches = rows.batches(self.micro_batch, self._first_row(step), _on_cuda(), self._sources(step))
-            del rows  # else its memory would count as held while the next step looks for free memory
-            step += 1
-            yield batches, self._cursor(step, after)
-            del batches
+        with closing(self._checksums(step)) as checksums:
+            for rows, after in make(step, positions):
+                batches = rows.batches(self.micro_batch, self._first_row(step), _on_cuda(), self._sources(step))
+                del rows  # else its memory would count as held while the next step looks for free memory
+                step += 1
+                cursor = self._cursor(step, after)
+                checksums.reached(self._tokens_of(cursor["draws"]))
+                yield batches, cursor
+                del batches
+
+    def _checksums(self, step: int) -> FirstEpoch:
+        """What compares this rank's files from a step on."""
+        timeline = self.reading.timeline
+        draws = dict(zip(self.labels, timeline.draws(timeline.first_of(step)), strict=True))
+        sources = dict(zip(self.labels, self.sources, strict=True)) if self.data.verify else {}
+        return FirstEpoch(sources, self._tokens_of(draws), self.rank, self.ranks)
+
+    def _tokens_of(self, draws: Mapping[str, int]) -> dict[str, int]:
+        return {label: drawn * self.reading.unit for label, drawn in draws.items()}
 
     def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
         """(rows of this rank, positions of its readers after them) of each step."""

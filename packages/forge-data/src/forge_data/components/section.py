@@ -73,6 +73,8 @@ class Data:
     samples that repeats or skips."""
     epochs: Annotated[int, Gt(0), FREE] | None = None
     """The stream ends before any source would be read more often than this; by default it never ends."""
+    verify: Annotated[bool, FREE] = True
+    """Compares the files of token stores with their checksums, in the background, while the first epoch is read."""
     workers: Annotated[int, Gt(0), FREE] | None = None
     """Threads that tokenise text; by default one for each core that this process may use. The result does not depend on it."""
     loader_workers: Annotated[int, Ge(0), FREE] = 0

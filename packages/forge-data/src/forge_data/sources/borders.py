@@ -7,7 +7,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.packing import borders_in
-from forge_data.sources.shards import Kept, Shards
+from forge_data.sources.shards import Kept, Shards, refuse_shrunk
 
 CHECKED = 32
 """So many tables of a corpus are opened and compared with themselves when it is; the others when they are first needed."""
@@ -55,11 +55,13 @@ class Ends:
         self._tokens, self._where, self._offset, self._empty = tokens, where, offset, empty
 
     def ends(self, start: int, stop: int) -> np.ndarray:
+        refuse_shrunk(self.array, self._where)
         low, high = np.searchsorted(self.array, np.array([start, stop], dtype=np.uint64), side="right")
         found = self.array[low:high]
         return found if len(found) < 2 or (found[1:] != found[:-1]).all() else np.unique(found)
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        refuse_shrunk(self.array, self._where)
         return distinct(*borders_in(self.array, starts, length))
 
     def faults(self, whole: bool) -> list[str]:

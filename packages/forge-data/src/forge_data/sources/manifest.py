@@ -113,7 +113,12 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
         raise DataError(f"{path} is of {found}; this Forge reads {FORMAT} version {VERSION}")
     if content["dtype"] not in DTYPES:
         raise DataError(f"{path}: unknown dtype {content['dtype']!r}; known: {', '.join(DTYPES)}")
+    counts = [content["tokens"], content["documents"]]
     for shard in content["shards"]:
+        counts += [shard[name] for name in ("tokens", "documents", "max_id")]
+    if wrong := [count for count in counts if type(count) is not int or count < 0]:
+        raise DataError(f"{path} is damaged: {wrong[0]!r} is not a number of tokens, documents or an id; write the store again")
+    for shard in [*content["shards"], {"data": content["counts"], "ends": content["counts"]}]:
         for name in (shard["data"]["file"], shard["ends"]["file"]):
             if Path(name).name != name:
                 raise DataError(f"{path} names the file {name!r}, which is not inside the store")

@@ -18,7 +18,7 @@ from forge_data.components.sources import Megatron
 from forge_data.sources.borders import Listed, blocks_of, distinct
 from forge_data.sources.corpus import Corpus, Described, integers, same_dtype
 from forge_data.sources.files import File, find, find_one, neighbours
-from forge_data.sources.shards import Shard, Shards, map_file
+from forge_data.sources.shards import Shard, Shards, map_file, refuse_shrunk
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEAD = struct.Struct("<9sQBQQ")
@@ -106,6 +106,8 @@ class Index:
 
     def _ended(self, tokens: np.ndarray) -> np.ndarray:
         """How many documents end at or before each place."""
+        refuse_shrunk(self.pointers, self._pair.index.where)
+        refuse_shrunk(self.documents, self._pair.index.where)
         sequences = search(self.pointers, tokens * self._itemsize) - 1
         sequences[tokens >= self._tokens] = len(self.pointers)
         return search(self.documents, sequences) - 1

@@ -76,14 +76,14 @@ class Shards:
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
         if self._only:
-            return self._data[0][start:stop]
+            return self._mapped(0)[start:stop]
         number = self.shard_of(start)
         first = self.firsts[number]
         if stop <= self.firsts[number + 1]:
-            return self._data[number][start - first : stop - first]
+            return self._mapped(number)[start - first : stop - first]
         parts = []
         while first < stop:
-            parts.append(self._data[number][max(0, start - first) : stop - first])
+            parts.append(self._mapped(number)[max(0, start - first) : stop - first])
             number += 1
             first = self.firsts[number] if number < len(self.shards) else stop
         return np.concatenate(parts)
@@ -96,13 +96,13 @@ class Shards:
         if not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
             raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on, of {self.tokens}")
         if self._only:
-            return _gathered(self._data[0], starts, length)
+            return _gathered(self._mapped(0), starts, length)
         found = np.empty((len(starts), length), self.dtype)
         numbers = np.searchsorted(self._inner, starts, side="right")
         whole = starts + length <= self._after[numbers]
         for number in np.unique(numbers[whole]).tolist():
             own = np.flatnonzero((numbers == number) & whole)
-            found[own] = _gathered(self._data[number], starts[own] - self.firsts[number], length)
+            found[own] = _gathered(self._mapped(number), starts[own] - self.firsts[number], length)
         for row in np.flatnonzero(~whole).tolist():
             found[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return found
@@ -130,6 +130,11 @@ class Shards:
             parts.append(np.frombuffer(shard.file.read(low, high), self.dtype))
             start = until
         return np.concatenate(parts)
+
+    def _mapped(self, number: int) -> np.ndarray:
+        tokens = self._data[number]
+        refuse_shrunk(tokens, self.shards[number].file.where)
+        return tokens
 
     def _map(self, number: int) -> np.ndarray:
         shard = self.shards[number]
@@ -161,6 +166,25 @@ def map_file(file: File, dtype: np.dtype, count: int, offset: int = 0) -> np.nda
             return np.frombuffer(mmap.mmap(content.fileno(), size, access=mmap.ACCESS_READ), dtype, count, offset)
     except OSError as error:
         raise DataError(f"{file.where} cannot be read: {error.strerror}") from error
+
+
+def refuse_shrunk(array: np.ndarray, where: str) -> None:
+    """Refuses a mapped file that was cut off since: what is gone reads as zeros, or ends the process by SIGBUS.
+
+    Asked before every portion of rows, for a fraction of a microsecond; what happens between the question and the read
+    nobody can see.
+
+    Raises:
+        DataError: it is shorter than what is mapped.
+    """
+    base = array.base
+    if isinstance(base, memoryview):
+        mapping: Any = base.obj
+        if (size := mapping.size()) < len(mapping):
+            raise DataError(
+                f"{where} was cut off to {size} bytes while it is read, {len(mapping)} are needed; restore the file, and write "
+                "a changed one beside the old one"
+            )
 
 
 def open_files() -> int:

@@ -1,14 +1,14 @@
-"""Reads a token store through memory maps; opening reads the manifest and the sizes of the files, nothing else."""
+"""Reads a token store through memory maps; opening reads the manifest, the sizes of all files, and samples of them."""
 
 import io
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
+from forge_data.checksums import Checksum, fault_of
 from forge_data.sources.borders import Ends, Listed
 from forge_data.sources.corpus import BLOCK, BLOCKS
 from forge_data.sources.files import File
@@ -37,6 +37,7 @@ class StoreSource:
         self.tokens = self.manifest.tokens
         self.documents = self.manifest.documents
         self.max_id: int | None = self.manifest.max_id
+        self.max_id_from = "in its manifest"
         entry = self.manifest.tokenizer
         self.vocab_size = entry.vocab_size if entry else None
         self.tokenizer = entry.sha256 if entry else None
@@ -97,14 +98,16 @@ class StoreSource:
                 digest.update(file.read(start, stop))
         return digest.hexdigest()
 
+    def checksums(self) -> list[Checksum]:
+        """Of the files that are read, in the order of the stream."""
+        shards = zip(self._tokens.firsts, self.manifest.shards, strict=False)
+        return [
+            Checksum(first, self.path / entry.file, entry.xxh3) for first, shard in shards for entry in (shard.data, shard.ends)
+        ]
+
     def _verify_checksum(self, entry: FileEntry) -> list[str]:
-        digest = xxhash.xxh3_128()
-        with (self.path / entry.file).open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        if digest.hexdigest() == entry.xxh3:
-            return []
-        return [f"{self.path / entry.file}: content differs from its checksum ({digest.hexdigest()}, not {entry.xxh3})"]
+        fault = fault_of(self.path / entry.file, entry.xxh3)
+        return [fault] if fault else []
 
     def _verify_shard(self, number: int, shard: Shard, found: np.ndarray) -> list[str]:
         """The manifest's claims about one shard; counts its tokens into `found`."""
@@ -121,22 +124,28 @@ class StoreSource:
         return faults
 
     def _check_sizes(self) -> None:
+        for what in ("tokens", "documents"):
+            claimed, held = getattr(self.manifest, what), sum(getattr(shard, what) for shard in self.manifest.shards)
+            if claimed != held:
+                raise DataError(f"{self.path}: the manifest says {claimed} {what}, its shards hold {held}; write the store again")
         for shard in self.manifest.shards:
             if shard.tokens * self.dtype.itemsize != shard.data.bytes:
                 raise DataError(
                     f"{self.path}: the manifest gives {shard.data.file} {shard.data.bytes} bytes for {shard.tokens} tokens"
                 )
-            for entry in (shard.data, shard.ends):
-                path = self.path / entry.file
-                try:
-                    size = path.stat().st_size
-                except OSError as error:
-                    raise DataError(f"{path} is missing: {error.strerror}; the store is damaged, write it again") from error
-                if size != entry.bytes:
-                    what = "empty" if not size else "truncated" if size < entry.bytes else "too long"
-                    raise DataError(
-                        f"{path} is {what}: it ends at byte {size}, the manifest says {entry.bytes}; write the store again"
-                    )
+            self._check_size(shard.data)
+            self._check_size(shard.ends)
+        self._check_size(self.manifest.counts)
+
+    def _check_size(self, entry: FileEntry) -> None:
+        path = self.path / entry.file
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} is missing: {error.strerror}; the store is damaged, write it again") from error
+        if size != entry.bytes:
+            what = "empty" if not size else "truncated" if size < entry.bytes else "too long"
+            raise DataError(f"{path} is {what}: it ends at byte {size}, the manifest says {entry.bytes}; write the store again")
 
     def _table(self, number: int) -> Ends:
         """Document ends of one shard, mapped."""
