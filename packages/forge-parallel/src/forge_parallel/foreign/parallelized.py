@@ -191,6 +191,7 @@ def parallelize(
     state: str = "fp32",
     seed: int = 0,
     example: Example | None = None,
+    verify: bool = False,
 ) -> Parallelized:
     """Lays out a module over the ranks of the running process group.
 
@@ -208,7 +209,8 @@ def parallelize(
         state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
         seed: of a builder's random numbers.
         example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
-            module begins with an embedding or a linear layer that is its only input. Its values do not matter.
+            module begins with an embedding or a linear layer that is its only input.
+        verify: first compare a probe step with one process; see `forge_parallel.verify`. Do so once for a module and its plan.
 
     Raises:
         PlanError: what cannot be laid out, by name.
@@ -221,14 +223,22 @@ def parallelize(
             raise PlanError(
                 f"parallelize: {axis} = {layout.size(axis)} is not offered for foreign modules; use dp, hsdp, tp and pp"
             )
+    if verify:
+        from forge_parallel.foreign.verification import verify as compare
+
+        options = {"tp_plan": tp_plan, "blocks": blocks, "pipeline": pipeline, "device": device}
+        transforms = list(transforms)
+        compare(source, layout, transforms, **options, seed=seed, example=example)
     place = torch.device(device) if device is not None else _default_device()
     topology = Topology.of(layout, place)
     skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, seed)
-    _prepare(skeleton.module)
+    prepare(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
+    if layout.data > 1:
+        refuse_batch_statistics(skeleton.module)
     specs = describe(skeleton.module, blocks)
     if layout.pp > 1:
-        stage(skeleton.module, list(specs.blocks))
+        stage(skeleton.module, list(specs.blocks), example_for(skeleton.module) if example is None else example)
         specs = skeleton.module.specs()  # type: ignore[operator]
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
@@ -262,7 +272,7 @@ def _transforms(
     return built
 
 
-def _prepare(module: nn.Module) -> None:
+def prepare(module: nn.Module) -> None:
     """A transformers model in training must not fill its key-value cache: recomputation would fill it twice."""
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
@@ -279,6 +289,20 @@ def _refuse_dropout(module: nn.Module) -> None:
             f"parallelize: {', '.join(found[:3])} drops numbers at random, and tp ranks would drop different ones; set it to 0, "
             "or set tp to 1"
         )
+
+
+def refuse_batch_statistics(module: nn.Module) -> None:
+    """Data ranks would each keep the statistics of their own rows, and go apart."""
+    for path, part in module.named_modules():
+        if (
+            isinstance(part, nn.modules.batchnorm._NormBase)
+            and part.track_running_stats
+            and not isinstance(part, nn.SyncBatchNorm)
+        ):
+            raise PlanError(
+                f"parallelize: {path} ({type(part).__name__}) keeps running statistics, and each data rank would keep those of "
+                "its own rows; use SyncBatchNorm, track_running_stats=False or another norm, or one data rank"
+            )
 
 
 def _must_be_cast(compute: torch.dtype, module: nn.Module, _: Any) -> None:

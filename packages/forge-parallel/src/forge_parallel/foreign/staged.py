@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.foreign.describe import describe
+from forge_parallel.foreign.example import Example
+from forge_parallel.foreign.handed import ADVICE, must_hand_on, units_of, visits
 
 
 class Passing(nn.Module):
@@ -64,27 +66,32 @@ def _staged(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"{original.__name__}Staged", (Staged, original), {})
 
 
-def stage(module: nn.Module, blocks: list[str]) -> None:
+def stage(module: nn.Module, blocks: list[str], example: Example) -> None:
     """Makes a foreign module, on the meta device but for its buffers, one that a pipeline can cut.
 
     Raises:
-        PlanError: it is not clear what comes before and after the blocks, or the module does more than to call its modules.
+        PlanError: it is not clear what comes before and after the blocks, a block is given more than the hidden states, or the
+            module does more than to call its modules.
     """
-    paths = [path for path, part in module.named_modules() if any(p is not None for p in part._parameters.values())]
-    order = list(dict(module.named_modules()))
-    inside = tuple(f"{block}." for block in blocks)
-    others = [path for path in paths if path not in blocks and not path.startswith(inside)]
-    entry = tuple(path for path in others if order.index(path) < order.index(blocks[0]))
-    leaving = tuple(path for path in others if order.index(path) > order.index(blocks[-1]))
-    if not entry or not leaving or "" in others:
+    units = units_of(module, blocks)
+    if own := [
+        path for path in units if path not in blocks and any(not path or block.startswith(f"{path}.") for block in blocks)
+    ]:
         raise PlanError(
-            "parallelize: a pipeline needs modules before the blocks and after them, and no parameters of the root itself; "
-            f"found {', '.join(entry) or 'none'} and {', '.join(leaving) or 'none'}"
+            f"parallelize: {own[0] or 'the root'} has parameters of its own around the blocks, which no stage can hold alone; "
+            f"{ADVICE}"
         )
-    first = module.get_submodule(entry[-1])
-    width = getattr(first, "embedding_dim", None) or getattr(first, "out_features", None)
-    if not isinstance(width, int):
-        raise PlanError(f"parallelize: {entry[-1]} does not say how wide its output is (embedding_dim or out_features)")
+    one, other = (visits(module, units, blocks, example, seed) for seed in (1, 2))
+    must_hand_on(module, one, other, units, blocks)
+    order = [visit.path for visit in one]
+    start = order.index(blocks[0])
+    entry, leaving = tuple(order[:start]), tuple(order[start + len(blocks) :])
+    hidden = one[start - 1].out
+    if hidden.dim() != 3:
+        raise PlanError(
+            f"parallelize: a pipeline needs hidden states (rows, length, width), and {entry[-1]} makes {hidden.dim()}-D ones"
+        )
+    width = hidden.shape[-1]
     module.__class__ = _staged(type(module))
     module.unit_paths, module.width = (entry, tuple(blocks), leaving), width  # type: ignore[assignment]
     _must_pass(module, (*entry, *blocks, *leaving), width)
@@ -100,10 +107,11 @@ def _must_pass(module: Any, paths: tuple[str, ...], width: int) -> None:
             found = empty(given.clone())
     except Exception as cause:
         raise PlanError(
-            f"parallelize: {type(module).__name__} cannot be cut into stages: with its modules left out it fails: {cause}"
+            f"parallelize: {type(module).__name__} cannot be cut into stages: with its modules left out it fails: {cause}; "
+            f"{ADVICE}"
         ) from cause
     if found.shape != given.shape or not torch.equal(found, given):
         raise PlanError(
             f"parallelize: {type(module).__name__} cannot be cut into stages: it computes something on the hidden states between "
-            "its modules, which every stage would repeat; put that into a module, or set pp to 1"
+            f"its modules, which every stage would repeat; {ADVICE}"
         )

@@ -1,0 +1,112 @@
+"""A function on a few local processes with a gloo group, forked from this one: so it may use what cannot be pickled, such as a
+module's builder.
+
+Forking is safe as it is for a data loader's workers: children compute on the CPU with one thread. They end with this process.
+"""
+
+import json
+import os
+import select
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge_core.errors import ForgeError, PlanError
+
+
+def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
+    """Results of `function`, JSON, on `size` ranks, in rank order; the default process group is ready on each.
+
+    Raises:
+        PlanError: processes cannot be forked here, a rank raised or ended, or `timeout` seconds passed.
+    """
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+        raise PlanError(
+            "verify: needs to fork processes, which this system, or a process that uses CUDA already, cannot; run it at the "
+            "start of a process, with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    children: dict[int, int] = {}  # the end of a pipe -> the process that writes to it
+    order: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(size):
+                reading, writing = os.pipe()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of threads that a child does not have
+                    pid = os.fork()
+                if pid == 0:
+                    _work(function, rank, size, Path(folder) / "store", writing)
+                os.close(writing)
+                children[reading] = pid
+                order.append(reading)
+            answers = _answers(order, time.monotonic() + timeout)
+        finally:
+            for reading, pid in children.items():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                os.close(reading)
+    return [answers[reading] for reading in order]
+
+
+def _answers(pipes: list[int], deadline: float) -> dict[int, Any]:
+    received = dict.fromkeys(pipes, b"")
+    open_pipes, failed = set(pipes), ""
+    while open_pipes and not failed:
+        ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise PlanError("verify: the probe step did not finish in time; use a smaller model or a smaller example")
+        for pipe in ready:
+            data = os.read(pipe, 1 << 20)
+            received[pipe] += data
+            if not data:
+                open_pipes.discard(pipe)
+                failed = _failure(received[pipe], pipes.index(pipe)) or failed
+    if failed:
+        raise PlanError(failed)
+    return {pipe: json.loads(data)[1] for pipe, data in received.items()}
+
+
+def _failure(answer: bytes, rank: int) -> str:
+    """What a rank that has ended raised; "" if it returned."""
+    if not answer:
+        return f"verify: rank {rank} ended without a word"
+    good, value = json.loads(answer)
+    return "" if good else value
+
+
+def _work(function: Callable[[], Any], rank: int, size: int, store: Path, pipe: int) -> None:
+    """The whole life of a child. It never returns."""
+    code = 1
+    try:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if dist.is_initialized():  # the parent's, of one process
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+        answer = json.dumps((True, function()))
+        dist.barrier()  # connections are closed once everybody has what it needs
+        code = 0
+    except ForgeError as error:
+        answer = json.dumps((False, str(error)))
+    except BaseException:  # noqa: BLE001 (reported to the parent)
+        answer = json.dumps((False, f"verify: the probe step failed on rank {rank}:\n{traceback.format_exc()}"))
+    view = memoryview(answer.encode())
+    while view:
+        view = view[os.write(pipe, view) :]
+    os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)

@@ -1,0 +1,170 @@
+"""What a foreign module hands to its blocks: a pipeline carries the hidden states from one to the next, and nothing else.
+
+The module runs twice without its parameters, with other inputs and with random outputs in the place of its modules'. What a block
+is given must be what the one before it returned, and all else the same both times: then it follows from shapes, and every stage
+can make it again.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map
+
+from forge_core.errors import PlanError
+from forge_parallel.foreign.example import Example, call
+
+ADVICE = (
+    "put all that comes before the blocks, such as tables that are added and dropout, into one module, and all that comes after "
+    "them into others that follow each other; or set pp to 1"
+)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One call of a unit: what it was given, by the names of its forward's arguments, and what stood for its output."""
+
+    path: str
+    given: Mapping[str, Any]
+    out: Tensor
+
+
+class _Stub(nn.Module):
+    """Stands for a unit: returns random numbers of the right shape."""
+
+    def __init__(self, path: str, unit: nn.Module, visits: list[Visit], block: bool) -> None:
+        super().__init__()
+        self.path, self.visits, self.block = path, visits, block
+        self.hidden = [unit.to("meta")]  # in a list, so that it is no submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of any arguments."""
+        unit = self.hidden[0]
+        given = dict(signature(unit.forward).bind(*args, **kwargs).arguments)
+        first = next(iter(given.values()), None)
+        if self.block:
+            shape = first.shape if isinstance(first, Tensor) else None
+        else:
+            found = unit(*tree_map(_hollow, args), **tree_map(_hollow, kwargs))
+            shape = found.shape if isinstance(found, Tensor) else None
+        if shape is None:
+            raise PlanError(f"parallelize: a pipeline needs {self.path} to take and to return one tensor first; set pp to 1")
+        out = torch.randn(shape)
+        self.visits.append(Visit(self.path, tree_map(_copied, given), out.clone()))
+        return out
+
+
+def units_of(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Paths of the modules that stages hold: the blocks, and outermost ones with parameters outside of them."""
+    spine = {".".join(words[:end]) for path in blocks for words in [path.split(".")] for end in range(len(words))}
+    found = dict.fromkeys(blocks)
+    for path, part in module.named_modules():
+        if any(parameter is not None for parameter in part._parameters.values()):
+            words = path.split(".")
+            ends = (".".join(words[:end]) for end in range(1, len(words) + 1))
+            found.setdefault(next((prefix for prefix in ends if prefix not in spine), path))
+    return list(found)
+
+
+def visits(module: nn.Module, units: Sequence[str], blocks: Sequence[str], example: Example, seed: int) -> list[Visit]:
+    """The calls of `units` in one forward, in their order. With another `seed`, inputs and outputs have other values."""
+    found: list[Visit] = []
+    stubbed = deepcopy(module)
+    for path in units:
+        above, _, name = path.rpartition(".")
+        stubbed.get_submodule(above)._modules[name] = _Stub(path, stubbed.get_submodule(path), found, path in blocks)
+    given = tree_map(lambda leaf: _other(leaf, seed), example)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            call(stubbed, given)
+    except PlanError:
+        raise
+    except Exception as cause:
+        raise PlanError(
+            f"parallelize: {type(module).__name__} cannot be followed to see what its blocks are given: {cause}; give "
+            "example=, what the module is called with, or set pp to 1"
+        ) from cause
+    return found
+
+
+def must_hand_on(
+    module: nn.Module, one: Sequence[Visit], other: Sequence[Visit], units: Sequence[str], blocks: Sequence[str]
+) -> None:
+    """Refuses a module whose blocks depend on more than the hidden states of the block before.
+
+    Args:
+        module: for its name.
+        one: calls of its units.
+        other: the same with other values.
+        units: paths that should be called.
+        blocks: those of them that follow each other.
+
+    Raises:
+        PlanError: a unit is called never, again or out of order, is given something that depends on inputs or on hidden states
+            beyond its first argument, or something is computed between units.
+    """
+    name, order = type(module).__name__, [visit.path for visit in one]
+    for path in units:
+        if order.count(path) != 1:
+            times = f"{order.count(path)} times" if path in order else "never"
+            raise PlanError(
+                f"parallelize: {name} calls {path} {times} in a forward; a pipeline runs each module once; set pp to 1"
+            )
+    if (called := [path for path in order if path in blocks]) != list(blocks):
+        raise PlanError(f"parallelize: {name} calls its blocks as {', '.join(called)}; give blocks= in the order of their use")
+    start = order.index(blocks[0])
+    if order[start : start + len(blocks)] != called:
+        other_one = next(path for path in order[start:] if path not in blocks)
+        raise PlanError(f"parallelize: {name} calls {other_one} between its blocks, which no stage holds alone; set pp to 1")
+    if start == 0 or start + len(blocks) == len(order):
+        raise PlanError("parallelize: a pipeline needs modules with parameters before the blocks and after them; set pp to 1")
+    for at in range(start, len(one)):
+        path, given, first = one[at].path, one[at].given, next(iter(one[at].given), "")
+        before = [one[at - 1]] if at <= start + len(blocks) else one[start + len(blocks) - 1 : at]
+        for argument in list(given)[1:]:
+            if not _same(given[argument], other[at].given.get(argument)):
+                raise PlanError(
+                    f"parallelize: {path} is given {argument!r}, which depends on inputs or hidden states; a pipeline hands on "
+                    f"only {first!r}, the output of the module before; set pp to 1"
+                )
+        if not any(_same(given.get(first), visit.out) for visit in before):
+            raise PlanError(
+                f"parallelize: {name} cannot be cut into stages: it computes something on the hidden states between its modules "
+                f"({before[-1].path} and {path}), which every stage would repeat; {ADVICE}"
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    ours, theirs = list(tree_iter(one)), list(tree_iter(other))
+    return len(ours) == len(theirs) and all(
+        isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b) if isinstance(a, Tensor) else _equal(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one == other if isinstance(one, bool | int | float | str) else type(one) is type(other)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _hollow(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _other(leaf: Any, seed: int) -> Any:
+    """Other values of the same kind. They meet no parameters, so they may be out of a table's range."""
+    if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool:
+        return leaf
+    return leaf + seed if not leaf.is_floating_point() else leaf + torch.randn(leaf.shape, generator=_generator(seed)).to(leaf)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,315 @@
+"""One probe step of a foreign module against one process: what no static rule sees is found before a run, not after it.
+
+Both sides compute in fp64 from the same weights, on the same rows. Compared are the initial values with what the constructors
+make, the loss, every gradient, and every buffer on every rank. Random numbers in forward depend on the place in the module and on
+the rows, and on the tp rank, as they do in a run.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_parallel.foreign.draws import Draws, random_numbers_kept
+from forge_parallel.foreign.example import Example, call, example_for, shares
+from forge_parallel.foreign.forked import forked
+from forge_parallel.foreign.parallelized import Parallelized, parallelize, prepare
+from forge_parallel.gather import gathered
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.split import BALANCED
+from forge_parallel.plan import Phase
+
+TOLERANCE = 1e-6
+"""Largest accepted error, relative to a tensor's largest element. Modules that compute a norm or a softmax in fp32 whatever their
+parameters' format stay below it; a wrong layout is larger by orders of magnitude."""
+
+FLOOR = 0.1
+"""Of the model's largest gradient: gradients that are zero but for rounding are compared with that share of it."""
+
+AXES = ("dp_shard", "dp_replicate", "tp", "pp")
+
+ADVICE = {
+    "tp": "what lies between a colwise and a rowwise layer must work on any share of the features; change tp_plan or set tp to 1",
+    "pp": "blocks may depend on nothing but the hidden states that they are handed; change the module, or set pp to 1",
+    "dp_shard": "forward changes a buffer, or depends on rows of other ranks; change the module, or use one data rank",
+}
+
+Loss = Callable[[Any, Any], Tensor]
+"""(the module's output, the rows it was called with) -> the mean loss of these rows, a scalar with its graph."""
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What is laid out, and how it is called."""
+
+    source: nn.Module | Callable[[], nn.Module]
+    transforms: tuple[Any, ...]
+    options: Mapping[str, Any]
+    pipeline: Pipeline | None
+    example: Example | None
+    loss: Loss | None
+    seed: int
+
+    def whole(self, seed: int) -> nn.Module:
+        """The module in one process, in fp64."""
+        if isinstance(self.source, nn.Module):
+            module = deepcopy(self.source)
+        else:
+            torch.manual_seed(seed)
+            module = self.source()
+        prepare(module)
+        return module.double()
+
+    def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> Parallelized:
+        """The module in a layout, in fp64."""
+        left_out = {Phase.QUANTIZE, Phase.COMPILE} | ({Phase.RECOMPUTE} if draws else set())
+        chosen = [replace(one, on_host=False) if one.on_host else one for one in self.transforms if one.phase not in left_out]
+        source = self.source
+        pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)
+        return parallelize(
+            _wide_buffers(deepcopy(source)) if isinstance(source, nn.Module) else lambda: _wide_buffers(source()),
+            layout,
+            chosen,
+            **self.options,
+            pipeline=pipeline,
+            device=device,
+            compute="fp64",
+            state="fp64",
+            seed=self.seed,
+            example=self.example,
+        )
+
+
+def verify(
+    source: nn.Module | Callable[[], nn.Module],
+    layout: str | Layout,
+    transforms: Iterable[Any] = (),
+    *,
+    tp_plan: Mapping[str, str] | None = None,
+    blocks: Sequence[str] | None = None,
+    pipeline: Pipeline | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    example: Example | None = None,
+    loss: Loss | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Collective: compares a step of `parallelize(source, layout, ...)` with one process. `source` is not changed.
+
+    In a single process, each axis in use is tried on two local processes, forked from this one, on the CPU. Under a launcher,
+    all ranks call this and the layout itself is tried; rank 0 then holds the whole module for a moment. Compilation and float8
+    are left out, and recomputation of a module that draws random numbers.
+
+    Args:
+        source: as for `parallelize`, as are `layout`, `transforms`, `tp_plan`, `blocks`, `pipeline`, `device` and `seed`.
+        example: what the module is called with; its rows (dimension 0) are shared by data ranks, with two for each rank where
+            the layout has tp or pp. By default two rows that suit the module's first layer.
+        loss: (output, rows) -> the mean loss of these rows; by default all outputs are summed with random factors. Under a
+            pipeline the output is the module's first tensor.
+        timeout: of the local processes together, in seconds.
+
+    Raises:
+        PlanError: what differs, by parameter or buffer and axis; or what `parallelize` refuses.
+    """
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    built = tuple(one.build() if callable(getattr(one, "build", None)) else one for one in transforms)
+    options = {"tp_plan": tp_plan, "blocks": blocks}
+    probe = _Probe(source, built, options, pipeline, example, loss, seed)
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    axes = [axis for axis in AXES if layout.size(axis) > 1]
+    with random_numbers_kept():
+        if together or not axes:
+            _raise(_faults(probe, layout, device), layout)
+            return
+        for axis in axes:
+            pair = Layout.of({axis: 2, **({"dp_shard": 1} if axis != "dp_shard" else {})}, 2)
+            found, _ = forked(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
+            _raise(found, pair)
+
+
+def _raise(faults: list[str], layout: Layout) -> None:
+    if faults:
+        axis = next((axis for axis in ("tp", "pp", "dp_shard", "dp_replicate") if layout.size(axis) > 1), None)
+        more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
+        advice = "" if axis is None else f". Under {axis} {ADVICE.get(axis, ADVICE['dp_shard'])}"
+        raise PlanError(f"verify: layout {layout} differs from one process: {'; '.join(faults[:4])}{more}{advice}")
+
+
+def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) -> list[str]:
+    """Collective: what differs, the same on all ranks."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    each = 2 if layout.data == 1 or layout.pp > 1 else 1
+    count = each * layout.data
+    loss = probe.loss or (_first_projected if layout.pp > 1 else _projected)
+    probe = probe if probe.example is not None else replace(probe, example=example_for(_outline(probe), count))
+    assert probe.example is not None
+    rows = shares(probe.example, count)
+    draws = _agreed(first and _draws(probe, rows, loss))
+    model = probe.laid_out(layout, device, draws)
+    start = model.state_dict(whole=True)
+    mine = [_on(share, model.topology.device) for share in rows[model.data_rank * each :][:each]]
+    if draws:
+        for part in model.parts:
+            Draws(probe.seed, model.data_rank * each, model.topology.coordinates["tp"]).attach(part)
+    total = _step(model, mine, loss)
+    gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
+    buffers = _everyones({name: b.cpu() for part in model.parts for name, b in part.named_buffers()})
+    found: list[str] = []
+    if first:
+        found += _initial(probe, start)
+        whole = probe.whole(0)
+        whole.load_state_dict(start, strict=False)
+        expected = _alone(whole, rows, loss, Draws(probe.seed, 0, 0) if draws else None)
+        found += _compared(whole, expected, total, gradients, buffers)
+        if found and draws:
+            found.insert(0, "it draws random numbers in forward")
+    return _agreed(found)
+
+
+def _step(model: Parallelized, mine: list[Any], loss: Loss) -> float:
+    """Forward and backward of this rank's shares; the mean loss over all ranks."""
+    if model.cut is not None:
+        batches = [share if isinstance(share, Mapping) else {"input": share} for share in mine]
+        unnamed = isinstance(mine[0], Tensor)
+        return float(
+            model.step(
+                batches,
+                lambda out, batch: loss(out, batch["input"] if unnamed else batch),
+                lambda _: torch.ones((), dtype=torch.int64),
+            )
+        )
+    losses = []
+    for share in mine:
+        value = loss(call(model.module, share), share)
+        (value / len(mine)).backward()
+        losses.append(value.detach())
+    return model.mean(torch.stack(losses).mean())
+
+
+def _alone(module: nn.Module, rows: list[Any], loss: Loss, draws: Draws | None) -> float:
+    """The same in one process, one share after the other."""
+    if draws is not None:
+        draws.attach(module)
+    total = 0.0
+    for share in rows:
+        value = loss(call(module, share), share)
+        (value / len(rows)).backward()
+        total += value.item() / len(rows)
+    return total
+
+
+def _draws(probe: _Probe, rows: list[Any], loss: Loss) -> bool:
+    """Whether one process gives another loss with other random numbers."""
+    found = []
+    for seed in (1, 2):
+        module = probe.whole(0)
+        Draws(seed, 0, 0).attach(module)
+        with torch.no_grad():
+            found.append(float(loss(call(module, rows[0]), rows[0])))
+    return found[0] != found[1]
+
+
+def _initial(probe: _Probe, start: Mapping[str, Tensor]) -> list[str]:
+    """Initial values against two real builds: what both agree on is not random, and has to be the same here; what is drawn has
+    to have their mean and spread."""
+    if isinstance(probe.source, nn.Module):
+        expected = dict(probe.whole(0).named_parameters())
+        return [f"initial value of {name}" for name, value in expected.items() if not torch.equal(start[name].to(value), value)]
+    one, other = (dict(probe.whole(seed).named_parameters()) for seed in (1, 2))
+    return [f"initial value of {name}" for name in one if not _alike(start[name], one[name].detach(), other[name].detach())]
+
+
+def _alike(found: Tensor, one: Tensor, other: Tensor) -> bool:
+    drawn = one != other
+    if not torch.equal(found[~drawn].to(one), one[~drawn]):
+        return False
+    count = int(drawn.sum())
+    if count < 16:
+        return True
+    near, spread = max(0.1, 8 / math.sqrt(count)), torch.cat([one[drawn], other[drawn]]).std()
+    middle = torch.cat([one[drawn], other[drawn]]).mean()
+    return bool((found[drawn].std() - spread).abs() <= near * spread and (found[drawn].mean() - middle).abs() <= near * spread)
+
+
+def _compared(
+    whole: nn.Module, expected: float, total: float, gradients: Mapping[str, Tensor], buffers: Sequence[Mapping[str, Tensor]]
+) -> list[str]:
+    found = []
+    if not abs(total - expected) <= TOLERANCE * max(abs(expected), TOLERANCE):
+        found.append(f"the loss is {total:.9g} instead of {expected:.9g}")
+    right = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    largest = max((float(gradient.abs().max()) for gradient in right.values() if gradient.numel()), default=0.0)
+    for name, parameter in whole.named_parameters():
+        one, other = right.get(name, torch.zeros_like(parameter)), gradients.get(name, torch.zeros_like(parameter))
+        scale = max(float(one.abs().max()) if one.numel() else 0.0, FLOOR * largest)
+        error = float((one - other).abs().max()) if one.numel() else 0.0
+        if not error <= TOLERANCE * scale:
+            found.append(f"the gradient of {name} is off by {error / scale if scale else error:.2g} of its largest element")
+    theirs = dict(whole.named_buffers())
+    for rank, held in enumerate(buffers):
+        for name, buffer in held.items():
+            if name in theirs and not torch.allclose(buffer.double(), theirs[name].double().cpu(), TOLERANCE, TOLERANCE, True):
+                found.append(f"buffer {name} has another value on rank {rank}")
+    return found
+
+
+def _projected(output: Any, _: Any) -> Tensor:
+    """All outputs with random factors: every element counts, and each differently."""
+    leaves = tree_iter(list(output.values()) if isinstance(output, Mapping) else output)
+    floats = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not floats:
+        raise PlanError("verify: the module returns no tensor with floating-point numbers; give loss=")
+    return torch.stack([_factors(leaf).mul(leaf).mean() for leaf in floats]).sum()
+
+
+def _first_projected(output: Any, rows: Any) -> Tensor:
+    return _projected(output if isinstance(output, Tensor) else output[0], rows)
+
+
+def _factors(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(like.numel()), dtype=like.dtype).to(like.device)
+
+
+def _outline(probe: _Probe) -> nn.Module:
+    if isinstance(probe.source, nn.Module):
+        return probe.source
+    with torch.device("meta"):
+        return probe.source()
+
+
+def _wide_buffers(module: nn.Module) -> nn.Module:
+    for part in module.modules():
+        wide = {name: b.double() for name, b in part._buffers.items() if b is not None and b.is_floating_point()}
+        part._buffers.update(wide)
+    return module
+
+
+def _on(share: Any, device: torch.device) -> Any:
+    if isinstance(share, Tensor):
+        return share.to(device)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in share.items()}
+
+
+def _agreed(value: Any) -> Any:
+    """Rank 0's value."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+    return value
+
+
+def _everyones(value: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, value)
+    return boxes
