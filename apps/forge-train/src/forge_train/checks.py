@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from forge_core.errors import Fault
+from forge_core.errors import Caution, Fault
 from forge_core.layout import Layout
-from forge_train.components.hooks import Evaluate
+from forge_train.components.hooks import Evaluate, Save
 from forge_train.components.sample import Sample
 
 
@@ -42,6 +42,28 @@ def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: 
         for index, hook in enumerate(job.hooks)
         if isinstance(hook, Evaluate) and not job.data.evaluation
     ]
+
+
+def something_is_saved(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """A run whose weights are lost when it ends."""
+    if any(isinstance(hook, Save) for hook in job.hooks):
+        return []
+    return [Caution("hooks", "none of them is 'save': no checkpoint is written", hint='add [[hooks]] name = "save"')]
+
+
+def numbers_can_be_counted(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """Tokens and samples of the whole run are counted in 64 bits."""
+    train = job.train
+    tokens = train.max_steps * train.global_batch * job.data.sequence_length
+    if tokens < 2**63:
+        return []
+    largest = max(
+        ("train.max_steps", train.max_steps),
+        ("train.global_batch", train.global_batch),
+        ("data.sequence_length", job.data.sequence_length),
+        key=lambda pair: pair[1],
+    )
+    return [Fault(largest[0], f"{largest[1]} makes a run of {tokens:.1e} tokens, more than 64 bits count", hint="lower it")]
 
 
 def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every check is given both)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_core.config.checks import run_checks
+from forge_core.config.checks import Parts, run_checks
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
 from forge_core.config.validate import Outcome, walk
@@ -31,7 +31,7 @@ class Resolved:
         used: (group, name) of every chosen component, each once; `Registry.used` adds distributions and versions.
         outcome: the walk behind it, for explanations.
         files: every file that was read, the recipe last.
-        warnings: checks that could not run, of distributions that the recipe does not use.
+        warnings: what stops nothing; also checks that could not run, of distributions that the recipe does not use.
     """
 
     job: Job
@@ -57,7 +57,12 @@ class Resolved:
 
 
 def load(
-    recipe: str | Path | Table, overrides: Sequence[str] = (), world: int | None = None, registry: Registry | None = None
+    recipe: str | Path | Table,
+    overrides: Sequence[str] = (),
+    world: int | None = None,
+    registry: Registry | None = None,
+    *,
+    here: bool = False,
 ) -> Resolved:
     """Reads a recipe with its bases and overrides.
 
@@ -66,6 +71,7 @@ def load(
         overrides: `--section.key=value`, as they stand on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.
+        here: the run starts on this machine now, so that files that are absent are faults and not warnings.
 
     Raises:
         ConfigError: everything that is wrong, at once.
@@ -78,8 +84,9 @@ def load(
     layout, misfits = _layout(outcome, world)
     faults += misfits
     warnings: list[str] = []
-    if not faults and layout is not None:
-        found, warnings = run_checks(outcome.value, layout, registry, outcome.tree, outcome.used)
+    if world is not None:
+        job = outcome.value if not outcome.faults else Parts(outcome.parts)
+        found, warnings = run_checks(job, layout, registry, outcome.tree, outcome.used, here)
         faults += found
     if faults:
         raise ConfigError(_once(faults))

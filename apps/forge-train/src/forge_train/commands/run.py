@@ -62,7 +62,7 @@ def start(recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch", l
     resolved, unread = None, None
     try:
         try:
-            resolved = load(recipe, overrides, where.size, registry)
+            resolved = load(recipe, overrides, where.size, registry, here=True)
         except Exception as cause:
             if where.size == 1:  # no other rank has to learn of it, and torch need not be imported
                 raise

@@ -1,42 +1,70 @@
 """Runs the rules across sections: every function of the group `forge.checks`, on (job, layout)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from forge_core.config.tree import Table, origin_at
-from forge_core.errors import BrokenPlugin, Fault
+from forge_core.errors import Absent, BrokenPlugin, Caution, Fault
 from forge_core.layout import Layout
 from forge_core.registry import Entry, Registry, canonical
 
 GROUP = "forge.checks"
 
 
+class _Missing(Exception):
+    """A check asked for a part that is not right, of which others have told."""
+
+
+class Parts:
+    """A recipe of which some sections are right: a check that asks for another one ends there."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._parts[name]
+        except KeyError:
+            raise _Missing(name) from None
+
+
 def run_checks(
-    job: Any, layout: Layout, registry: Registry, tree: Table, used: Iterable[tuple[str, str]] = ()
+    job: Any,
+    layout: Layout | None,
+    registry: Registry,
+    tree: Table,
+    used: Iterable[tuple[str, str]] = (),
+    here: bool = False,
 ) -> tuple[list[Fault], list[str]]:
-    """What the rules say about a recipe that is right in itself.
+    """What the rules say about a recipe, so that all its faults are told in one round: those of a check up to where it asks for
+    something that is not right in itself.
 
     A check that cannot run stops the recipe only when its distribution also offers something that the recipe uses:
     a stranger's broken package must not stop a run that does not ask for it.
 
     Args:
-        job: the typed recipe.
-        layout: of the world that it is meant for.
+        job: the typed recipe, or `Parts` of one.
+        layout: of the world that it is meant for; None when its sizes do not fit.
         registry: where the checks are found.
         tree: the resolved tree; gives faults their origins.
         used: (group, name) of the chosen components.
+        here: the run is to start on this machine, so files have to be there.
 
     Returns:
-        (faults, warnings about checks that could not run).
+        (faults, warnings: what stops nothing, and checks that could not run).
     """
     asked = {canonical(registry.find(group, name).distribution) for group, name in used}
     faults: list[Fault] = []
     warnings: list[str] = []
     for entry in registry.of(GROUP):
         try:
-            faults += [_placed(fault, tree) for fault in _run(entry, job, layout, registry)]
+            for found in _run(entry, job, layout, registry):
+                if isinstance(placed := _placed(found, tree), Caution) and not (here and isinstance(placed, Absent)):
+                    warnings.append(str(placed))
+                else:
+                    faults.append(placed)
         except BrokenPlugin as error:
             if canonical(entry.distribution) in asked:
                 faults.append(Fault(entry.qualified, str(error)))
@@ -45,10 +73,14 @@ def run_checks(
     return faults, warnings
 
 
-def _run(entry: Entry, job: Any, layout: Layout, registry: Registry) -> list[Fault]:
-    check = registry.load_entry(entry)
+def _run(entry: Entry, job: Any, layout: Layout | None, registry: Registry) -> list[Fault]:
+    check, found = registry.load_entry(entry), []
     try:
-        return list(check(job, layout))
+        for fault in check(job, Parts({}) if layout is None else layout):
+            found.append(fault)  # noqa: PERF402 (those before the end of a check that cannot go on are kept)
+        return found
+    except _Missing:
+        return found
     except Exception as cause:  # whatever a stranger's rule raises; the caller decides what it stops
         whose = f"check {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
         raise BrokenPlugin(f"{whose} failed: {type(cause).__name__}: {cause}") from cause

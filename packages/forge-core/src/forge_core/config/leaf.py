@@ -65,7 +65,7 @@ def _new(annotation: Any) -> TypeAdapter[Any]:
 
 
 def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
-    """What TOML can say and no key of ours can hold: dates, infinities and not-a-number."""
+    """What TOML can say and no key of ours can hold: dates, infinities, not-a-number, integers beyond 64 bits."""
     if isinstance(node, Table):
         return [found for name, item in node.items.items() for found in _unreadable(join(key, name), item)]
     if isinstance(node, Array):
@@ -74,6 +74,8 @@ def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
         return [(key, f"{node.value} is a date; text needs quotes", node.origin)]
     if isinstance(node.value, float) and not math.isfinite(node.value):
         return [(key, f"{node.value} is not a finite number", node.origin)]
+    if isinstance(node.value, int) and not -(2**63) <= node.value < 2**63:
+        return [(key, f"{node.value} does not fit into 64 bits", node.origin)]
     return []
 
 

@@ -1,0 +1,100 @@
+"""Rules of a recipe about data: functions of (job, layout), run before torch is imported. They look at names of files only."""
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import Absent, Caution, Fault
+from forge_data.components import sources, tokenizers
+
+ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
+"""Ids of tiktoken's own encodings, one more than the largest."""
+
+READABLE = 1 << 26
+"""Bytes of a tokenizer's file that a check reads at most."""
+
+
+def files_exist(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """There is something to train on, and every file that is named is there."""
+    data = job.data
+    if not data.sources:
+        yield Fault("data.sources", "is empty: there is nothing to train on", hint='add [[data.sources]] name = "stdlib" to try')
+    named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
+    named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
+    for key, source in named.items():
+        if why := _absent(source):
+            yield Absent(f"{key}.path", why, hint="a relative path starts from the directory of the command")
+    if data.tokenizer is not None and (why := _absent(data.tokenizer)):
+        yield Absent("data.tokenizer.path", why, hint="a relative path starts from the directory of the command")
+    for index, pattern in enumerate(getattr(data.tokenizer, "files", ())):
+        if not _there(pattern):
+            yield Absent(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
+
+
+def tokenizer_fits(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Every id that text and sources have is one of the model's."""
+    rows, tokenizer = getattr(job.model, "vocab_size", None), job.data.tokenizer
+    if not isinstance(rows, int):
+        return
+    hint = f"raise model.vocab_size = {rows}, or take a smaller one"
+    size = ids_of(tokenizer)
+    if size is not None and size > rows:
+        yield Fault("data.tokenizer.name", f"has {size} ids, more than the model's vocabulary of {rows}", hint=hint)
+    elif isinstance(tokenizer, tokenizers.Bpe) and tokenizer.path is None and tokenizer.vocab_size > rows:
+        message = f"lets the tokenizer learn {tokenizer.vocab_size} ids, more than the model's vocabulary of {rows}"
+        yield Caution("data.tokenizer.vocab_size", message, hint=hint)
+    for index, source in enumerate(job.data.sources):
+        known = getattr(source, "vocab_size", None)
+        if isinstance(known, int) and known > rows:
+            key = f"data.sources.{index}.vocab_size"
+            yield Fault(key, f"{known} ids are more than the model's vocabulary of {rows}", hint=hint)
+
+
+def ids_of(tokenizer: Any) -> int | None:
+    """How many ids a tokenizer will have; None where that is known only when it is made, or its library is asked."""
+    if isinstance(tokenizer, tokenizers.Bytes):
+        return 257
+    if isinstance(tokenizer, tokenizers.Tiktoken) and tokenizer.path is None:
+        return ENCODINGS.get(tokenizer.encoding)
+    if isinstance(tokenizer, tokenizers.Bpe) and tokenizer.path is not None:
+        return _ids_in(Path(tokenizer.path))
+    return None
+
+
+def _ids_in(file: Path) -> int | None:
+    """One more than the largest id of a `tokenizer.json`."""
+    try:
+        if file.stat().st_size > READABLE:
+            return None
+        content = json.loads(file.read_bytes())
+        ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", ()))]
+        return max(ids) + 1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # whoever loads it says what is wrong with it
+        return None
+
+
+def _absent(component: Any) -> str | None:
+    """Why the files that a component names cannot be there; None when they may be."""
+    path = getattr(component, "path", None)
+    if not isinstance(path, str) or isinstance(component, sources.HuggingFace):  # that may be a name on the hub
+        return None
+    if isinstance(component, sources.Store):
+        if not _there(path):
+            return f"{path!r}: there is no such directory"
+        return None if "://" in path or _there(f"{glob.escape(path)}/manifest.json") else f"{path!r} has no manifest.json"
+    if isinstance(component, sources.Megatron) and (_there(f"{path}.idx") or _there(f"{path}.bin")):
+        return None
+    if _there(path):
+        return None
+    return f"{path!r} matches no file" if glob.has_magic(path) else f"{path!r}: there is no such file or directory"
+
+
+def _there(path: str) -> bool:
+    if "://" in path:
+        return True  # asked when it is opened
+    given = str(Path(path).expanduser())
+    if Path(given).exists():
+        return True
+    return glob.has_magic(given) and next(glob.iglob(given, recursive=True), None) is not None  # noqa: PTH207
