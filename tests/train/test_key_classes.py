@@ -200,8 +200,8 @@ def test_a_transform_of_a_plugin_changes_the_function_until_it_says_otherwise(tr
     (trained / "transform.py").write_text(
         "from dataclasses import dataclass\nfrom typing import ClassVar\nfrom forge_core.component import LAYOUT, Component\n\n"
         "@dataclass(frozen=True, kw_only=True)\nclass Adds(Component):\n    def build(self): ...\n\n"
-        "@dataclass(frozen=True, kw_only=True)\nclass Places(Component):\n    key_class: ClassVar = LAYOUT\n"
-        "    def build(self): ...\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Places(Component):\n"
+        "    key_class: ClassVar = LAYOUT\n    def build(self): ...\n"
     )
     registry = Registry()
 

@@ -57,8 +57,8 @@ class Agreement:
         return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), patience)
 
     @contextmanager
-    def together(self, phase: str) -> Iterator[None]:
-        """Runs a body without collectives on every rank; collective, each `phase` once.
+    def together(self, phase: str, collective: bool = False) -> Iterator[None]:
+        """Runs a body on every rank; collective, each `phase` once. In a `collective` body others may wait for a rank that refuses.
 
         Raises:
             Refused: on every rank, with the cause of the first rank that refused. The traceback of what is not a refusal goes
@@ -75,7 +75,8 @@ class Agreement:
             return
         if fault is not None and not isinstance(fault, ForgeError):
             _log.critical("%s", "".join(traceback.format_exception(fault)))
-        found = self._verdict(self.store, phase, fault)
+        patience = LAST_WORDS if collective and fault is not None else self.patience
+        found = self._verdict(self.store, phase, fault, patience)
         if found is not None:
             raise found from fault
 
@@ -95,7 +96,8 @@ class Agreement:
         except RuntimeError:  # the store is gone, and with it the rank that keeps it
             return
 
-    def _verdict(self, store: "Store", phase: str, fault: Exception | None) -> Refused | None:
+    def _verdict(self, store: "Store", phase: str, fault: Exception | None, patience: float) -> Refused | None:
+        """The first rank's cause; None when no rank has one. A fault that the others do not come to hear is raised as it is."""
         key = f"start/{phase}"
         if fault is not None:
             code = fault.exit_code if isinstance(fault, ForgeError) else 1
@@ -105,15 +107,17 @@ class Agreement:
         try:
             if store.add(f"{key}/arrived", 1) == self.size:
                 store.set(f"{key}/all", b"1")
-            store.wait([f"{key}/all"], timedelta(seconds=self.patience))
+            store.wait([f"{key}/all"], timedelta(seconds=patience))
             faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
             if not faulty:
                 return None
             first = min(faulty)
             text, code = json.loads(store.get(f"{key}/{first}"))
         except RuntimeError as cause:
+            if fault is not None:
+                raise fault from cause
             raise ForgeError(
-                f"not every rank came as far as {phase!r} within parallel.timeout = {self.patience:g} s, or rank 0 died; "
+                f"not every rank came as far as {phase!r} within parallel.timeout = {patience:g} s, or rank 0 died; "
                 "look at the output of the others"
-            ) from (fault or cause)
+            ) from cause
         return Refused(text if first == 0 else f"rank {first}: {text}", code)

@@ -109,8 +109,8 @@ def assemble(
     policy = "never" if fresh else job.checkpoint.resume
     store = job.checkpoint.store.build(directory / CHECKPOINTS)
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
-    found = checkpoints.newest(policy)
-
+    with ranks.together("the newest checkpoint", collective=True):
+        found = checkpoints.newest(policy)
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_alone(resolved)
         blueprint = Blueprint.of(job.model.build)
@@ -129,9 +129,10 @@ def assemble(
         optimizers.append(shards.build(job.optimizer, model))
         take_up(found, model, optimizers[0])
 
-    weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
-    model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
-    optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
+    with ranks.together("the model", collective=True):
+        weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
+        model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
+        optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
     parameters = model.parameter_count()
     say(f"model: {parameters:,} parameters, layout {layout}, {device.type}, transforms: {', '.join(plan.names()) or 'none'}")
 
@@ -161,12 +162,12 @@ def assemble(
             prepare_directory(directory, store, fresh, say)
     if fresh:
         checkpoints.store = job.checkpoint.store.build(directory / CHECKPOINTS)  # the old one's directory was moved
-    run.stop.fence = checkpoints.own()
-    if later := checkpoints.later(policy):
-        with ranks.together("the checkpoint that an older job has saved since"):
+    with ranks.together("taking the checkpoints", collective=True):
+        run.stop.fence = checkpoints.own()
+        if later := checkpoints.later(policy):
             noted = check(later, resolved, registry, data)
-        take_up(later, model, optimizer)
-    checkpoints.tidy(later or found)
+            take_up(later, model, optimizer)
+        checkpoints.tidy(later or found)
     with ranks.together("the logs"):
         begin()
         if topology.rank == 0:

@@ -1,0 +1,115 @@
+"""M1, H6: what several ranks refuse is said once, by rank 0, and all end with the same code; a rank of its own fault is named."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from forge_parallel.launcher import launch
+from forge_train.commands.run import start
+from forge_train.logs import logging_of
+from harness.pool import World
+from train.runs import TINY
+
+HOOK = '''
+import os
+from dataclasses import dataclass
+
+from forge_core.component import Component
+from forge_core.errors import ForgeError
+from forge_core.protocols.run import Hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fails(Component):
+    """Refuses, or falls over, on one rank."""
+
+    rank: int = 1
+    fault: bool = False
+
+    def build(self, run):
+        if run.topology.rank == self.rank:
+            raise KeyError("a bug") if self.fault else ForgeError("not on this node")
+        return Hook()
+'''
+
+
+def _started(folder: Path, arguments: list[str], lacking: int | None = None) -> tuple[int, str]:
+    """Exit code of a rank and what it said; rank `lacking` stands in another directory, without the recipe's files."""
+    where = launch(os.environ)
+    os.chdir(folder / "elsewhere" if where.rank == lacking else folder)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(where.rank, where.size) as log:
+        code = start(str(folder / "tiny.toml"), arguments, "--fresh" in arguments, where, log)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code, said.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "mine.py").write_text(HOOK)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.npy").write_bytes(b"")
+    return tmp_path
+
+
+def on_ranks(world: World, *arguments: Any, size: int = 2) -> list[tuple[int, str]]:
+    return world.run(_started, size, *arguments, group=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--train.max_stepz=3"], "train.max_stepz: unknown key"),
+        (["--train.micro_batch=3"], "which micro-batches of 3 do not divide"),
+        (["--job.dir=/proc/forge"], "the run's directory /proc/forge cannot be written"),
+        (["--model.vocab_size=32"], "vocab_size is 32"),
+        (["--checkpoint.resume=require"], "a checkpoint to resume from is required"),
+        (["--hooks=[{name='sample'}]"], "tokenizer"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_m1_h6_rank_0_says_it_and_all_end_alike(world: World, folder: Path, arguments: list[str], named: str) -> None:
+    (code, said), *others = on_ranks(world, folder, arguments)
+    assert code == 2 and said.count(named) == 1 and "Traceback" not in said and "rank 1" not in said
+    assert others == [(2, "")]
+    assert not (folder / "runs").exists()
+
+
+def test_m1_the_first_rank_that_refuses_is_named(world: World, folder: Path) -> None:
+    hook = f"--hooks=[{{name='{folder / 'mine.py'}:Fails', rank=1}}]"
+    outcomes = on_ranks(world, folder, [hook], size=4)
+    assert [code for code, _ in outcomes] == [2, 2, 2, 2]
+    assert "rank 1: not on this node" in outcomes[0][1] and [said for _, said in outcomes[1:]] == ["", "", ""]
+
+
+def test_m1_a_node_that_lacks_a_file_is_named(world: World, folder: Path) -> None:
+    relative = "--hooks=[{name='./mine.py:Fails', rank=9}]"
+    (code, said), other = on_ranks(world, folder, [relative, f"--job.dir={folder / 'run'}"], 1)
+    assert code == 2 and "rank 1: " in said and "there is no file" in said and str(folder / "elsewhere") in said
+    assert other == (2, "")
+
+
+def test_m1_a_fault_of_a_plugin_on_one_rank_ends_all_and_its_traceback_is_kept(world: World, folder: Path) -> None:
+    hook = f"--hooks=[{{name='{folder / 'mine.py'}:Fails', rank=1, fault=true}}]"
+    (code, said), (other, traceback) = on_ranks(world, folder, [hook])
+    assert (code, other) == (1, 1)
+    assert "rank 1: KeyError: 'a bug'" in said and "Traceback" not in said
+    assert "Traceback" in traceback and "KeyError: 'a bug'" in traceback
+
+
+def test_ranks_that_agree_train_and_resume(world: World, folder: Path) -> None:
+    for steps, words in ((4, ""), (8, "train.max_steps was 4, is 8")):
+        outcomes = on_ranks(world, folder, [f"--train.max_steps={steps}"])
+        assert [code for code, _ in outcomes] == [0, 0], outcomes
+        assert words in outcomes[0][1]
+    assert sorted(path.name for path in (folder / "runs" / "tiny" / "logs").iterdir()) == ["rank-00000.log", "rank-00001.log"]
+    (code, said), other = on_ranks(world, folder, ["--model.rope.theta=10"])
+    assert code == 2 and said.count("model.rope.theta was 10000.0, is 10") == 1 and other == (2, "")
