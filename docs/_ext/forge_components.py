@@ -79,6 +79,7 @@ class Key:
     name: str
     takes: str
     default: str
+    resume: str
     doc: str
 
 
@@ -88,7 +89,7 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
         shape = shape_of(info.type)
         name, default = prefix + info.name, ""
         if shape.kind == "section":
-            yield Key(name, "a table", "", info.doc)
+            yield Key(name, "a table", "", "", info.doc)
             yield from keys(shape.type, f"{name}.")
             continue
         if shape.slot is not None:
@@ -97,13 +98,13 @@ def keys(cls: type, prefix: str = "") -> Iterator[Key]:
             default = "required"
         elif shape.kind == "leaf":
             default = "none" if info.default is None else f"`{value_text(written(info.default, shape.type))}`"
-        yield Key(name, describe_shape(shape), default, info.doc)
+        yield Key(name, describe_shape(shape), default, info.key_class.value, info.doc)
 
 
 def table(rows: Iterable[Key]) -> list[str]:
     """A Markdown table of keys; nothing without keys."""
-    lines = [f"| `{row.name}` | {cell(row.takes)} | {cell(row.default)} | {cell(row.doc)} |" for row in rows]
-    return ["| key | takes | default | |", "|---|---|---|---|", *lines] if lines else []
+    lines = [f"| `{row.name}` | {cell(row.takes)} | {cell(row.default)} | {row.resume} | {cell(row.doc)} |" for row in rows]
+    return ["| key | takes | default | at a resume | |", "|---|---|---|---|---|", *lines] if lines else []
 
 
 def cell(text: str) -> str:

@@ -12,13 +12,15 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.tensor import DTensor
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 from forge_core.protocols.model import TrainableModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(Component):
     """Sign of an interpolated momentum, with decoupled weight decay (Chen et al., 2023)."""
+
+    key_class: ClassVar = FREE
 
     lr: Annotated[float, Gt(0)] = 1e-4
     """Peak learning rate."""

@@ -144,7 +144,9 @@ def test_the_schema_accepts_the_resolved_recipe_and_describes_keys() -> None:
     outcome = resolve(sample.Job, tree(RECIPE), sample.registry())
     assert accepts(SCHEMA, tomllib.loads(to_toml(plain(outcome.tree))))
     assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert SCHEMA["$defs"]["forge.optimizers.adam"]["properties"]["lr"]["description"] == "Learning rate."
+    assert (
+        SCHEMA["$defs"]["forge.optimizers.adam"]["properties"]["lr"]["description"] == "Learning rate. (At a resume: identity.)"
+    )
     assert SCHEMA["$defs"]["forge.optimizers.adam"]["properties"]["lr"]["default"] == 1e-3
     json.dumps(SCHEMA)
 

@@ -58,7 +58,7 @@ class Agreement:
 
     @contextmanager
     def together(self, phase: str, collective: bool = False) -> Iterator[None]:
-        """Runs a body on every rank; collective, each `phase` once. In a `collective` body others may wait for a rank that refuses.
+        """Runs a body on every rank; collective, each `phase` once. In a `collective` body, ranks may wait for one that refuses.
 
         Raises:
             Refused: on every rank, with the cause of the first rank that refused. The traceback of what is not a refusal goes

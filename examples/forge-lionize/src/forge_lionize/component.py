@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
-from forge_core.component import Component
+from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.model import Optimizer, TrainableModel
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Lion(Component):
     """Sign of an interpolated momentum, with decoupled weight decay (Chen et al., 2023)."""
+
+    key_class: ClassVar = FREE
 
     lr: Annotated[float, Gt(0)] = 1e-4
     """Peak learning rate: what every weight moves by in one step; the schedule multiplies it."""

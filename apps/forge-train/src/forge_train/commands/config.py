@@ -62,7 +62,7 @@ def explain(
         if item.doc:
             console.text(f"    {item.doc}")
         default = f"; default {value_text(item.default)}" if item.default is not None else ""
-        console.text(f"    {item.expected}{default}")
+        console.text(f"    {item.expected}{default}; at a resume: {item.key_class}")
         if item.names:
             console.text(f"    names: {', '.join(item.names)}")
 

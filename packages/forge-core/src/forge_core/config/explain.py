@@ -16,7 +16,8 @@ from forge_core.registry import Registry
 
 @dataclass(frozen=True)
 class Explanation:
-    """One key. `default` is None for a key that must be given; `names` are what a component may be called."""
+    """One key. `default` is None for a key that must be given; `names` are what a component may be called; `key_class` is what a
+    resume does with another value (`forge_core.component.KeyClass`)."""
 
     key: str
     expected: str
@@ -25,6 +26,7 @@ class Explanation:
     value: Any
     origin: str
     names: tuple[str, ...] = ()
+    key_class: str = ""
 
 
 def explain(outcome: Outcome, registry: Registry, key: str = "") -> list[Explanation]:
@@ -63,7 +65,9 @@ def _one(outcome: Outcome, registry: Registry, key: str) -> Explanation:
     elif shape.kind == "component" and slot is not None:
         default = slot.default
         doc = " ".join(text for text in (doc, _chosen(node, slot.group, registry)) if text)
-    return Explanation(key, describe_shape(shape), default, doc, _value(node), node.origin if node else "", names)
+    return Explanation(
+        key, describe_shape(shape), default, doc, _value(node), node.origin if node else "", names, info.key_class.value
+    )
 
 
 def _chosen(node: Node | None, group: str, registry: Registry) -> str:

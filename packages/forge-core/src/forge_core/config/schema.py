@@ -43,8 +43,8 @@ class _Maker:
         for info in fields_of(cls):
             shape = shape_of(info.type)
             made = self.value(shape)
-            if info.doc:
-                made = {**made, "description": info.doc} if "$ref" not in made else {"allOf": [made], "description": info.doc}
+            doc = f"{info.doc} (At a resume: {info.key_class.value}.)".lstrip()
+            made = {**made, "description": doc} if "$ref" not in made else {"allOf": [made], "description": doc}
             if shape.kind == "leaf" and not info.required:
                 made["default"] = UNSET if info.default is None else written(info.default, shape.type)
             properties[info.name] = made

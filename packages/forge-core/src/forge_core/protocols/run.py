@@ -7,6 +7,8 @@ from typing import Any, Protocol
 class Hook:
     """Something that happens around a step; override what you need. Hooks run in the order of the recipe.
 
+    A hook is built before the run owns its directory, where an older job may still work: it writes nothing there before `start`.
+
     `run` is the assembled trainer (`forge_train.assemble.Run`); its documented attributes are `model`, `optimizer`,
     `state`, `data`, `step`, `job`, `directory`, `topology`, `log(values)`.
     """
@@ -35,7 +37,10 @@ class Hook:
 
 
 class Tracker(Protocol):
-    """Where numbers are written; lives on rank 0 only. A failing tracker never stops a run."""
+    """Where numbers are written; lives on rank 0 only. A failing tracker never stops a run.
+
+    It is built before the run owns its directory, so it writes nothing there before `rewind`.
+    """
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
