@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from forge_core.component import Component
 from forge_core.errors import ForgeError
+from forge_core.protocols.run import Hook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,22 @@ class Refuses(Component):
 
     def build(self, run):
         raise ForgeError("not with me")
+
+
+class Forgetful(Hook):
+    def state(self):
+        return {"seen": 1}
+
+    def load_state(self, state):
+        raise ForgeError("that state is not mine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgets(Component):
+    """A hook that refuses its own state."""
+
+    def build(self, run):
+        return Forgetful()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +94,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "plugins.py").write_text(PLUGINS)
     (folder / "corpus.txt").write_text("to be or not to be, that is the question " * 40)
     with contextlib.chdir(folder):
-        code, said = forge("tiny.toml", HOOKS, "--trackers=[{name='tensorboard'}]")
+        code, said = forge("tiny.toml", f"{HOOKS[:-1]}, {{name='./plugins.py:Forgets'}}]", "--trackers=[{name='tensorboard'}]")
     assert code == 0, said
     (folder / "runs" / "tiny" / "samples.json").write_text("[]")
     return folder
@@ -122,6 +139,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "an allowed key that is none": (["tiny.toml", "--checkpoint.allow=model.thetta"], "model.thetta"),
     "a hook that refuses": (["tiny.toml", "--hooks=[{name='./plugins.py:Refuses'}]"], "not with me"),
     "a hook that needs what is missing": (["tiny.toml", "--hooks=[{name='sample'}]"], "tokenizer"),
+    "a hook that refuses its state": (["tiny.toml", "--hooks=[{name='./plugins.py:Forgets'}]"], "that state is not mine"),
     "a tracker that refuses": (["tiny.toml", "--trackers=[{name='./plugins.py:Refuses'}]"], "not with me"),
     "fresh with missing data (W1)": (
         ["tiny.toml", "--fresh", *TEXT[:2], "--data.sources=[{name='text', path='/no/such'}]"],

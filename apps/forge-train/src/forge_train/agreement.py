@@ -12,12 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 from forge_core.errors import ForgeError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +42,7 @@ class Agreement:
 
     rank: int = 0
     size: int = 1
-    store: "Store | None" = None
+    store: Any = None
     patience: float = 600.0
 
     @classmethod
@@ -86,7 +83,7 @@ class Agreement:
             return
         try:
             if self.rank == 0:
-                self.store.set("start/said", b"1")
+                self.store.set("start/said", "1")
                 until = time.monotonic() + LAST_WORDS
                 while self.store.add("start/read", 0) < self.size - 1 and time.monotonic() < until:
                     time.sleep(0.01)
@@ -96,17 +93,17 @@ class Agreement:
         except RuntimeError:  # the store is gone, and with it the rank that keeps it
             return
 
-    def _verdict(self, store: "Store", phase: str, fault: Exception | None, patience: float) -> Refused | None:
+    def _verdict(self, store: Any, phase: str, fault: Exception | None, patience: float) -> Refused | None:
         """The first rank's cause; None when no rank has one. A fault that the others do not come to hear is raised as it is."""
         key = f"start/{phase}"
         if fault is not None:
             code = fault.exit_code if isinstance(fault, ForgeError) else 1
             text = str(fault) if isinstance(fault, ForgeError) else f"{type(fault).__name__}: {fault}"
-            store.set(f"{key}/{self.rank}", json.dumps([text, code]).encode())
+            store.set(f"{key}/{self.rank}", json.dumps([text, code]))
             store.append(f"{key}/faulty", f"{self.rank} ")
         try:
             if store.add(f"{key}/arrived", 1) == self.size:
-                store.set(f"{key}/all", b"1")
+                store.set(f"{key}/all", "1")
             store.wait([f"{key}/all"], timedelta(seconds=patience))
             faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
             if not faulty:

@@ -89,11 +89,10 @@ def assemble(
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 
-    with ranks.together("the directory"):
+    with ranks.together("the directory and the data"), rank_zero_first(world):
         refuse_fresh(job, fresh)
-        if world.rank == 0 or directory.is_dir():
+        if world.rank == 0 or directory.is_dir():  # one that is missing is tried out by one rank
             probe(directory, fresh)
-    with ranks.together("the data"), rank_zero_first(world):
         shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}
         data = open_stream(
             job.data,
@@ -156,6 +155,7 @@ def assemble(
         chosen = [tracker for tracker in job.trackers if not isinstance(tracker, Jsonl)]  # kept in any case
         trackers = [tracker.build(run) for tracker in chosen] if topology.rank == 0 else []
         run.hooks = [hook.build(run) for hook in job.hooks]
+        restore_hooks(run.hooks, meta["hooks"])
 
     with ranks.together("taking over the directory"):
         if topology.rank == 0:
@@ -167,6 +167,7 @@ def assemble(
         if later := checkpoints.later(policy):
             noted = check(later, resolved, registry, data)
             take_up(later, model, optimizer)
+            restore_hooks(run.hooks, meta["hooks"])
         checkpoints.tidy(later or found)
     with ranks.together("the logs"):
         begin()
@@ -175,7 +176,6 @@ def assemble(
             run.trackers = [Guarded(tracker) for tracker in (JsonlTracker(directory / "metrics.jsonl"), *trackers)]
     for tracker in run.trackers:
         tracker.rewind(state.step)
-    restore_hooks(run.hooks, meta["hooks"])
     if later or found:
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))

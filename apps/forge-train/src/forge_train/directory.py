@@ -83,8 +83,7 @@ def move_aside(directory: Path) -> Path | None:
             path.rename(target / path.name)
     except OSError as cause:
         raise ForgeError(
-            f"--fresh: {path.name if target.exists() else target} cannot be moved: {cause.strerror}; what was moved before it "
-            f"is in {target}: move it back"
+            f"--fresh: what is in {directory} cannot be moved to {target}: {cause.strerror}; move back what is there already"
         ) from cause
     return target
 
