@@ -236,6 +236,7 @@ def test_powers_are_rounded_correctly(numerator: int) -> None:
 
 def test_powers_of_extreme_temperatures() -> None:
     assert tempered([1.0, 1e-12], 0.01) == (1.0, 0.0) and tempered([1e-12, 1.0], 1e300) == (1.0, 1.0)
+    assert tempered([3e-12, 1e-12], 0.01) == (1.0, pytest.approx(3.0**-100, rel=1e-13, abs=0))
     assert tempered([3.0, 1.0], 1) == (3.0, 1.0) and tempered([0.0, 0.0], 2) == (0.0, 0.0)
 
 

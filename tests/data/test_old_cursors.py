@@ -51,6 +51,7 @@ OTHER = {
     "long": data(1.0, 1e-7),
     "65,537": data(0.65536, 0.00001),
     "T = 2": data(0.5, 0.25, temperature=2.0),
+    "T = 2, whole roots": data(1.0, 0.25, temperature=2.0),  # its powers may have been others on the machine that wrote it
     "ramp": data(0.5, 0.5, phases=(Phase(start=2, ramp=3, weights={"a": 0.0}),)),
     "later": data(0.5, 0.5, phases=(Phase(start=4, weights={"a": 0.1234567}),)),
     "ramp of the learning rate, weights of 4": data(3.0, 1.0, phases=LR_RAMP),
