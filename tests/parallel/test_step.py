@@ -67,6 +67,54 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(world: Wor
         assert kept
 
 
+class _Identity(torch.autograd.Function):
+    """The identity, with a backward that gives a gradient with one element that is not finite."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        broken = grads[0].clone()
+        broken.view(-1)[0] = torch.inf
+        return broken
+
+
+def _breaking(layout: str) -> tuple[float, float, float, int, bool]:
+    """On rank 1 one gradient is broken and the loss is not: (loss, norm, skip, tensors with such gradients, nothing changed)."""
+    model, step = made(layout)
+    optimizer = AdamW(lr=1e-2).build(model)
+    optimizer.step(step(batches(model)).skip)
+    optimizer.zero_grad()
+    state = [t for named in optimizer.state().values() for t in named.values()]
+    kept = [full(tensor).clone() for tensor in (*(t for _, t, _ in model.trainable()), *state)]
+
+    def objective(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> Any:
+        rank = model.topology.rank
+        return cross_entropy(head, _Identity.apply(hidden) if rank == model.topology.size - 1 else hidden, labels)
+
+    result = Step(model, objective)(batches(model, 1))
+    wrong = sum(not bool(torch.isfinite(full(t.grad)).all()) for _, t, _ in model.trainable() if t.grad is not None)
+    clip(model, result.norm, 1.0)
+    optimizer.step(result.skip)
+    now = [full(tensor) for tensor in (*(t for _, t, _ in model.trainable()), *state)]
+    same = all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
+    numbers = result.numbers()
+    return numbers["loss"], numbers["grad_norm"], numbers["skipped"], wrong, same
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("1", 1), ("dp2", 2), ("hsdp2x1", 2)])
+def test_a_gradient_that_is_not_finite_under_a_finite_loss_skips_the_step_on_every_rank(
+    world: World, layout: str, ranks: int
+) -> None:
+    for loss, norm, skipped, wrong, same in world.run(_breaking, ranks, layout):
+        assert abs(loss) < 100, "a verdict by the loss alone would let it pass"
+        assert not torch.isfinite(torch.tensor(norm))
+        assert (skipped, same) == (1, True)
+        assert wrong > 0
+
+
 def _stopping(layout: str) -> float:
     model, step = made(layout)
     return step(batches(model), stop=model.topology.rank == 1).numbers()["stop"]
