@@ -18,8 +18,9 @@ from forge_ckpt.store import LocalStore
 from forge_ckpt.world import Alone
 from forge_core.errors import ForgeError
 from forge_parallel.launcher import Launch
+from forge_train import takeover
 from forge_train.commands.run import start
-from forge_train.directory import OWNED, RECIPE, previous
+from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.logs import logging_of
 from forge_train.loop import fit
 from forge_train.trackers.jsonl import read
@@ -225,6 +226,20 @@ def test_w1_fresh_moves_the_old_run_aside_until_the_new_one_has_saved(here: Path
     assert not previous(run)
     assert [entry["step"] for entry in read(run / "metrics.jsonl")] == list(range(1, 9))
     assert digest(fresh) == train(here / "tiny.toml", [f"--job.dir={here / 'clean'}"])["weights"]
+
+
+def test_w1_fresh_ends_a_live_job_before_its_files_move(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would log and save into the new run in the moment between."""
+    live, _ = prepared(here / "tiny.toml", ["--job.dir=runs/tiny", HOOKS])
+    seen = []
+
+    def noted(directory: Path) -> Path | None:
+        seen.append(live.stop.superseded())
+        return move_aside(directory)
+
+    monkeypatch.setattr(takeover, "move_aside", noted)
+    begun(here)
+    assert seen == [True]
 
 
 class Looking:

@@ -26,14 +26,14 @@ from forge_core.protocols.run import Hook
 
 @dataclass(frozen=True, kw_only=True)
 class Fails(Component):
-    """Refuses, or falls over, on one rank."""
+    """Refuses, or falls over, from one rank on."""
 
     rank: int = 1
     fault: bool = False
 
     def build(self, run):
-        if run.topology.rank == self.rank:
-            raise KeyError("a bug") if self.fault else ForgeError("not on this node")
+        if run.topology.rank >= self.rank:
+            raise KeyError("a bug") if self.fault else ForgeError(f"not on node {run.topology.rank}")
         return Hook()
 '''
 
@@ -87,7 +87,7 @@ def test_m1_the_first_rank_that_refuses_is_named(world: World, folder: Path) -> 
     hook = f"--hooks=[{{name='{folder / 'mine.py'}:Fails', rank=1}}]"
     outcomes = on_ranks(world, folder, [hook], size=4)
     assert [code for code, _ in outcomes] == [2, 2, 2, 2]
-    assert "rank 1: not on this node" in outcomes[0][1] and [said for _, said in outcomes[1:]] == ["", "", ""]
+    assert "rank 1: not on node 1" in outcomes[0][1] and [said for _, said in outcomes[1:]] == ["", "", ""]
 
 
 def test_m1_a_node_that_lacks_a_file_is_named(world: World, folder: Path) -> None:
