@@ -131,3 +131,9 @@ def test_a_check_ends_where_it_asks_for_what_is_wrong_and_keeps_what_it_found(mo
     found, warnings = run_checks(Parts({"right": 1}), None, registry, Table({}, ""))
     assert [fault.key for fault in found] == ["first"]
     assert warnings == ["second: only said"]
+
+
+def test_e7_a_sample_that_the_model_cannot_take_is_refused_before_training(tiny: Path) -> None:
+    found = faults(tiny, 1, "--hooks.1.name=sample", "--hooks.1.max_tokens=32")
+    assert "max_length = 32" in found["hooks.1.max_tokens"].message
+    assert load(tiny, ["--hooks.1.name=sample", "--hooks.1.max_tokens=31"], 1, REGISTRY)

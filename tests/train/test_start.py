@@ -139,7 +139,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     ),
     "an allowed key that is none": (["tiny.toml", "--checkpoint.allow=model.thetta"], "model.thetta"),
     "a hook that refuses": (["tiny.toml", "--hooks=[{name='./plugins.py:Refuses'}]"], "not with me"),
-    "a hook that needs what is missing": (["tiny.toml", "--hooks=[{name='sample'}]"], "tokenizer"),
+    "a hook that needs what is missing": (["tiny.toml", "--hooks=[{name='sample',max_tokens=4}]"], "tokenizer"),
     "a hook that refuses its state": (["tiny.toml", "--hooks=[{name='./plugins.py:Forgets'}]"], "that state is not mine"),
     "a tracker that refuses": (["tiny.toml", "--trackers=[{name='./plugins.py:Refuses'}]"], "not with me"),
     "fresh with missing data (W1)": (

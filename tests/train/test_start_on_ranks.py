@@ -72,7 +72,7 @@ def on_ranks(world: World, *arguments: Any, size: int = 2) -> list[tuple[int, st
         (["--job.dir=/proc/forge"], "the run's directory /proc/forge cannot be written"),
         (["--model.vocab_size=32"], "vocab_size is 32"),
         (["--checkpoint.resume=require"], "a checkpoint to resume from is required"),
-        (["--hooks=[{name='sample'}]"], "tokenizer"),
+        (["--hooks=[{name='sample',max_tokens=4}]"], "tokenizer"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

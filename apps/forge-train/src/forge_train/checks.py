@@ -1,5 +1,6 @@
 """Rules that no single key can show: functions of (job, layout) that return faults. They run before torch is imported."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -80,14 +81,21 @@ def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every
     ]
 
 
-def samples_need_a_whole_model(job: Any, layout: Layout) -> list[Fault]:
-    """A hook that generates text, in a layout that leaves no rank a whole model."""
-    return [
-        Fault(
-            f"hooks.{index}.name",
-            f"'sample' cannot generate text with parallel.pp = {layout.pp}: no rank has the whole model",
-            hint="leave the hook out and run `forge-train generate` on a checkpoint",
-        )
-        for index, hook in enumerate(job.hooks)
-        if isinstance(hook, Sample) and layout.pp > 1
-    ]
+def samples_can_be_made(job: Any, layout: Layout) -> Iterator[Fault]:
+    """A hook that generates text: in a layout that leaves no rank a whole model, or more text than the model can take."""
+    longest = getattr(job.model, "max_length", None)
+    for index, hook in enumerate(job.hooks):
+        if not isinstance(hook, Sample):
+            continue
+        if layout.pp > 1:
+            yield Fault(
+                f"hooks.{index}.name",
+                f"'sample' cannot generate text with parallel.pp = {layout.pp}: no rank has the whole model",
+                hint="leave the hook out and run `forge-train generate` on a checkpoint",
+            )
+        if longest is not None and hook.max_tokens >= longest:
+            yield Fault(
+                f"hooks.{index}.max_tokens",
+                f"{hook.max_tokens} new tokens leave no room for a prompt within model.max_length = {longest}",
+                hint=f"lower it, to {max(longest // 2, 1)} for example",
+            )
