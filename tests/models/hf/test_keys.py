@@ -117,10 +117,12 @@ def test_w12_values_of_tables_of_rope_are_read_strictly(case: str) -> None:
     for spelling in ("rope_scaling", "rope_parameters"):
         table = keys["rope_scaling"] | {"rope_theta": 10000.0}
         plain = {key: value for key, value in values.items() if key != "rope_scaling"}
-        decoder_of(FAMILIES[kind], plain | {spelling: table}, "here")
+        nested = spelling == "rope_parameters" and FAMILIES[kind].local_theta is not None
+        decoder_of(FAMILIES[kind], plain | {spelling: {"full_attention": table} if nested else table}, "here")
         for name, value in table.items():
             for other in wrong(value):
-                refused(FAMILIES[kind], plain | {spelling: table | {name: other}}, spelling)
+                changed = table | {name: other}
+                refused(FAMILIES[kind], plain | {spelling: {"full_attention": changed} if nested else changed}, spelling)
 
 
 @pytest.mark.parametrize("value", [0, -1, -10000.0, "10000", True, [1]])
@@ -136,6 +138,18 @@ def test_w12_a_base_that_is_not_a_positive_number_is_refused(value: Any) -> None
     ):
         with pytest.raises(ConfigError, match="expected a positive number"):
             decoder_of(FAMILIES[kind], SIZES | keys, "here")
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3"])
+def test_w12_tables_that_transformers_would_not_look_at_are_refused(kind: str) -> None:
+    table = {"rope_type": "linear", "factor": 2.0}
+    for keys in ({"rope_parameters": table}, {"rope_scaling": {"full_attention": table}}):
+        with pytest.raises(ConfigError, match=next(iter(keys))):
+            decoder_of(FAMILIES[kind], SIZES | keys, "here")
+    with pytest.raises(ConfigError, match="'yarn' is not implemented for this family"):
+        decoder_of(FAMILIES["phi3"], SIZES | {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "here")
+    with pytest.raises(ConfigError, match="rope_local_base_freq"):
+        decoder_of(FAMILIES["olmo3"], SIZES | {"rope_local_base_freq": 10.0}, "here")
 
 
 def test_p1_two_spellings_that_differ_are_refused() -> None:

@@ -155,7 +155,8 @@ def test_defaults_are_those_of_transformers() -> None:
     for family in FAMILIES.values():
         config = AutoConfig.for_model(family.model_type)
         for key, value in family.defaults.items():
-            resolved = {"head_dim": config.hidden_size // config.num_attention_heads, "num_key_value_heads": 32}
+            heads = config.num_attention_heads
+            resolved = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
             if family.model_type.startswith("qwen") and key == "sliding_window":
                 continue  # transformers forgets it while windows are off
             assert getattr(config, key, None) in (value, resolved.get(key, value)), (family.model_type, key)
@@ -265,7 +266,7 @@ def test_what_no_family_can_say_is_refused_by_field() -> None:
     for changed, word in (
         ({"mlp": ReLU2()}, "mlp"),
         ({"residual_multiplier": 0.5}, "residual_multiplier"),
-        ({"rope": Rope(partial=0.5)}, "rope.partial"),
+        ({"rope": Rope(partial=0.5, scaling="linear", factor=2.0)}, "rope.partial"),
         ({"attention": MLA()}, "attention"),
         ({"soft_cap": 30.0}, "soft_cap"),
     ):
@@ -320,10 +321,11 @@ def test_what_a_stablelm_may_say_beyond_ours_is_refused(keys: dict[str, Any], me
     assert message in str(caught.value)
 
 
-def test_a_partial_rotation_without_layer_norms_has_no_family() -> None:
+def test_a_partial_rotation_belongs_to_two_families() -> None:
     small = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
     assert chosen(Decoder(**small, norm=LayerNorm(), rope=Rope(partial=0.5)), None).model_type == "stablelm"
-    for changed in ({"rope": Rope(partial=0.5)}, {"norm": LayerNorm(bias=False)}, {"norm": LayerNorm(), "head_dim": 12}):
+    assert chosen(Decoder(**small, rope=Rope(partial=0.5)), None).model_type == "phi3"
+    for changed in ({"norm": LayerNorm(bias=False)}, {"norm": LayerNorm(), "head_dim": 12}):
         with pytest.raises(Unsupported, match="stablelm"):
             chosen(Decoder(**small, **changed), None, "stablelm")
 

@@ -60,8 +60,11 @@ class Family:
         period: every n-th layer is global when `layer_types` is absent; None = the keys of Qwen.
         gemma: the keys `query_pre_attn_scalar` and `final_logit_softcapping` exist.
         attention_cap: the key `attn_logit_softcapping` exists.
-        local_theta: windowed layers have a base of their own.
+        local_theta: base of windowed layers when absent, whose angles are never scaled; None = all layers turn alike.
+        local_key: key of that base; None = only tables of both kinds of layers say it.
         theta: base of the angles when absent.
+        scaled: angles may be scaled for longer sequences.
+        fused: matrix of a checkpoint -> ours that it has above each other.
         partial: share of a head that turns when `partial_rotary_factor` is absent; None = there is no such key.
         latent: attention is latent, of the DeepSeek kind.
         sparse: experts in the place of feed-forward parts.
@@ -85,8 +88,11 @@ class Family:
     period: int | None = None
     gemma: bool = False
     attention_cap: bool = False
-    local_theta: bool = False
+    local_theta: float | None = None
+    local_key: str | None = None
     theta: float = 10000.0
+    scaled: bool = True
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: float | None = None
     latent: bool = False
     sparse: Sparse | None = None
@@ -115,7 +121,9 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
     if key == "hidden_activation" and keys.given("hidden_act") and keys.values["hidden_act"] is not None:  # old ones give both
         keys.only("hidden_act", "gelu", activation)  # the reference reads the other key only
     mlp_bias = keys.boolean("mlp_bias") if family.mlp_bias else False
-    rope = read_rope(keys, family.theta, sizes["max_length"], family.local_theta, family.partial)
+    rope = read_rope(keys, family.theta, sizes["max_length"], family.local_theta, family.local_key, family.partial)
+    if rope.scaling != "none" and not family.scaled:
+        keys.fault("rope_scaling", f"rope_type {rope.scaling!r} is not implemented for this family")
     heads, attention = _heads(family, keys, sizes)
     experts = None if family.sparse is None else read_sparse(family.sparse, keys)
     if family.further is not None:
@@ -219,7 +227,7 @@ def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
     if "head_dim" in family.defaults:
         written["head_dim"] = decoder.resolved_head_dim
     written |= {_eps(family): getattr(norm, "eps", 0.0), "tie_word_embeddings": decoder.tied_embeddings}
-    written |= {family.activation[0]: family.activation[1]} | write_rope(decoder.rope)
+    written |= {family.activation[0]: family.activation[1]} | write_rope(decoder.rope, family.local_key)
     if decoder.rope.scaling == "dynamic":
         written["max_position_embeddings"] = decoder.rope.original_max_length
     if family.partial is not None:

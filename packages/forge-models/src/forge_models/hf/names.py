@@ -97,6 +97,7 @@ def places_in(family: Family, decoder: Decoder, fused: bool = False) -> dict[str
     if fused and family.sparse is not None:
         family = replace(family, sparse=replace(family.sparse, part="mlp", fused=True))
     found = {name: _place(family, decoder, name, shape) for name, shape in parameters.items()}
+    found |= _fused(family, found)
     bias = "router.bias" if family.sparse is not None and family.sparse.bias is not None else None
     known = {name: shape for name, shape in buffers.items() if bias is not None and name.endswith(bias)}
     return found | {name: _place(family, decoder, name, shape, buffer=True) for name, shape in known.items()}
@@ -146,6 +147,21 @@ def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], 
         rows = latent.rows_of(attention, decoder.heads, inner)
         rest = f"{latent.NAMES.get(inner, inner)}.{end}"
     return Place(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
+
+
+def _fused(family: Family, places: Mapping[str, Place]) -> dict[str, Place]:
+    """Places of what lies above each other in one matrix, from those that each would have alone."""
+    found = {}
+    for name, place in places.items():
+        path, _, rest = name.rpartition(f".{name.split('.')[-2]}.")
+        for matrix, parts in family.fused.items():
+            if name.split(".")[-2] not in parts or place.stacked:
+                continue
+            sizes = [places[f"{path}.{part}.{rest}"].shape[0] for part in parts]
+            before = sum(sizes[: parts.index(name.split(".")[-2])])
+            theirs = place.names[0].replace(f".{name.split('.')[-2]}.", f".{matrix}.")
+            found[name] = replace(place, names=(theirs,), fused=(0, before, sum(sizes)))
+    return found
 
 
 def further_layers(family: Family, decoder: Decoder, values: Mapping[str, object]) -> tuple[str, ...]:

@@ -26,13 +26,19 @@ TYPES: Mapping[str, type] = {"original_max_position_embeddings": int, "truncate"
 EXPECTED: Mapping[type, str] = {int: "a positive integer", bool: "true or false"}
 """Entries that are not positive numbers; and how a message calls what they are."""
 
-LOCAL_DEFAULT = 10000.0
 PARTIAL = "partial_rotary_factor"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool, default_partial: float | None = None) -> Rope:
-    """The rope of a configuration. With `local`, windowed layers have a base of their own (Gemma-3).
+def read_rope(
+    keys: Keys,
+    default_theta: float,
+    max_length: int,
+    default_local: float | None = None,
+    local_key: str | None = None,
+    default_partial: float | None = None,
+) -> Rope:
+    """The rope of a configuration. With `default_local`, windowed layers have a base of their own (Gemma-3, OLMo-3).
 
     With `default_partial`, the key `partial_rotary_factor` exists, beside the table or in it.
 
@@ -54,10 +60,15 @@ def read_rope(keys: Keys, default_theta: float, max_length: int, local: bool, de
         partial = _partial(keys, table, where, default_partial)
         table = {name: value for name, value in table.items() if name != PARTIAL}
     local_theta = None
-    if local:
-        given = keys.values["rope_local_base_freq"] if keys.given("rope_local_base_freq") else None
-        local_theta = _theta(keys, "rope_local_base_freq", given, LOCAL_DEFAULT)
-        if FULL in table or SLIDING in table:
+    if default_local is not None:
+        local_theta = default_local
+        if local_key is not None and keys.given(local_key):
+            local_theta = _theta(keys, local_key, keys.values[local_key], default_local)
+        nested = FULL in table or SLIDING in table
+        if table and nested != (where == "rope_parameters"):  # the reference would not look at it
+            keys.fault(where, f"expected {'tables ' + FULL + ' and ' + SLIDING if not nested else 'a table without others'}")
+            return Rope()
+        if nested:
             sliding = _table(keys, f"{where}.{SLIDING}", table.get(SLIDING))
             fields = _fields(keys, f"{where}.{SLIDING}", sliding, local_theta, max_length)
             if fields.get("scaling", "none") != "none":
@@ -137,11 +148,11 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     return fields
 
 
-def write_rope(rope: Rope) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads; with `local_theta` its key too."""
+def write_rope(rope: Rope, local_key: str | None = None) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads; `local_theta` under its key."""
     written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
-    if rope.local_theta is not None:
-        written["rope_local_base_freq"] = rope.local_theta
+    if rope.local_theta is not None and local_key is not None:
+        written[local_key] = rope.local_theta
     if rope.scaling != "none":
         values = {name: getattr(rope, OURS.get(name, name)) for name in SCALINGS[rope.scaling]}
         kept = {name: value for name, value in values.items() if value is not None}

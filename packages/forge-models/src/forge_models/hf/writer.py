@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
@@ -17,6 +17,9 @@ from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
 from forge_models.hf.names import Place, places_in
 from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ITEM = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -89,7 +92,7 @@ def _write_tensors(folder: Path, weights: Weights, places: Mapping[str, Place], 
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         read = weights.read(shard)
-        theirs = {name: tensor for ours in shard for name, tensor in places[ours].split(read[ours]).items()}
+        theirs = _theirs({ours: places[ours] for ours in shard}, read)
         save_file(theirs, str(folder / file), metadata={"format": "pt"})
         files |= dict.fromkeys(theirs, file)
     if len(shards) > 1:
@@ -98,16 +101,34 @@ def _write_tensors(folder: Path, weights: Weights, places: Mapping[str, Place], 
         _write_json(folder / INDEX, index)
 
 
-def _shards(weights: Weights, names: Iterable[str], limit: int) -> Iterator[list[str]]:
-    """Names in the model's order, cut so that no group has more than `limit` bytes unless it is a single tensor."""
+def _theirs(places: Mapping[str, Place], read: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    """A checkpoint's tensors from ours, parts of fused ones put together."""
+    found: dict[str, Tensor] = {}
+    for ours, place in places.items():
+        if place.fused is None:
+            found |= place.split(read[ours])
+            continue
+        axis, start, _ = place.fused
+        whole = found.setdefault(place.names[0], read[ours].new_empty(place.theirs))
+        if whole.dtype != read[ours].dtype:
+            raise Unsupported(f"{place.names[0]} is made of tensors of {whole.dtype} and {read[ours].dtype}; write one dtype")
+        whole.narrow(axis, start, place.shape[axis]).copy_(read[ours])
+    return found
+
+
+def _shards(weights: Weights, places: Mapping[str, Place], limit: int) -> Iterator[list[str]]:
+    """Names in the model's order, cut so that no group has more than `limit` bytes unless it is a single tensor there."""
+    whole: dict[str, list[str]] = {}
+    for name, place in places.items():
+        whole.setdefault(place.names[0], []).append(name)
     group: list[str] = []
     size = 0
-    for name in names:
-        more = _bytes(weights, name)
+    for names in whole.values():
+        more = sum(_bytes(weights, name) for name in names)
         if group and size + more > limit:
             yield group
             group, size = [], 0
-        group.append(name)
+        group += names
         size += more
     yield group
 

@@ -28,7 +28,8 @@ GEMMA3 = Family(
     windows="layers",
     period=6,
     gemma=True,
-    local_theta=True,
+    local_theta=10_000.0,
+    local_key="rope_local_base_freq",
     theta=1_000_000.0,
     ignores={"attn_logit_softcapping": (None,)},  # the reference reads it and applies no cap: which holds is not clear
 )

@@ -1,0 +1,83 @@
+"""Families that came after the first: folders both ways, every tensor bit by bit, logits against transformers in fp64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_models.components.converters import Hf
+from forge_models.components.decoder import Decoder
+from forge_models.components.rope import Rope
+from forge_models.hf.config import Unsupported
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import decoder_of, meaning_of, misfits
+from forge_models.hf.reader import Folder
+from models.hf.published import folder_of, reference, spread
+from models.hf.test_published import TOLERANCE, error
+from models.hf.zoo import SIZES
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "phi3": {"sliding_window": 6},
+    "phi3-half": {"model_type": "phi3", "partial_rotary_factor": 0.5, "tie_word_embeddings": True, "rope_theta": 250.0},
+    "olmo3": {"rope_scaling": YARN, "rope_theta": 500000, "num_hidden_layers": 5, "sliding_window": 6},
+    "olmo3-other": {"model_type": "olmo3", "rope_theta": 500000, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_ways(case: str, tmp_path: Path) -> None:
+    values = SIZES | {"model_type": case} | CASES[case]
+    theirs = spread(reference(values))
+    folder = Folder(folder_of(theirs, values, tmp_path / "theirs"))
+    assert error(folder, theirs) < TOLERANCE
+    Hf(max_shard_bytes=40_000).build().write(tmp_path / "ours", folder)
+    again = Folder(tmp_path / "ours")
+    assert again.family.model_type == values["model_type"]
+    assert meaning_of(again.model) == meaning_of(folder.model)
+    before, after = folder.read(list(folder.tensors)), again.read(list(again.tensors))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    written = {name: again._whole(name) for name in again._files}
+    expected = {name: folder._whole(name) for name in folder._files}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager", dtype=torch.float32)
+    loaded.config._experts_implementation = "eager"  # the other one has no fp64
+    assert error(folder, loaded.double().eval()) < TOLERANCE
+
+
+def test_boxes_of_fused_matrices_equal_the_whole(tmp_path: Path) -> None:
+    values = SIZES | {"model_type": "phi3"}
+    folder = Folder(folder_of(spread(reference(values)), values, tmp_path))
+    for part in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        name = f"blocks.1.{part}.weight"
+        assert torch.equal(folder.box(name, (3, 2), (9, 11)), folder.read([name])[name][3:12, 2:13])
+
+
+def test_what_these_families_cannot_say_is_refused() -> None:
+    small: dict[str, Any] = {"dim": 32, "layers": 2, "heads": 4, "vocab_size": 97}
+    assert any("rope" in fault for fault in misfits(FAMILIES["phi3"], Decoder(**small, rope=Rope(scaling="linear", factor=2.0))))
+    olmo3 = decoder_of(FAMILIES["olmo3"], SIZES | {"sliding_window": 6}, "here")
+    assert misfits(FAMILIES["olmo3"], olmo3) == []
+    other = Decoder(**{**vars(olmo3), "rope": Rope(theta=500000.0, local_theta=10000.0)})
+    assert any("rope.local_theta" in fault for fault in misfits(FAMILIES["olmo3"], other))
+
+
+def test_parts_of_a_fused_matrix_have_one_dtype(tmp_path: Path) -> None:
+    values = SIZES | {"model_type": "phi3", "num_hidden_layers": 1}
+    folder = Folder(folder_of(spread(reference(values)), values, tmp_path / "source"))
+
+    class Mixed:
+        model, tensors, facts = folder.model, folder.tensors, folder.facts
+
+        def read(self, names: list[str]) -> dict[str, torch.Tensor]:
+            return {name: value.float() if "k_proj" in name else value for name, value in folder.read(names).items()}
+
+    with pytest.raises(Unsupported, match=r"qkv_proj\.weight is made of tensors of torch\.float64 and torch\.float32"):
+        Hf().build().write(tmp_path / "target", Mixed())  # type: ignore[arg-type]
+    assert not (tmp_path / "target").exists()
