@@ -10,7 +10,7 @@ from forge_core import logits as chunking
 from forge_core.protocols.model import LossHead
 from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_models.components.objectives import CrossEntropy
-from harness.closeness import assert_no_farther
+from harness.closeness import assert_no_farther, below
 
 HEAD = ChunkedCrossEntropy(rows=4)
 
@@ -70,9 +70,9 @@ def test_bf16_inputs_give_an_fp32_loss():
     assert [value.dtype for value in ours] == [torch.float32] * 3 + [torch.bfloat16] * 2
     # Logits are rounded to 8 bits, each way equally often: over 4096 rows the mean keeps four digits. A loss or a sum
     # kept in bf16 would be off by up to 4e-3.
-    assert abs(float(ours[0] / exact[0]) - 1) < 1e-4
+    assert below(abs(float(ours[0] / exact[0]) - 1), 1e-4)
     for mine, theirs in zip(ours[3:], exact[3:], strict=True):
-        assert float((mine.double() - theirs).norm() / theirs.norm()) < 1e-2
+        assert below(float((mine.double() - theirs).norm() / theirs.norm()), 1e-2)
 
 
 def test_many_chunks_do_not_lose_weight_gradient_in_bf16():

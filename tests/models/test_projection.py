@@ -6,6 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_models.blocks.projection import LEAST, TILE, project
+from harness.closeness import assert_no_farther, below
 
 HERE = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 VOCAB = 2 * TILE + 1000
@@ -31,8 +32,8 @@ def test_tiles_are_as_exact_as_one_product():
     found, tiles = counted(hidden, weight, out)
     assert tiles == 3 and found is out
     exact = hidden.double() @ weight.double().T
-    assert float((found - exact).norm() / exact.norm()) < 1e-6
-    assert float((found - exact).abs().max()) < 4 * float((hidden @ weight.T - exact).abs().max())
+    assert_no_farther(found, hidden @ weight.T, exact)
+    assert below(float((found - exact).abs().max()), 4 * float((hidden @ weight.T - exact).abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -61,4 +62,4 @@ def test_the_loss_head_by_tiles_equals_cross_entropy():
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact = torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, labels, reduction="sum")
     for ours, theirs in zip(found, (exact.detach(), *torch.autograd.grad(exact, wide)), strict=True):
-        assert float((ours - theirs).norm() / theirs.norm()) < 1e-6
+        assert below(float((ours - theirs).norm() / theirs.norm()), 1e-6)

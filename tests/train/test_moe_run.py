@@ -13,7 +13,8 @@ from forge_parallel.gather import full
 from forge_train.cli import main
 from forge_train.inference import loaded, opened
 from forge_train.weights import Cast
-from models.hf.zoo import CASES, random_model, saved
+from harness.closeness import assert_no_farther
+from models.hf.zoo import CASES, exact_logits, random_model, saved
 from train.runs import TINY, prepared, train
 
 SPARSE = (
@@ -82,7 +83,7 @@ def test_a_run_starts_from_a_folder_with_experts(tmp_path: Path) -> None:
     assert tensors["blocks.1.mlp.load"].tolist() == [0] * 8  # a counter of ours, which begins
     with torch.no_grad():
         rows = torch.arange(20)[None]
-        torch.testing.assert_close(run.model.part.eval()(rows), reference(rows).logits, rtol=1e-5, atol=2e-5)
+        assert_no_farther(run.model.part.eval()(rows), reference(rows).logits, exact_logits(reference, rows))
 
 
 @pytest.mark.slow

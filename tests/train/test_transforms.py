@@ -36,6 +36,9 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+WIDE = ["--precision.compute=fp64", "--precision.state=fp64"]
+
+
 @pytest.mark.parametrize(
     "switched",
     [
@@ -45,11 +48,11 @@ def recipe(tmp_path: Path) -> Path:
     ids=["recompute", "compile and recompute"],
 )
 def test_a_run_with_transforms_equals_one_without(recipe: Path, tmp_path: Path, switched: list[str]) -> None:
-    plain = train(recipe, [f"--job.dir={tmp_path / 'plain'}"])
+    plain = train(recipe, [f"--job.dir={tmp_path / 'plain'}", *WIDE])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own imports warn
-        found = train(recipe, [f"--job.dir={tmp_path / 'switched'}", *switched])
-    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        found = train(recipe, [f"--job.dir={tmp_path / 'switched'}", *WIDE, *switched])
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-9)
     assert found["samples"] == plain["samples"]
-    again = train(recipe, [f"--job.dir={tmp_path / 'switched'}", "--train.max_steps=9"])
+    again = train(recipe, [f"--job.dir={tmp_path / 'switched'}", *WIDE, "--train.max_steps=9"])
     assert len(again["losses"]) == 1, "a checkpoint of one set of transforms is one of any other"

@@ -17,7 +17,7 @@ def speed(dtype: torch.dtype, clock: Callable[[], float] = perf_counter) -> floa
     begin, fastest = clock(), float("inf")
     while True:
         start = clock()
-        a @ a
+        torch.mm(a, a)
         end = clock()
         fastest = min(fastest, end - start)
         if end - begin >= SECONDS:
