@@ -1,4 +1,7 @@
-"""A module and a loop of your own on several processes: `torchrun --nproc-per-node 4 plain_module.py dp2tp2`."""
+"""A module and a loop of your own on several processes: `torchrun --nproc-per-node 4 plain_module.py dp2tp2`.
+
+First, once: `python plain_module.py verify` compares a step on each axis with one process.
+"""
 
 import os
 import sys
@@ -8,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from forge_parallel import parallelize
+from forge_parallel import parallelize, verify_layout
 from forge_parallel.components.transforms import Recompute
 
 
@@ -25,10 +28,12 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Sequential(*(Block(64) for _ in range(4))), nn.Linear(64, 1))
 
 
+PLAN = {"1.*.up": "colwise", "1.*.down": "rowwise"}  # what tensor parallelism cuts; not needed without tp
+
+
 def train(layout: str, steps: int = 20) -> list[float]:
     """Losses of each step, of the whole batch of 32 rows."""
-    plan = {"1.*.up": "colwise", "1.*.down": "rowwise"}  # what tensor parallelism cuts; not needed without tp
-    model = parallelize(build, layout, [Recompute(policy="full")], tp_plan=plan)  # weights as `build` makes them
+    model = parallelize(build, layout, [Recompute(policy="full")], tp_plan=PLAN)  # weights as `build` makes them
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
@@ -44,6 +49,10 @@ def train(layout: str, steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["verify"]:
+        verify_layout(build, "dp2tp2", [Recompute(policy="full")], tp_plan=PLAN)
+        print("every axis gives the step of one process")
+        sys.exit()
     if "RANK" in os.environ:
         dist.init_process_group()
     for step, loss in enumerate(train(sys.argv[1] if len(sys.argv) > 1 else "1")):

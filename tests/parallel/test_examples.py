@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_the_plain_script_trains_as_plain_torch_does() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert _losses("plain_module", "1") == pytest.approx(losses, rel=1e-4)
+
+
+def test_the_plain_script_verifies_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the script's first lines say."""
+    monkeypatch.setattr(sys, "argv", ["plain_module.py", "verify"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FOLDER / "plain_module.py"), run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out == "every axis gives the step of one process\n"
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_parallel import parallelize, verify
+from forge_parallel import parallelize, verify_layout
 from forge_parallel.foreign.staged import stage
 from parallel.foreign import VOCAB, WIDTH, Block, Plain, llama
 
@@ -146,7 +146,19 @@ def test_e2_what_a_pipeline_would_lose_is_refused(module: type[nn.Module], messa
 
 
 def test_e2_what_follows_from_shapes_is_made_again_by_every_stage() -> None:
-    verify(Counting, "pp2")
+    verify_layout(Counting, "pp2")
+
+
+class Wide(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("example", [torch.zeros(2, 5, 4), torch.zeros(2, 4), {"tokens": TOKENS, "mask": None, "more": TOKENS}])
+def test_inputs_that_a_pipeline_has_no_shape_for_are_refused(example: Any) -> None:
+    with pytest.raises(PlanError, match=r"needs one input \(rows, length\)|give example="):
+        stage(Wide() if isinstance(example, Tensor) else Plain(), BLOCKS, example)
 
 
 def test_e2_transformers_models_hand_on_hidden_states_alone() -> None:
@@ -173,7 +185,7 @@ class Advised(Plain):
 
 def test_e10_two_tables_in_one_module_train_in_a_pipeline() -> None:
     """As the message says; loss and gradients are those of one process."""
-    verify(Advised, "pp2")
+    verify_layout(Advised, "pp2")
 
 
 class Batched(Plain):
@@ -193,4 +205,4 @@ def test_e5_running_statistics_under_dp_are_refused(monkeypatch: pytest.MonkeyPa
 
 def test_e5_statistics_of_one_data_rank_are_kept() -> None:
     parallelize(Batched, "1")
-    verify(lambda: Batched(track_running_stats=False), "dp2")
+    verify_layout(lambda: Batched(track_running_stats=False), "dp2")

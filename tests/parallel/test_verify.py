@@ -1,4 +1,4 @@
-"""`verify`: one probe step against one process finds what no static rule is told of. Rules are switched off to see it."""
+"""`verify_layout`: one probe step against one process finds what no static rule is told of. Rules are switched off to see it."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.errors import PlanError
-from forge_parallel import parallelize, verify
+from forge_parallel import parallelize, verify_layout
 from forge_parallel.foreign import forked, parallelized
 from forge_parallel.foreign.recording import Recording
 from harness.pool import World
@@ -77,22 +77,22 @@ class Changed(Plain):
 def test_a_right_layout_passes(layout: str) -> None:
     """On two processes an axis, whatever the number of ranks."""
     before = torch.get_rng_state()
-    verify(Plain, layout, tp_plan=PLAN)
+    verify_layout(Plain, layout, tp_plan=PLAN)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_module_with_weights_passes_and_is_unchanged() -> None:
     module = Plain(tied=True)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    verify(module, "tp2", tp_plan=PLAN)
+    verify_layout(module, "tp2", tp_plan=PLAN)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(not hook for part in module.modules() for hook in (part._forward_pre_hooks,))
 
 
 def test_dropout_is_compared_while_it_drops_out() -> None:
     """The ranks of dp and the stages of pp draw what one process draws for the same rows and modules."""
-    verify(Dropping, "dp2", tp_plan=PLAN)
-    verify(DroppingBlocks, "dp2pp2")
+    verify_layout(Dropping, "dp2", tp_plan=PLAN)
+    verify_layout(DroppingBlocks, "dp2pp2")
 
 
 class DroppingBlocks(Plain):
@@ -124,11 +124,11 @@ def test_e2_e4_e5_are_found(
 ) -> None:
     _no_rules(monkeypatch)
     with pytest.raises(PlanError, match=rf"verify: layout \S+ differs from one process: .*{message}"):
-        verify(build, layout, tp_plan=plan)
+        verify_layout(build, layout, tp_plan=plan)
 
 
 def test_e3_lost_initial_values_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify(Changed, "1")
+    verify_layout(Changed, "1")
     needed = Recording._needed
     lost = ("mul_", "add_")  # what a constructor does beyond a layer's own rule
     monkeypatch.setattr(
@@ -137,11 +137,11 @@ def test_e3_lost_initial_values_are_found(monkeypatch: pytest.MonkeyPatch) -> No
         lambda self, key: {at for at in needed(self, key) if self._tape[at].function.overloadpacket.__name__ not in lost},
     )
     with pytest.raises(PlanError, match=r"initial value of norm\.bias; initial value of head\.weight$"):
-        verify(Changed, "1")
+        verify_layout(Changed, "1")
 
 
 def test_good_forms_of_what_is_refused_pass() -> None:
-    verify(lambda: Model(Interleaved), "tp2", tp_plan=FUSED)
+    verify_layout(lambda: Model(Interleaved), "tp2", tp_plan=FUSED)
 
 
 def _verified(build: Callable[[], nn.Module], layout: str, plan: dict[str, str] | None) -> str:
@@ -181,9 +181,9 @@ def test_an_example_and_a_loss_of_ones_own() -> None:
 
     example = {"tokens": torch.arange(24).view(4, 6) % 19, "weights": torch.ones(4, 6)}
     loss: Any = lambda out, rows: F.cross_entropy(out["logits"].flatten(0, 1), rows["tokens"].flatten())  # noqa: E731
-    verify(Two, "dp2", example=example, loss=loss)
+    verify_layout(Two, "dp2", example=example, loss=loss)
     with pytest.raises(PlanError, match="has 3 rows, which 2 shares cannot divide"):
-        verify(Two, "dp2", example={name: value[:3] for name, value in example.items()}, loss=loss)
+        verify_layout(Two, "dp2", example={name: value[:3] for name, value in example.items()}, loss=loss)
 
 
 def _interrupted(kind: str) -> Any:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from forge_parallel.clipping import clip as clip
     from forge_parallel.foreign.parallelized import Parallelized as Parallelized
     from forge_parallel.foreign.parallelized import parallelize as parallelize
-    from forge_parallel.foreign.verification import verify as verify
+    from forge_parallel.foreign.verification import verify_layout as verify_layout
     from forge_parallel.launcher import launch as launch
     from forge_parallel.model import ParallelModel as ParallelModel
     from forge_parallel.pipeline.definition import Pipeline as Pipeline
@@ -40,6 +40,6 @@ __getattr__, __dir__ = lazily(
         "realize": "realization",
         "start": "bootstrap",
         "stop": "bootstrap",
-        "verify": "foreign.verification",
+        "verify_layout": "foreign.verification",
     },
 )

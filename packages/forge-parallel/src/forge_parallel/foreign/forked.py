@@ -88,6 +88,7 @@ def _work(function: Callable[[], Any], rank: int, size: int, store: Path, pipe: 
     code = 1
     try:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        warnings.simplefilter("ignore")  # what torch has to say of the module it says in a run
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if dist.is_initialized():  # the parent's, of one process

@@ -210,7 +210,7 @@ def parallelize(
         seed: of a builder's random numbers.
         example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
             module begins with an embedding or a linear layer that is its only input.
-        verify: first compare a probe step with one process; see `forge_parallel.verify`. Do so once for a module and its plan.
+        verify: first compare a probe step with one process, as `forge_parallel.verify_layout` does. Do so once for every module.
 
     Raises:
         PlanError: what cannot be laid out, by name.
@@ -224,11 +224,11 @@ def parallelize(
                 f"parallelize: {axis} = {layout.size(axis)} is not offered for foreign modules; use dp, hsdp, tp and pp"
             )
     if verify:
-        from forge_parallel.foreign.verification import verify as compare
+        from forge_parallel.foreign.verification import verify_layout
 
         options = {"tp_plan": tp_plan, "blocks": blocks, "pipeline": pipeline, "device": device}
         transforms = list(transforms)
-        compare(source, layout, transforms, **options, seed=seed, example=example)
+        verify_layout(source, layout, transforms, **options, seed=seed, example=example)
     place = torch.device(device) if device is not None else _default_device()
     topology = Topology.of(layout, place)
     skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, seed)

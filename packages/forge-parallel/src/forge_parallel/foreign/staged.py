@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from forge_core.errors import PlanError
 from forge_core.specs import Specs
@@ -87,9 +88,12 @@ def stage(module: nn.Module, blocks: list[str], example: Example) -> None:
     start = order.index(blocks[0])
     entry, leaving = tuple(order[:start]), tuple(order[start + len(blocks) :])
     hidden = one[start - 1].out
-    if hidden.dim() != 3:
+    given = [tuple(leaf.shape) for leaf in tree_iter(example) if isinstance(leaf, Tensor)]
+    if len(given) != 1 or len(given[0]) != 2 or tuple(hidden.shape[:-1]) != given[0]:
         raise PlanError(
-            f"parallelize: a pipeline needs hidden states (rows, length, width), and {entry[-1]} makes {hidden.dim()}-D ones"
+            "parallelize: a pipeline needs one input (rows, length), such as token ids, and hidden states (rows, length, width); "
+            f"{type(module).__name__} is called with {', '.join(map(str, given))}, and {entry[-1]} makes {tuple(hidden.shape)}; "
+            "set pp to 1"
         )
     width = hidden.shape[-1]
     module.__class__ = _staged(type(module))

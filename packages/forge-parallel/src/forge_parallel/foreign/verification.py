@@ -88,7 +88,7 @@ class _Probe:
         )
 
 
-def verify(
+def verify_layout(
     source: nn.Module | Callable[[], nn.Module],
     layout: str | Layout,
     transforms: Iterable[Any] = (),
