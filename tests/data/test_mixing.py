@@ -121,6 +121,22 @@ def test_w7_the_plan_compares_draws_with_the_weights_since_the_start(recipe: str
     assert [phase["sources"]["web"]["planned_tokens"] for phase in plan["phases"]] == pytest.approx([32 * a for a in asked])
 
 
+def test_the_largest_deviation_may_be_a_lack_and_is_that_after_the_last_step(recipe: str) -> None:
+    third = "{name='random',vocab_size=100,tokens=641,label='c',weight=0.1}"
+    sources = third.replace("'c',weight=0.1", "'a',weight=0.7"), third.replace("'c',weight=0.1", "'b',weight=0.2"), third
+    seen = set()
+    for batch in range(1, 10):
+        changes = [f"--data.sources=[{','.join(sources)}]", "--data.phases=[]", f"--train.global_batch={batch}"]
+        (phase,) = mix(recipe, [*changes, "--train.micro_batch=1"], 1, None, print)["phases"]
+        shares = {"a": 0.7, "b": 0.2, "c": 0.1}
+        found = {label: entry["samples"] - batch * shares[label] for label, entry in phase["sources"].items()}
+        farthest = phase["largest_deviation"]
+        assert abs(farthest["samples"]) == pytest.approx(max(map(abs, found.values())))
+        assert farthest["samples"] == pytest.approx(found[farthest["source"]]) and farthest["step"] == 1
+        seen.add(farthest["samples"] < 0)
+    assert seen == {True, False}
+
+
 def test_the_plan_as_text_with_overrides(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["mix", recipe, "--plan", "--steps=30", "--data.epochs=2"]) == 0
     said = capsys.readouterr().out
