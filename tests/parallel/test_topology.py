@@ -1,6 +1,8 @@
 """Coordinates, meshes and ownership."""
 
+import logging
 import os
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.watch import PeerFailure
 from harness.pool import World
 from parallel.tiny import TiedTiny
 
@@ -82,8 +85,9 @@ def _wrong_address() -> str:
     os.environ["MASTER_PORT"] = "9"
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "1", "2"
     try:
-        start(launch(os.environ), timeout=2)
-    except LayoutError as refusal:
+        start(launch(os.environ), timeout=1)
+    except PeerFailure as refusal:
+        assert refusal.exit_code == 5
         return str(refusal)
     return "no refusal"
 
@@ -91,4 +95,44 @@ def _wrong_address() -> str:
 def test_an_address_where_nobody_listens_is_one_clear_message(world: World) -> None:
     (message,) = world.run(_wrong_address, 1, group=False)
     assert "rank 1 of 2" in message
-    assert "127.0.0.1:9" in message
+    assert "waited 1 s at the start: rank 0 has not opened its store at 127.0.0.1:9" in message
+
+
+def _no_host() -> str:
+    os.environ |= {"MASTER_ADDR": "no-such-host.invalid", "RANK": "1", "WORLD_SIZE": "2"}
+    try:
+        start(launch(os.environ), timeout=30)
+    except LayoutError as refusal:
+        return str(refusal)
+    return "no refusal"
+
+
+def test_an_address_without_a_host_is_refused_at_once(world: World) -> None:
+    (message,) = world.run(_no_host, 1, group=False)
+    assert "no-such-host.invalid" in message and "is MASTER_ADDR the host of rank 0" in message
+
+
+def _waited_for_the_others(hurried: bool) -> tuple[str, float, list[str]]:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "3"}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("forge_parallel.bootstrap").addHandler(handler)
+    began = time.monotonic()
+    try:
+        start(launch(os.environ), timeout=60 if hurried else 1, patience=0.3, hurry=lambda: hurried)
+    except PeerFailure as refusal:
+        return str(refusal), time.monotonic() - began, said
+    raise AssertionError("it started alone")
+
+
+def test_h2_a_rank_whose_peers_never_come_says_so_and_ends(world: World) -> None:
+    ((message, _, said),) = world.run(_waited_for_the_others, 1, False, group=False)
+    assert "the start: rank 1, 2 did not come to 127.0.0.1:" in message
+    assert len(said) >= 2 and all("rank 1, 2 did not come" in line for line in said)
+
+
+@pytest.mark.slow
+def test_h2_a_rank_that_was_asked_to_stop_does_not_wait_long_for_its_peers(world: World) -> None:
+    ((message, seconds, _),) = world.run(_waited_for_the_others, 1, True, group=False)
+    assert "did not come" in message and seconds < 30

@@ -15,7 +15,9 @@ from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step
 from forge_parallel.topology import Topology
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.watch import Watch
 from forge_train.components.hooks import Evaluate
+from forge_train.stop import Stop
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
@@ -41,6 +43,8 @@ def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, 
         step=step,
         console=None,
         log=lambda values: None,
+        stop=Stop(2),
+        watch=Watch(),
     )
     same = True
     for number in range(2):

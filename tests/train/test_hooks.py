@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import sleep
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from forge_core.layout import Layout
+from forge_parallel.watch import Watch
 from forge_train.checks import evaluate_has_sets
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
@@ -21,7 +23,7 @@ from forge_train.hooks.progress import clock, count
 from forge_train.hooks.replicas import ReplicasHook
 from forge_train.hooks.sample import SampleHook
 from forge_train.hooks.save import SaveHook
-from forge_train.stop import Stop
+from forge_train.stop import STOPPED, Stop
 
 TOKENS = 512
 
@@ -67,7 +69,8 @@ class ScriptedRun:
 
     def __post_init__(self) -> None:
         self.state = SimpleNamespace(step=0, tokens=0)
-        self.topology = SimpleNamespace(rank=self.rank, data_rank=self.rank, data_size=2)
+        self.topology = SimpleNamespace(rank=self.rank, size=1, data_rank=self.rank, data_size=2)
+        self.watch = Watch()
         self.job = SimpleNamespace(
             train=SimpleNamespace(max_steps=self.total, micro_batch=4, global_batch=8),
             checkpoint=SimpleNamespace(every=self.every),
@@ -81,7 +84,8 @@ class ScriptedRun:
     def save(self) -> None:
         self.saved.append(self.state.step)
 
-    def evaluate(self, batches: list[tuple[float, int]]) -> Any:
+    def evaluate(self, batches: Iterable[tuple[float, int]]) -> Any:
+        batches = list(batches)
         tokens = sum(count for _, count in batches)
         return SimpleNamespace(loss=sum(nats for nats, _ in batches) / tokens if tokens else 0.0, tokens=tokens)
 
@@ -152,14 +156,50 @@ def test_pause_counts_through_an_exception() -> None:
     assert paused(run) >= 0.01
 
 
-@pytest.mark.parametrize(("last", "evaluated"), [(5, [3]), (7, [3, 6, 7])], ids=["before the end", "at the last step"])
-def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate(last: int, evaluated: list[int]) -> None:
+@pytest.mark.parametrize("last", [5, 7], ids=["before the end", "at the last step"])
+def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate(last: int) -> None:
     """It may have seconds, an evaluation may take minutes, and the run that resumes evaluates what is due."""
     run = ScriptedRun(total=7, every=0, evaluations={"a": Held([(2.0, 1)])})
     run.stop.agreed = True
     run.go(Evaluate(every=3).build(run), Save().build(run), stop=last)
-    assert [step for step, _ in run.logged] == evaluated
+    assert run.logged == []
     assert run.saved == [last]
+    assert run.stop.reason(run.state) == STOPPED, "also after the last step, so that the evaluation is not forgotten"
+
+
+def test_h7_an_evaluation_is_left_when_asked_and_done_first_by_the_run_that_resumes() -> None:
+    run = ScriptedRun(total=4, evaluations={"a": Held([(2.0, 1)] * 3)})
+    hook = Evaluate(every=2).build(run)
+    read: list[int] = []
+
+    class Slow(Held):
+        def batches(self, rank: int, ranks: int, micro_batch: int) -> Any:
+            for place, batch in enumerate(super().batches(rank, ranks, micro_batch)):
+                read.append(place)
+                if place == 3:
+                    run.stop.signals.asked = "SIGTERM"
+                yield batch
+
+    run.evaluations["b"] = Slow([(2.0, 1)] * 100)
+    run.state.step = 2
+    hook.after_step(run, None)
+    assert len(read) == 9, "eight batches are evaluated, then it looks"
+    assert run.logged == [], "part of a set is not its loss"
+    assert run.stop.agreed and run.stop.reason(run.state) == STOPPED
+    hook.finish(run)
+    assert run.logged == []
+
+    again = ScriptedRun(total=4, evaluations={"a": Held([(2.0, 1)])})
+    again.state.step = 2
+    resumed = Evaluate(every=2).build(again)
+    resumed.load_state(hook.state())
+    resumed.start(again)
+    assert [step for step, _ in again.logged] == [2]
+    assert resumed.state() == {}
+    fresh = Evaluate(every=2).build(again)
+    fresh.load_state({})
+    fresh.start(again)
+    assert len(again.logged) == 1
 
 
 def test_samples_wait_for_the_run_that_resumes_too() -> None:

@@ -1,15 +1,21 @@
-"""A rank that raises takes the others down at once, under the launcher that users have, and its cause is what one reads."""
+"""A rank that raises, dies, hangs or is interrupted takes the others down in seconds, and its name is what one reads."""
 
+import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from train.runs import TINY
 
 HOOK = '''
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,37 +29,104 @@ class Failing(Hook):
     def before_step(self, run):
         if run.state.step == 2 and run.topology.rank == 1:
             Path(os.environ["WHEN"]).write_text(str(time.time()))
-            raise ForgeError("the device of rank 1 is on fire")
+            how = os.environ["HOW"]
+            if how == "raises":
+                raise ForgeError("the device of rank 1 is on fire")
+            if how == "sleeps":
+                time.sleep(1000)
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fails(Component):
-    """Raises on rank 1."""
+    """Fails on rank 1."""
 
     def build(self, run):
+        if os.environ["HOW"] == "interrupted" and run.topology.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
         return Failing()
 '''
 
+RUN = ["-m", "forge_train", "run", "tiny.toml", "--parallel.patience=1"]
 
-def test_under_torchrun_the_others_end_within_seconds_and_the_cause_comes_first(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(HOOK)
-    (tmp_path / "tiny.toml").write_text(TINY + '\n[[hooks]]\nname = "./mine.py:Fails"\n')
+
+def prepare(folder: Path, how: str) -> dict[str, str]:
+    """Writes recipe and hook; the environment of the ranks."""
+    (folder / "mine.py").write_text(HOOK)
+    (folder / "tiny.toml").write_text(TINY + '\n[[hooks]]\nname = "./mine.py:Fails"\n')
+    return {**os.environ, "OMP_NUM_THREADS": "1", "WHEN": str(folder / "when"), "HOW": how}
+
+
+def pair(folder: Path, how: str, timeout: float = 60) -> list[tuple[int, str]]:
+    """(exit code, standard error without remarks on the start) of two ranks; no launcher ends one for the other."""
+    environment = prepare(folder, how)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *RUN, f"--parallel.timeout={timeout}"],
+            cwd=folder,
+            env={**environment, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}")},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, re.sub(r".* at the start: .*\n", "", text)) for rank, text in zip(ranks, said, strict=True)]
+
+
+def test_under_torchrun_the_others_end_within_seconds_and_the_cause_is_in_its_summary(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WHEN": str(tmp_path / "when")}
     done = subprocess.run(
-        [*launcher, "-m", "forge_train", "run", "tiny.toml"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=environment,
+        [*launcher, *RUN], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=prepare(tmp_path, "raises")
     )
     ended = time.time()
-    assert done.returncode != 0
+    assert done.returncode == 1, "torchrun's own, whatever ours is"
     assert ended - float((tmp_path / "when").read_text()) < 10
     said = done.stderr + done.stdout
-    assert "the device of rank 1 is on fire" in said
-    others = [said.find(words) for words in ("Connection closed by peer", "Connection reset") if words in said]
-    assert all(said.find("the device of rank 1 is on fire") < place for place in others)
-    logs = (tmp_path / "runs" / "tiny" / "logs" / "rank-00001.log").read_text()
-    assert "the device of rank 1 is on fire" in logs
+    assert "rank 1: ERROR: the device of rank 1 is on fire" in said
+    assert "loop.py" not in said and "Connection" not in said, "no traceback but that of torchrun itself"
+    _, root = said.split("Root Cause")
+    assert re.search(r"rank *: 1 ", root) and "exit code 2: the device of rank 1 is on fire" in root.replace("exitcode", "")
+    assert "the device of rank 1 is on fire" in (tmp_path / "runs" / "tiny" / "logs" / "rank-00001.log").read_text()
+
+
+@pytest.mark.slow
+def test_h1_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
+    (first, waiting), (second, hanging) = pair(tmp_path, "sleeps", timeout=10)
+    assert (first, second) == (5, 5)
+    place = r"rank 1 \(process \d+ on \S+; step 3, mine\.py:\d+ \(before_step\), \d+ s\)"
+    assert re.search(rf"rank 0: WARNING: waiting for \d+ s in step 3, topology\.py:\d+ \(all_reduce\), for {place}\n", waiting)
+    assert re.search(rf"rank 0: ERROR: {place} did not come within 10 s\. .*resumes from its newest checkpoint\n$", waiting)
+    assert re.search(rf"^rank 1: ERROR: the others have given up: {place} did not .* its stacks are in its log\n$", hanging)
+    assert "Traceback" not in waiting + hanging
+    log = (tmp_path / "runs" / "tiny" / "logs" / "rank-00001.log").read_text()
+    assert re.search(r'File ".*/mine\.py", line \d+ in before_step', log), "its stack is kept"
+    assert "gloo" in (tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text(), "so is what the other one met"
+
+
+def test_h8_ctrl_c_in_preparation_is_no_failure_and_the_others_know(tmp_path: Path) -> None:
+    (first, said), (second, other) = pair(tmp_path, "interrupted")
+    assert (first, second) == (75, 75)
+    assert said == "rank 0: WARNING: interrupted by SIGINT before the first step; there was nothing to save\n"
+    assert "rank 0 ended first, with exit code 75: interrupted by SIGINT" in other and "Traceback" not in other
+    error = json.loads((tmp_path / "error-0").read_text())["message"]
+    assert error["message"].startswith("forge-train ended with exit code 75: interrupted by SIGINT")
+
+
+@pytest.mark.slow
+def test_h3_a_rank_that_is_killed_ends_the_others_with_a_code_and_one_line(tmp_path: Path) -> None:
+    (first, said), (second, _) = pair(tmp_path, "dies")
+    assert (first, second) == (5, -9)
+    assert time.time() - float((tmp_path / "when").read_text()) < 20
+    assert re.match(r"rank 0: ERROR: rank 1 \(process \d+ on .*\) ended without a word: killed, out of memory or stopped\.", said)
+    assert said.count("\n") == 1

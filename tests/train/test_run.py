@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.checkpoints import restore_hooks
 from forge_train.loop import fit
-from forge_train.stop import Stop, TrainingError
 from harness.pool import World
 from train.runs import TINY, prepared
 
@@ -82,19 +80,6 @@ def test_a_checkpoint_keeps_the_state_of_hooks(recipe: Path, tmp_path: Path) -> 
     kept = newest(store, Alone())
     assert kept is not None
     assert ["Counter", {"count": 4}] in [list(entry) for entry in kept.meta["hooks"]]
-
-
-def test_too_many_bad_steps_in_a_row_end_the_run_and_good_ones_between_do_not() -> None:
-    def result(bad: bool) -> Any:
-        numbers = {"stop": 0.0, "skipped": float(bad), "loss": float("nan") if bad else 1.0, "grad_norm": 1.0}
-        return SimpleNamespace(numbers=lambda: numbers)
-
-    stop = Stop(max_steps=100, patience=3)
-    for bad in (True, True, False, True, True):
-        stop.after(result(bad))
-    with pytest.raises(TrainingError, match="3 steps in a row"):
-        stop.after(result(True))
-    assert TrainingError.exit_code == 3
 
 
 def _unprepared(recipe: Path, settings: list[str]) -> str:

@@ -34,6 +34,7 @@ from forge_train.agreement import Agreement
 from forge_train.checkpoints import Checkpoints, restore_hooks
 from forge_train.components.trackers import Jsonl
 from forge_train.directory import CHECKPOINTS, keep_recipe, probe
+from forge_train.health import Health
 from forge_train.job import Job
 from forge_train.matrix_speed import bf16_remark
 from forge_train.resuming import check, check_alone
@@ -148,6 +149,7 @@ def assemble(
         state=state,
         console=console,
         stop=Stop(job.train.max_steps),
+        health=Health(job.train.max_skipped, speaks=topology.rank == 0),
         parameters=parameters,
         config=resolved.as_json(),
     )
@@ -176,6 +178,8 @@ def assemble(
             run.trackers = [Guarded(tracker) for tracker in (JsonlTracker(directory / "metrics.jsonl"), *trackers)]
     for tracker in run.trackers:
         tracker.rewind(state.step)
+    if "health" in meta:
+        run.health.load(meta["health"], state.step)
     if later or found:
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
@@ -189,6 +193,8 @@ def assemble(
         return name
 
     run.save = save
+    run.check = lambda: checkpoints.check(run)
+    run.health.advice = lambda: checkpoints.advice(run.health)
     return run
 
 
@@ -224,17 +230,15 @@ def rank_zero_first(world: World) -> Iterator[None]:
         try:
             verdict = world.broadcast(None)
         except RuntimeError as cause:
-            raise ForgeError(
-                "rank 0 did not finish preparing the data within parallel.timeout seconds, or died; "
-                "tokenise beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout"
-            ) from cause
+            cause.add_note("data can be prepared beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout")
+            raise
         if verdict != b"ready":
             raise ForgeError(verdict.decode())
         yield
         return
     try:
         yield
-    except BaseException as error:
+    except Exception as error:
         world.broadcast(f"rank 0 failed while preparing the data: {error or type(error).__name__}".encode())
         raise
     world.broadcast(b"ready")

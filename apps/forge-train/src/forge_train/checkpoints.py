@@ -4,13 +4,14 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from forge_ckpt import resume, saver
 from forge_ckpt.collective import from_rank_0
 from forge_ckpt.fence import Fence
+from forge_ckpt.manifest import Manifest
 from forge_ckpt.names import committed
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
@@ -19,9 +20,12 @@ from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.redact import redacted
 from forge_data.cursor import merged
+from forge_parallel.finite import not_finite
 from forge_parallel.model import ParallelModel
+from forge_train.health import Health
 from forge_train.resuming import anchors
 from forge_train.run import Run
+from forge_train.stop import TrainingError
 
 
 def pieces(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
@@ -30,6 +34,19 @@ def pieces(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
     for state, tensors in optimizer.state().items():
         for name, tensor in tensors.items():
             yield model.piece(f"optimizer/{state}/{name}", tensor)
+
+
+def _learned(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
+    """What training moves, by the names of `pieces`; a model's buffers may be infinite for a reason."""
+    buffers = {f"model/{name}" for name, tensor in model.tensors() if not isinstance(tensor, torch.nn.Parameter)}
+    return (piece for piece in pieces(model, optimizer) if piece.name not in buffers)
+
+
+def _is_good(manifest: Manifest, health: Health) -> bool:
+    """Whether the loss was in its band when a checkpoint was saved, and is not known to have left it by then. What is saved is
+    finite, since that is noted."""
+    kept = manifest.meta.get("health")
+    return kept is not None and kept["band"]["left"] is None and health.is_before(manifest.step)
 
 
 @dataclass
@@ -43,8 +60,9 @@ class Checkpoints:
     keep: int
     present: Sequence[str] = ()
     fence: Fence | None = None
+    checked: int = -1
 
-    def newest(self, policy: Literal["auto", "never", "require"]) -> resume.Found | None:
+    def newest(self, policy: resume.Policy) -> resume.Found | None:
         """What a start resumes from: `forge_ckpt.resume.newest`, which changes nothing until this job owns the store."""
         self.present = self._committed()
         return resume.newest(self.store, self.world, policy, aside=self.fence is not None)
@@ -58,7 +76,7 @@ class Checkpoints:
         """Puts aside what `newest` found damaged; collective. For the owner."""
         resume.set_aside(self.store, self.world, found.skipped if found else ())
 
-    def later(self, policy: Literal["auto", "never", "require"]) -> resume.Found | None:
+    def later(self, policy: resume.Policy) -> resume.Found | None:
         """What `newest` finds now, if an older job has saved since it was called; collective."""
         return self.newest(policy) if set(self._committed()) - set(self.present) else None
 
@@ -69,9 +87,11 @@ class Checkpoints:
         """Writes a checkpoint of the current step, durably; all ranks enter.
 
         Raises:
+            TrainingError: a parameter or the optimizer's state is not finite; nothing was written.
             Superseded: another job has started in the run's directory; nothing was written.
             CheckpointError: it could not be written.
         """
+        self.check(run)
         meta = {
             "tokens": run.state.tokens,
             "cursor": self._cursor_of_all(run.state.cursor),
@@ -80,23 +100,57 @@ class Checkpoints:
             # The model is built from its part again, so that is kept as it is.
             "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),
+            "health": run.health.state(),
             "hooks": [[type(hook).__name__, dict(hook.state())] for hook in run.hooks],
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
         assert self.fence is not None, "a run owns its store before it trains"
         try:
-            return saver.save(
+            name = saver.save(
                 self.store,
                 pieces(run.model, run.optimizer),
                 meta,
                 run.state.step,
                 self.world,
                 keep=self.keep,
+                spare=run.health.spare(),
                 may=self.fence.may_write,
             )
         except CheckpointError:
             self.fence.check()  # a newer job may be why
             raise
+        run.health.saved(run.state.step)
+        return name
+
+    def check(self, run: Run) -> None:
+        """Looks at every value of the state, once for each step; all ranks enter.
+
+        Raises:
+            TrainingError: a parameter or the optimizer's state is not finite.
+        """
+        if self.checked == run.state.step:
+            return
+        if found := not_finite(_learned(run.model, run.optimizer), run.topology):
+            raise TrainingError(
+                f"after step {run.state.step} {found.name} has values that are not finite (first seen on rank {found.rank}); "
+                f"this state is not saved. Lower the learning rate or look at the data. {self.advice(run.health)}"
+            )
+        self.checked = run.state.step
+
+    def advice(self, health: Health) -> str:
+        """How to go on after a failure, with a checkpoint that is good; all ranks enter."""
+        on_offer = self._committed()
+        found = resume.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health))
+        if found is None:
+            return "No checkpoint is good to go on from; start over with --fresh"
+        if found.name == on_offer[0]:
+            return (
+                f"Started again, the run resumes from step {found.step}, its newest checkpoint, taken with the loss in its band"
+            )
+        return (
+            f"Go back to step {found.step} with --checkpoint.resume={found.step}: its checkpoint is the newest that is sound and "
+            "was taken with the loss in its band"
+        )
 
     def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
         """One position of those of all ranks, which differ only where each knows its own streams."""
@@ -111,7 +165,12 @@ class Checkpoints:
         Raises:
             CheckpointError: it does not fit the model.
         """
-        return resume.load(self.store, found, pieces(model, optimizer), self.world)
+        meta = resume.load(self.store, found, pieces(model, optimizer), self.world)
+        if bad := not_finite(_learned(model, optimizer), model.topology):
+            raise CheckpointError(
+                f"{found.name} cannot be resumed from: {bad.name} has values that are not finite. {self.advice(Health())}"
+            )
+        return meta
 
 
 def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> None:

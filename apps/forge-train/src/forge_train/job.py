@@ -43,6 +43,8 @@ class Train:
     """Sequences in one forward pass on one rank; gradient accumulation follows."""
     grad_clip: Annotated[float, Gt(0)] | None = 1.0
     """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
+    max_skipped: Annotated[int, Gt(0)] = 10
+    """Steps with a loss or gradient that is not finite, among the last 100, that end the run; each one is skipped."""
     threads: Annotated[int, Gt(0)] | None = None
     """CPU threads per process. By default OMP_NUM_THREADS; without it, the cores that this process may use (affinity, control
     group's quota) divided by the processes on the machine."""

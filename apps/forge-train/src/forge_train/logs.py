@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forge_core.console import Console
+from forge_core.errors import ForgeError
+
 _NEVER = logging.CRITICAL + 1
 
 
@@ -25,15 +28,23 @@ class RunLog:
         """Whether there is a file."""
         return self.held not in self.handlers
 
-    def open(self, directory: Path) -> None:
-        """Begins `logs/rank-00000.log`, or goes on with it, with what was said until now.
+    def say(self, refusal: ForgeError) -> None:
+        """Into the log once there is one; before, a run has only the terminal."""
+        if self.is_open:
+            self.logger.error("%s", refusal)
+        else:
+            Console().error(refusal)
+
+    def open(self, directory: Path) -> Path:
+        """Begins `logs/rank-00000.log`, or goes on with it, with what was said until now; returns its path.
 
         Raises:
             OSError: it cannot be written.
         """
         folder = directory / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / f"rank-{self.rank:05d}.log")
+        path = folder / f"rank-{self.rank:05d}.log"
+        file = logging.FileHandler(path)
         layout = logging.Formatter(
             f"%(asctime)s.%(msecs)03dZ rank {self.rank}/{self.size} %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
         )
@@ -45,6 +56,7 @@ class RunLog:
         root.addHandler(file)
         root.removeHandler(self.held)
         self.handlers[self.handlers.index(self.held)] = file
+        return path
 
 
 @contextmanager

@@ -7,14 +7,13 @@ def fit(run: Run) -> str:
     """Trains until the run is finished or asked to stop; returns why it ended.
 
     Raises:
-        TrainingError: too many steps in a row had a loss or gradient that is not finite.
+        TrainingError: too many steps had a loss or gradient that is not finite, or the state after the last one is not.
         Superseded: another job has started in the run's directory.
     """
-    reason = ""
     for hook in run.hooks:
         hook.start(run)
     for batches, cursor in run.data.from_cursor(run.state.cursor):
-        if reason := run.stop.reason(run.state):
+        if run.stop.reason(run.state):
             break
         run.begin_step()
         for hook in run.hooks:
@@ -25,9 +24,11 @@ def fit(run: Run) -> str:
         run.update(result)
         run.state.advance(cursor, run.tokens_per_step)
         run.stop.after(result)
+        run.health.after(run.state.step, result)
         for hook in run.hooks:
             hook.after_step(run, result)
     run.stop.check()
+    run.check()
     for hook in run.hooks:
         hook.finish(run)
-    return reason or "data exhausted"
+    return run.stop.reason(run.state) or "data exhausted"

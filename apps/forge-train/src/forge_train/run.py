@@ -15,6 +15,8 @@ from forge_parallel.clipping import clip
 from forge_parallel.model import ParallelModel
 from forge_parallel.step import Step, StepResult
 from forge_parallel.topology import Topology
+from forge_parallel.watch import Watch
+from forge_train.health import Health
 from forge_train.job import Job
 from forge_train.stop import Stop
 
@@ -57,6 +59,9 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     paused: float = 0.0
     save: Callable[[], Any] = field(default=lambda: None)
+    check: Callable[[], Any] = field(default=lambda: None)
+    watch: Watch = field(default_factory=Watch)
+    health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
     trackers: Sequence[Tracker] = ()
 
@@ -73,6 +78,7 @@ class Run:
     def begin_step(self) -> None:
         """Before a step's first forward: random numbers depend on (seed, step, data rank) only, so a resumed run draws the
         same ones; and a model whose loss changes over the run is told the step."""
+        self.watch.enter(f"step {self.state.step + 1}")
         key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
         torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
         self.model.at_step(self.state.step, self.job.train.max_steps)
@@ -80,6 +86,7 @@ class Run:
     @torch.no_grad()
     def update(self, result: StepResult) -> None:
         """Clip, optimizer, clear. A step whose loss or norm is not finite changes nothing."""
+        self.watch.enter(f"the end of step {self.state.step + 1}")
         if self.job.train.grad_clip is not None:
             clip(self.model, result.norm, self.job.train.grad_clip)
         self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step))

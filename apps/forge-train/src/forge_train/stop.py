@@ -1,10 +1,11 @@
 """Why a run ends. Every rank ends after the same step, because the request travels with the step's reduction."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 FINISHED = "finished"
 STOPPED = "asked to stop"
 
+REQUEUE = 75
+"""Exit code of a run that was asked to stop and can go on later: EX_TEMPFAIL, "try again later"."""
+
+_NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_TWICE = (signal.SIGTERM, signal.SIGINT)
+_SAME_SECONDS = 2.0
+
 _LOOK_SECONDS = 5.0
 """Between two looks for a newer job; each reads a small file."""
 
@@ -26,16 +34,79 @@ class TrainingError(ForgeError):
     exit_code = 3
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ends this process before there is anything to save. Not an `Exception`, so that nothing takes it for a failure."""
+
+    exit_code = REQUEUE
+
+
+class Signals:
+    """What asks a run to stop: SIGTERM and SIGINT, and what schedulers and terminals send, SIGUSR1, SIGUSR2 and SIGHUP.
+
+    The first one is noted, and a run stops after its step. A SIGTERM or SIGINT that comes more than two seconds after it ends the
+    process at once; sooner, it is the same request on another way, as a launcher sends it on to processes that had it already.
+    SIGHUP stays ignored where it was, as under nohup.
+
+    Attributes:
+        asked: the name of the first signal; empty while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self._when = 0.0
+        self._at_once = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, signals are noted; in the main thread."""
+        previous = []
+        for number in _NOTED:
+            handler = signal.getsignal(number)
+            if not (number == signal.SIGHUP and handler is signal.SIG_IGN):
+                previous.append((number, signal.signal(number, self._note)))
+        try:
+            yield
+        finally:
+            for number, handler in previous:
+                signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside there is nothing to save yet, so a signal ends what is done.
+
+        Raises:
+            Interrupted: for a signal that comes inside, or has come before.
+        """
+        self._at_once = True
+        try:
+            if self.asked:
+                raise Interrupted(self._said())
+            yield
+        finally:
+            self._at_once = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._when = signal.Signals(number).name, now
+            if self._at_once:
+                raise Interrupted(self._said())
+        elif number in _TWICE and now - self._when > _SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _said(self) -> str:
+        return f"interrupted by {self.asked} before the first step; there was nothing to save"
+
+
 @dataclass
 class Stop:
-    """Watches for the last step, for signals on any rank, for steps whose numbers are not finite, and for another job in the
-    run's directory."""
+    """Watches for the last step, for signals on any rank, and for another job in the run's directory."""
 
     max_steps: int
-    patience: int = 10
+    signals: Signals = field(default_factory=Signals)
     asked: bool = False
     agreed: bool = False
-    bad: int = 0
     fence: "Fence | None" = None
     looked: float = 0.0
 
@@ -43,7 +114,18 @@ class Stop:
         """Whether this rank wants the run to end after the current step."""
         if not self.asked and time.monotonic() - self.looked > _LOOK_SECONDS:
             self.asked = self.superseded()
-        return self.asked
+        return self.asked or bool(self.signals.asked)
+
+    def agree(self, topology: Any) -> bool:
+        """Collective, for what takes long between steps: whether any rank wants the run to end. All get the same answer, and the
+        loop ends before its next step."""
+        import torch
+
+        if topology.size == 1:
+            self.agreed = self.agreed or self.wanted()
+        elif not self.agreed:
+            self.agreed = bool(topology.all_reduce(torch.full((), float(self.wanted()), device=topology.device)) > 0)
+        return self.agreed
 
     def superseded(self) -> bool:
         """Looks whether another job has started in the run's directory; on rank 0."""
@@ -60,39 +142,11 @@ class Stop:
             self.fence.check()
 
     def after(self, result: Any) -> None:
-        """Reads a step's verdicts: the host synchronisation of the step.
-
-        Raises:
-            TrainingError: `patience` steps in a row were skipped.
-        """
-        numbers = result.numbers()
-        self.agreed = numbers["stop"] > 0
-        self.bad = self.bad + 1 if numbers["skipped"] else 0
-        if self.bad >= self.patience:
-            raise TrainingError(
-                f"{self.bad} steps in a row had a loss or gradient norm that is not finite (last: loss {numbers['loss']}, "
-                f"norm {numbers['grad_norm']}); none of them changed the weights. Lower the learning rate or look at the "
-                "data, then start again: the run resumes from its newest checkpoint"
-            )
+        """Reads whether any rank asked for a stop: the host synchronisation of the step."""
+        self.agreed = result.numbers()["stop"] > 0
 
     def reason(self, state: Any) -> str:
         """Why the run ends before the next step; empty while it goes on."""
-        if state.step >= self.max_steps:
-            return FINISHED
-        return STOPPED if self.agreed else ""
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT ask for a stop after the current step; a second one ends the process at once."""
-
-        def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (the signature of a handler)
-            self.asked = True
-            signal.signal(number, signal.SIG_DFL)
-
-        watched = (signal.SIGTERM, signal.SIGINT)
-        previous = [(number, signal.signal(number, ask)) for number in watched]
-        try:
-            yield
-        finally:
-            for number, handler in previous:
-                signal.signal(number, handler)
+        if self.agreed:
+            return STOPPED  # also after the last step: evaluations may be left
+        return FINISHED if state.step >= self.max_steps else ""

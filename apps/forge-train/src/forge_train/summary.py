@@ -34,7 +34,7 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
             "samples": _read(run.directory / SAMPLES, []),
             "routing": _read(run.directory / ROUTING, None),
             "checkpoints": _checkpoints(run.directory),
-            "warnings": warnings,
+            "warnings": [*warnings, *run.health.summary()],
             **facts(run),
         },
     )

@@ -58,23 +58,33 @@ class Found:
         return self.manifest.meta
 
 
-def newest(
-    store: Store, world: World, policy: Literal["auto", "never", "require"] = "auto", *, aside: bool = True
-) -> Found | None:
+Policy = Literal["auto", "never", "require"] | int
+"""What a start resumes from; a number is a step."""
+
+
+def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool = True) -> Found | None:
     """The newest checkpoint that verifies; collective, the same on every rank. Rank 0's listing counts.
 
     Damaged ones are renamed to `damaged-...`, never removed, and named in `skipped` and in the log.
 
     Args:
-        policy: `auto` returns None when nothing was ever saved; `require` raises then; `never` returns None without looking.
+        policy: `auto` returns None when nothing was ever saved; `require` raises then; `never` returns None without looking. A
+            number takes the checkpoint of that step, and no other.
         aside: rename damaged ones. A job that does not own the store yet only looks, and calls `set_aside` once it does.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is usable: a run must not start over silently.
+        CheckpointError: there are checkpoints, but none is usable: a run must not start over silently; or the one of the step
+            that was asked for is absent or damaged.
         NewerFormat: a later version of forge-ckpt wrote the newest one.
     """
     if policy == "never":
         return None
+    if isinstance(policy, int):
+        name = resolve(store, policy, world)
+        try:
+            return Found(name, _verified(store, name, world))
+        except Damaged as cause:
+            raise Damaged(f"{name} is damaged: {cause}; resume from another step") from cause
     names = from_rank_0(world, lambda: list(store.list()))
     skipped: list[Skipped] = []
     for entry in committed(names):
@@ -100,6 +110,21 @@ def newest(
         )
     if policy == "require":
         raise CheckpointError("a checkpoint to resume from is required, but none was ever saved here; is the path right?")
+    return None
+
+
+def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) -> Found | None:
+    """The newest checkpoint that verifies and that `accept` takes, the same answer on every rank; collective. None without one.
+
+    Nothing is renamed: this looks for what a later start can go back to.
+    """
+    for entry in committed(from_rank_0(world, lambda: list(store.list()))):
+        try:
+            manifest = _opened(store, entry.name, world)
+            if accept(manifest) and agreed_fault(store, entry.name, manifest, world) is None:
+                return Found(entry.name, manifest)
+        except CheckpointError:
+            continue
     return None
 
 

@@ -4,6 +4,7 @@ A checkpoint is renamed to a tombstone before its files are removed, so a half-r
 """
 
 import logging
+from collections.abc import Collection
 
 from forge_ckpt.codec import decode
 from forge_ckpt.collective import from_rank_0
@@ -15,16 +16,17 @@ from forge_core.protocols.ckpt import Store, World
 _log = logging.getLogger(__name__)
 
 
-def retain(store: Store, world: World, keep: int) -> list[str]:
+def retain(store: Store, world: World, keep: int, spare: Collection[int] = ()) -> list[str]:
     """Removes all but the `keep` newest checkpoints; collective. Returns the names removed, on every rank.
 
     Of one step only the generation saved last counts. Nothing is removed unless at least one of those that stay is
-    verified, byte by byte, in this call. `keep` of 0 keeps every step and only drops replaced generations.
+    verified, byte by byte, in this call. `keep` of 0 keeps every step and only drops replaced generations; steps in `spare` stay
+    in any case.
 
     Raises:
         CheckpointError: on every rank, when rank 0 could not look or remove.
     """
-    plan = from_rank_0(world, lambda: _plan(store, keep))
+    plan = from_rank_0(world, lambda: _plan(store, keep, spare))
     if not plan["doomed"] or not any(_is_good(store, world, name) for name in plan["kept"]):
         return []
 
@@ -36,10 +38,10 @@ def retain(store: Store, world: World, keep: int) -> list[str]:
     return from_rank_0(world, remove)
 
 
-def _plan(store: Store, keep: int) -> dict[str, list[str]]:
+def _plan(store: Store, keep: int, spare: Collection[int]) -> dict[str, list[str]]:
     entries = committed(store.list())
     current = [entry for index, entry in enumerate(entries) if index == 0 or entries[index - 1].step != entry.step]
-    kept = current[:keep] if keep else current
+    kept = [entry for index, entry in enumerate(current) if not keep or index < keep or entry.step in spare]
     return {"kept": [entry.name for entry in kept], "doomed": [entry.name for entry in entries if entry not in kept]}
 
 

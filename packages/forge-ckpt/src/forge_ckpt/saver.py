@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ def save(
     world: World,
     *,
     keep: int = 0,
+    spare: Collection[int] = (),
     may: Callable[[], None] | None = None,
 ) -> str:
     """Writes a checkpoint; collective. Returns its directory name on every rank when it is durable.
@@ -48,6 +49,7 @@ def save(
         meta: JSON kept beside the tensors (configuration, cursor, counters, ...); rank 0's counts.
         step: the optimizer step; saving a step again puts a new generation in place of the old.
         keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
+        spare: steps whose checkpoints stay besides, however old.
         may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
 
     Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
@@ -107,7 +109,7 @@ def save(
         return str(cause) if any(errors) else refusal(0, cause, 0)
 
     name = from_rank_0(world, commit, describe)
-    _tidy(store, world, name, keep)
+    _tidy(store, world, name, keep, spare)
     return name
 
 
@@ -136,7 +138,7 @@ def _commit(store: Store, temporary: str, step: int) -> str:
     return name
 
 
-def _tidy(store: Store, world: World, name: str, keep: int) -> None:
+def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[int]) -> None:
     """After the commit: `latest`, then retention. The checkpoint stands, so a fault here is a warning."""
     if world.rank == 0:
         try:
@@ -147,7 +149,7 @@ def _tidy(store: Store, world: World, name: str, keep: int) -> None:
         except (OSError, CheckpointError) as cause:
             _log.warning("%s is committed, but %r could not be moved to it: %s", name, LATEST, cause)
     try:
-        retain(store, world, keep)
+        retain(store, world, keep, spare)
     except (OSError, CheckpointError) as cause:
         _log.warning("%s is committed, but older checkpoints could not be removed: %s", name, cause)
 

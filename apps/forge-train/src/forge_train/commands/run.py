@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,16 +12,14 @@ from forge_train.completion import Recipe
 if TYPE_CHECKING:
     import torch
 
-    from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_parallel.launcher import Launch
+    from forge_parallel.watch import Watch
     from forge_train.agreement import Agreement
     from forge_train.logs import RunLog
     from forge_train.recipe import Resolved
     from forge_train.run import Run
-
-REQUEUE = 75
-"""Exit code of a run that was asked to stop and saved: EX_TEMPFAIL, "try again later"."""
+    from forge_train.stop import Signals
 
 
 def run(
@@ -39,10 +36,12 @@ def run(
     """
     from forge_parallel.launcher import launch
     from forge_train.logs import logging_of
+    from forge_train.stop import Signals
 
+    signals = Signals()
     where = launch(os.environ)
-    with logging_of(where.rank, where.size) as log:
-        code = start(recipe, context.args, fresh, where, log)
+    with signals.listening(), logging_of(where.rank, where.size) as log:
+        code = start(recipe, context.args, fresh, where, log, signals)
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:
@@ -51,45 +50,52 @@ def run(
     raise typer.Exit(code)
 
 
-def start(recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch", log: "RunLog") -> int:
+def start(
+    recipe: str, overrides: Sequence[str], fresh: bool, where: "Launch", log: "RunLog", signals: "Signals | None" = None
+) -> int:
     """Resolves a recipe and trains it; the exit code of this rank. What ranks refuse before they train, rank 0 says."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.agreement import Agreement, Refused
     from forge_train.recipe import load
+    from forge_train.stop import Signals
 
-    registry, ranks = Registry(), Agreement()
+    registry, signals = Registry(), signals or Signals()
     resolved, unread = None, None
     try:
-        try:
-            resolved = load(recipe, overrides, where.size, registry, here=True)
-        except Exception as cause:
-            if where.size == 1:  # no other rank has to learn of it, and torch need not be imported
-                raise
-            unread = cause
-        from forge_parallel import bootstrap
-        from forge_parallel.components.sections import Parallel
+        resolved = load(recipe, overrides, where.size, registry, here=True)
+    except Exception as cause:
+        if where.size == 1 and isinstance(cause, ForgeError):  # no other rank has to learn of it, and torch need not be imported
+            log.say(cause)
+            return cause.exit_code
+        unread = cause
 
-        timeout = (resolved.job.parallel if resolved else Parallel()).timeout
-        device = bootstrap.start(where, timeout)
+    from forge_parallel import bootstrap
+    from forge_parallel.components.sections import Parallel
+    from forge_parallel.watch import Watch
+    from forge_train.agreement import Agreement, Refused
+    from forge_train.ending import conclude, tell_launcher
+
+    ranks, watch = Agreement(), Watch()
+    try:
+        parallel = resolved.job.parallel if resolved else Parallel()
+        device = bootstrap.start(where, parallel.timeout, parallel.patience, hurry=lambda: bool(signals.asked))
+        watch = Watch.open(where, parallel.patience, parallel.timeout)
         if where.size > 1:
-            ranks = Agreement.of_group(timeout)
+            ranks = Agreement.of_group(parallel.timeout)
         with ranks.together("the recipe"):
             if unread is not None:
                 raise unread
         assert resolved is not None, "a recipe that is not refused is resolved"
-        return _train(resolved, fresh, where, device, registry, ranks, log)
+        return _train(resolved, fresh, where, device, registry, ranks, log, signals, watch)
     except Refused as refusal:
         if where.rank == 0:
-            _say(refusal, log)
+            log.say(refusal)
+        watch.stop()  # all ranks end now, which is nobody's failure
         ranks.said()
+        tell_launcher(str(refusal), refusal.exit_code, follows=where.rank > 0)
         return refusal.exit_code
-    except ForgeError as refusal:
-        _say(refusal, log)
-        return refusal.exit_code
-    except Exception:  # noqa: BLE001 (the last stop before the process ends: the cause must be on paper)
-        log.logger.critical("%s", traceback.format_exc())
-        return 1
+    except BaseException as error:  # noqa: BLE001 (the last stop before the process ends: the cause must be on paper)
+        return conclude(error, watch, log.say)
 
 
 def _train(
@@ -100,6 +106,8 @@ def _train(
     registry: "Registry",
     ranks: "Agreement",
     log: "RunLog",
+    signals: "Signals",
+    watch: "Watch",
 ) -> int:
     """Exit code of the run on this rank."""
     from rich.console import Console
@@ -107,33 +115,31 @@ def _train(
     from forge_parallel import bootstrap
     from forge_train.assemble import assemble
     from forge_train.directory import run_directory
+    from forge_train.ending import tell_launcher
     from forge_train.loop import fit
-    from forge_train.stop import STOPPED
+    from forge_train.stop import REQUEUE, STOPPED
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
-    run = assemble(
-        resolved, directory, where, device, registry, console, fresh=fresh, ranks=ranks, begin=lambda: log.open(directory)
-    )
+
+    def begin() -> None:
+        watch.log_to(log.open(directory))
+
+    with signals.at_once():
+        run = assemble(resolved, directory, where, device, registry, console, fresh=fresh, ranks=ranks, begin=begin)
+    run.stop.signals, run.watch = signals, watch
     try:
-        with run.stop.listening():
-            reason = fit(run)
+        reason = fit(run)
     finally:
         for tracker in run.trackers:
             tracker.close()  # also after a failure: what was written last says most about it
+    watch.stop()
     if console is not None:
         _conclude(run, resolved, reason)
     bootstrap.stop()
-    return REQUEUE if reason == STOPPED else 0
-
-
-def _say(refusal: "ForgeError", log: "RunLog") -> None:
-    """Into the log once there is one; before, a run has only the terminal."""
-    from forge_core.console import Console
-
-    if log.is_open:
-        log.logger.error("%s", refusal)
-    else:
-        Console().error(refusal)
+    if reason != STOPPED:
+        return 0
+    tell_launcher(f"{reason} after step {run.state.step}, and saved; start it again", REQUEUE)
+    return REQUEUE
 
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:

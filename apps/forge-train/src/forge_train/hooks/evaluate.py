@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_train.hooks.periodic import Periodic
@@ -27,15 +28,18 @@ class EvaluateHook(Periodic):
 
     def start(self, run: Any) -> None:
         """Evaluates the initial weights when asked to."""
+        super().start(run)
         if self.at_start and run.state.step == 0:
             self.once(run)
 
     def act(self, run: Any) -> None:
-        """Evaluates every set."""
+        """Evaluates every set; a run that is asked to stop meanwhile leaves it, without a result."""
         values: dict[str, float] = {}
         for name, held_out in run.evaluations.items():
             batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
-            result = run.step.evaluate(batches)
+            result = run.step.evaluate(self._until_left(run, name, batches))
+            if self.left:
+                return
             if result.tokens == 0:
                 _log.warning("evaluation set %r has no token to predict; it is left out", name)
                 continue
@@ -46,6 +50,13 @@ class EvaluateHook(Periodic):
         run.log({**values, "tokens": run.state.tokens})
         if run.console is not None:
             run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
+
+    def _until_left(self, run: Any, name: str, batches: Iterable[Any]) -> Iterator[Any]:
+        """Every rank brings the same number of batches, so all of them look, and leave, before the same one."""
+        for count, batch in enumerate(batches):
+            if self.leaves(run, f"the evaluation of {name!r}", count):
+                return
+            yield batch
 
 
 def perplexity(loss: float) -> float:

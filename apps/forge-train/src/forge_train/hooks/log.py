@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class LogHook(Hook):
     """Every N steps, at the first step of this start and at the last of the run; only then it waits for the device.
 
-    Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped`
-    and whatever else the step counted, such as `source/LABEL/loss` and `source/LABEL/tokens` (of that step, where it has
-    any) of each source of a mixture; `data/LABEL/tokens` and `data/LABEL/planned_tokens` (of the run so far, with and
-    without loss: read, and asked for by the weights); `tokens` (seen by the run so far), `step_tokens` (with loss, in this step),
-    `tokens_per_second` and `step_seconds` (means since the last line, all ranks together, without evaluation and
-    saving), `peak_memory` (bytes, resident memory of rank 0's process).
+    Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
+    step), `skipped_steps` (of the run so far, once there is one) and whatever else the step counted, such as `source/LABEL/loss`
+    and `source/LABEL/tokens` (of that step, where it has any) of each source of a mixture; `data/LABEL/tokens` and
+    `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and asked for by the weights); `tokens` (seen by
+    the run so far), `step_tokens` (with loss, in this step), `tokens_per_second` and `step_seconds` (means since the last line,
+    all ranks together, without evaluation and saving), `peak_memory` (bytes, resident memory of rank 0's process).
     """
 
     def __init__(self, config: "Log", run: Any) -> None:
@@ -43,6 +43,8 @@ class LogHook(Hook):
         numbers.pop("stop", None)  # a request that the loop acts on, no metric
         if "tokens" in numbers:
             numbers["step_tokens"] = numbers.pop("tokens")
+        if (health := getattr(run, "health", None)) is not None and health.total:
+            numbers["skipped_steps"] = health.total
         if (rate := getattr(run, "lr", None)) is not None:
             numbers["lr"] = rate
         if seconds > 0 and steps > 0:

@@ -1,10 +1,13 @@
 """What evaluation, sampling and saving have in common."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from forge_core.protocols.run import Hook
 from forge_train.hooks.clock import pause
 from forge_train.stop import STOPPED
+
+_LOOK = 8
 
 
 class Periodic(Hook):
@@ -14,6 +17,7 @@ class Periodic(Hook):
 
     Attributes:
         leisurely: not done when the run was asked to stop: there may be seconds left to save, and the run goes on later.
+        left: it was begun and left because the run was asked to stop; the run that resumes does it first.
     """
 
     leisurely = False
@@ -21,6 +25,20 @@ class Periodic(Hook):
     def __init__(self, every: int) -> None:
         self.every = every
         self.acted = -1
+        self.left = False
+
+    def start(self, run: Any) -> None:
+        """Does what an earlier start of the run left."""
+        if self.left:
+            self.once(run)
+
+    def state(self) -> Mapping[str, Any]:
+        """Whether something was left."""
+        return {"left": True} if self.left else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave."""
+        self.left = state.get("left", False)
 
     def after_step(self, run: Any, result: Any) -> None:
         """Acts when due."""
@@ -36,8 +54,16 @@ class Periodic(Hook):
         """Acts, unless it did at this step."""
         if run.state.step != self.acted:
             self.acted = run.state.step
+            self.left = False
             with pause(run):
                 self.act(run)
+
+    def leaves(self, run: Any, doing: str, count: int) -> bool:
+        """Collective at every eighth `count`, for what takes long: whether to leave it, since the run was asked to stop."""
+        if count % _LOOK == 0:
+            run.watch.enter(doing)
+            self.left = run.stop.agree(run.topology)
+        return self.left
 
     def act(self, run: Any) -> None:
         """What is done."""

@@ -1,5 +1,6 @@
 """Text from the model that is training."""
 
+import itertools
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples.json"
 _log = logging.getLogger(__name__)
+
+
+class _Left(Exception):
+    """The run was asked to stop, between two tokens."""
 
 
 class SampleHook(Periodic):
@@ -29,7 +34,7 @@ class SampleHook(Periodic):
         self.config = config
 
     def act(self, run: Any) -> None:
-        """Generates from each prompt, prints and keeps the texts."""
+        """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
         from forge_models.generation import generate
         from forge_models.sampling import Sampling
 
@@ -43,15 +48,20 @@ class SampleHook(Periodic):
             seed=run.job.job.seed,
         )
         prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in config.prompts]
-        with run.model.inference(whole_sequences=True):
-            generated = generate(
-                run.model.part,
-                prompts,
-                sampling,
-                max_tokens=config.max_tokens,
-                eos=tokenizer.eos,
-                agree=run.topology.from_first,
-            )
+        count = itertools.count()
+
+        def agree(tokens: Any) -> Any:
+            if self.leaves(run, "sampling", next(count)):
+                raise _Left
+            return run.topology.from_first(tokens)
+
+        try:
+            with run.model.inference(whole_sequences=True):
+                generated = generate(
+                    run.model.part, prompts, sampling, max_tokens=config.max_tokens, eos=tokenizer.eos, agree=agree
+                )
+        except _Left:
+            return
         if run.topology.rank != 0:
             return
         texts = [tokenizer.decode([int(token) for token in tokens]) for tokens in generated]

@@ -18,7 +18,8 @@ class Checkpoint:
     """Optimizer steps between saves; 0 saves at the end only."""
 
     keep: Annotated[int, Ge(0)] = 3
-    """Newest checkpoints that are kept; 0 keeps all. Nothing is deleted unless a kept one was verified."""
+    """Newest checkpoints that are kept; 0 keeps all. Nothing is deleted unless a kept one was verified. While the loss is above
+    its band, the newest checkpoint from before stays too."""
 
     mode: Literal["sync"] = "sync"
     """How a save runs: `sync` stops training until the checkpoint is durable."""
@@ -26,9 +27,9 @@ class Checkpoint:
     store: Annotated[Component, Slot("forge.stores", default="local")] = Slot.unset()
     """Where the files live."""
 
-    resume: Literal["auto", "never", "require"] = "auto"
-    """A start takes up the newest verified checkpoint if there is one (`auto`), must find one (`require`), or ignores
-    all (`never`)."""
+    resume: Literal["auto", "never", "require"] | Annotated[int, Ge(0)] = "auto"
+    """A start takes up the newest verified checkpoint if there is one (`auto`), must find one (`require`), ignores all (`never`),
+    or goes back to that of a step (a number; later ones are renamed when the run saves again)."""
 
     allow: tuple[str, ...] | str = ()
     """Keys whose value may differ from the checkpoint's although they change the function that is trained, such as

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, LAYOUT, Component, Slot
 from forge_core.errors import PlanError
@@ -58,7 +58,10 @@ class Parallel:
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Stages and schedule, where pp is larger than 1."""
     timeout: Annotated[float, Ge(1), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 600.0
-    """Seconds after which a collective that some rank never entered is an error."""
+    """Seconds after which a collective that some rank never entered is an error. At the start, ranks wait for each other for as
+    long, five minutes at most."""
+    patience: Annotated[float, Gt(0), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 30.0
+    """Seconds after which a rank that waits says for which one, and where that one is."""
 
 
 @dataclass(frozen=True, kw_only=True)

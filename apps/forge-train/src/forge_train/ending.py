@@ -1,0 +1,57 @@
+"""How a process ends after an exception: a code, a line for people, and a word to the other ranks and to the launcher."""
+
+import json
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from forge_core.errors import ForgeError
+from forge_parallel.watch import PeerFailure, Watch, is_broken_connection
+from forge_train.stop import Interrupted
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file that torchrun shows in its summary; the exit code of torchrun itself is 1 for any failure."""
+
+_log = logging.getLogger("forge")
+
+
+def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:
+    """The exit code for `error`, after telling whoever has to know: `say` puts a refusal where people read it. A broken connection
+    becomes the name of the rank behind it.
+
+    Raises:
+        BaseException: `error` itself, where it is no failure but somebody else's way to end the process, such as SystemExit.
+    """
+    if not isinstance(error, (Exception, Interrupted)):
+        raise error
+    if is_broken_connection(error) and not isinstance(error, PeerFailure):
+        _log.info("%s", "".join(traceback.format_exception(error)))
+        error = watch.explain(error)
+    code = error.exit_code if isinstance(error, (ForgeError, Interrupted)) else 1
+    line = str(error) if code != 1 else f"{type(error).__name__}: {error}"
+    if isinstance(error, ForgeError):
+        say(error)
+    elif isinstance(error, Interrupted):
+        _log.warning("%s", line)
+    else:
+        _log.critical("%s", "".join(traceback.format_exception(error)))
+    watch.failed(line, code)
+    tell_launcher(line, code, follows=isinstance(error, PeerFailure))
+    return code
+
+
+def tell_launcher(line: str, code: int, follows: bool = False) -> None:
+    """Writes what torchrun shows as the cause; it takes the earliest, so one that follows from another is a second younger."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    text = f"forge-train ended with exit code {code}: {line}"
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
+    try:
+        with Path(path).open("w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    except OSError as cause:
+        _log.info("the launcher's error file %s cannot be written: %s", path, cause)

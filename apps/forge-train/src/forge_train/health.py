@@ -1,0 +1,152 @@
+"""Whether a run still learns: skipped steps are counted and said, and a loss that leaves its band is warned of."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_train.band import WINDOW, Band
+from forge_train.stop import TrainingError
+
+SPAN = 100
+"""Steps over which skipped ones are counted."""
+
+_SAVES = 8
+_QUIET_SECONDS = 30.0
+"""Between two lines about skipped steps, after the first three."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Health:
+    """Judges every step by numbers that are the same on all ranks, so all of them end after the same step.
+
+    Attributes:
+        most: this many skipped steps among the last `SPAN` end the run.
+        speaks: whether this rank warns; one of all does.
+        advice: what to do after a failure; collective, as all ranks fail together.
+        skipped: numbers of the skipped steps, among the last `SPAN`.
+        total: skipped steps of the whole run, those before a resume included.
+        saves: steps of checkpoints that were saved, or resumed from, while the loss was inside its band; the newest of them.
+    """
+
+    most: int = 10
+    speaks: bool = True
+    advice: Callable[[], str] = field(default=lambda: "start again: the run resumes from its newest checkpoint")
+    skipped: list[int] = field(default_factory=list)
+    total: int = 0
+    saves: list[int] = field(default_factory=list)
+    band: Band = field(default_factory=Band)
+    remarks: list[str] = field(default_factory=list)
+    _said: int = 0
+    _silent: int = 0
+    _when: float = -math.inf
+
+    @property
+    def good(self) -> int | None:
+        """Step of the newest checkpoint whose weights gave no loss outside of the band."""
+        return max(filter(self.is_before, self.saves), default=None)
+
+    def is_before(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is older than the weights that gave the first loss outside, those of the step before."""
+        first = self.band.first_outside
+        return first is None or step < first - 1
+
+    def after(self, step: int, result: Any) -> None:
+        """Judges step number `step`, which is complete.
+
+        Raises:
+            TrainingError: too many of the last steps were skipped.
+        """
+        numbers = result.numbers()
+        self._watch(step, math.inf if numbers["skipped"] else numbers["loss"])
+        if not numbers["skipped"]:
+            return
+        self.total += 1
+        self.skipped = [*(at for at in self.skipped if at > step - SPAN), step]
+        if len(self.skipped) >= self.most:
+            raise TrainingError(
+                f"{len(self.skipped)} of the last {min(step, SPAN)} steps had a loss or gradient norm that is not finite (last: "
+                f"step {step}, {_named(numbers)}); none of them changed the weights. Lower the learning rate or look at the "
+                "data. " + self.advice()
+            )
+        self._say_skipped(step, numbers)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is durable."""
+        if self.band.left is None:
+            self.saves = [*self.saves[-_SAVES:], step]
+
+    def spare(self) -> tuple[int, ...]:
+        """Steps that retention keeps in any case: the good one, while losses are outside of the band."""
+        return () if self.band.first_outside is None or self.good is None else (self.good,)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: JSON. `left` of the band is None in a checkpoint that is good to go back to."""
+        return {"skipped": self.total, "saves": self.saves, "band": self.band.state()}
+
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        """Takes up what a checkpoint of `step` kept, and warns when it was taken after the loss had left its band."""
+        self.total, self.saves = state["skipped"], list(state["saves"])
+        self.band.load(state["band"])
+        if self.band.left is None:
+            self.saves.append(step)
+        else:
+            self._warn(f"the checkpoint of step {step} was saved after the loss had left its band{self._since()}{self._back()}")
+
+    def summary(self) -> list[str]:
+        """Warnings for the report."""
+        count = f"{self.total} step{'s' if self.total > 1 else ''} had a loss or gradient norm that is not finite"
+        return [*([f"{count}; skipped, no weight changed"] if self.total else []), *self.remarks]
+
+    def _watch(self, step: int, loss: float) -> None:
+        change = self.band.take(step, loss)
+        if change == "left":
+            self.saves = list(filter(self.is_before, self.saves))
+            now = f"it is {loss:.4g} at step {step}" if math.isfinite(loss) else f"step {step} was skipped"
+            self._warn(f"the loss has left its band{self._since()}: {now}{self._back()}")
+        elif change == "back":
+            self._warn(f"the loss is back in its band: {loss:.4g} at step {step}")
+        elif change == "settled":
+            self._warn(
+                f"the loss has stayed above its band for {WINDOW} steps: {self.band.level:.4g} at step {step} counts as its "
+                "level from now on"
+            )
+
+    def _since(self) -> str:
+        if not self.band.inside:
+            return f" at step {self.band.left}"
+        return f" at step {self.band.left} (level {self.band.level:.4g}, limit {self.band.limit:.4g})"
+
+    def _back(self) -> str:
+        if self.good is None:
+            return ". No checkpoint from before it is known; to start over with a lower learning rate: --fresh"
+        return (
+            f". Should it not come back, go back to step {self.good}, the newest checkpoint from before, with a lower learning "
+            f"rate: --checkpoint.resume={self.good}"
+        )
+
+    def _say_skipped(self, step: int, numbers: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if self._said >= 3 and now - self._when < _QUIET_SECONDS:
+            self._silent += 1
+            return
+        more = f"; {self._silent} more since the last such line" if self._silent else ""
+        self._said, self._silent, self._when = self._said + 1, 0, now
+        if self.speaks:
+            _log.warning(
+                "step %d was skipped, no weight changed: %s (%d of the last %d steps, %d end the run%s)",
+                step, _named(numbers), len(self.skipped), SPAN, self.most, more,
+            )  # fmt: skip
+
+    def _warn(self, message: str) -> None:
+        self.remarks.append(message)
+        if self.speaks:
+            _log.warning("%s", message)
+
+
+def _named(numbers: Mapping[str, float]) -> str:
+    return f"loss {numbers['loss']:.4g}, gradient norm {numbers['grad_norm']:.4g}"

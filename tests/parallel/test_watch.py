@@ -1,0 +1,189 @@
+"""Who is late is named: over a real store and a real group, on two ranks, with seconds for what takes minutes elsewhere."""
+
+import logging
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forge_parallel.bootstrap import start, stop
+from forge_parallel.launcher import launch
+from forge_parallel.watch import PeerFailure, Sight, Watch, is_broken_connection
+from harness.pool import World
+
+
+def _open(timeout: float, patience: float) -> tuple[Watch, list[str]]:
+    where = launch(os.environ)
+    start(where, timeout)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("forge_parallel.watch").addHandler(handler)
+    watch = Watch.open(where, patience, timeout)
+    watch._grace = 60  # seconds until the watch would end this process
+    return watch, said
+
+
+def _wait_for_all() -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+def _late(how: str) -> tuple[str, int, list[str]]:
+    """Rank 1 does not come to a collective, for one reason or another; what rank 0 says."""
+    watch, said = _open(timeout=4, patience=0.6)
+    watch.enter("step 1")
+    _wait_for_all()
+    watch.enter("step 2")
+    code = 0
+    if dist.get_rank() == 1:
+        if how == "sleeps":
+            time.sleep(6)
+        elif how == "fails":
+            watch.failed("the device is on fire", 3)
+        elif how == "interrupted":
+            watch.failed("interrupted by SIGTERM", 75)
+        elif how == "silent":
+            time.sleep(1)
+            watch.stop()
+        dist.destroy_process_group()  # the others see a connection that closes, as when a process ends
+        watch.stop()
+        return "", code, said
+    try:
+        _wait_for_all()
+    except RuntimeError as error:
+        assert is_broken_connection(error), error
+        failure = watch.explain(error)
+        message, code = str(failure), failure.exit_code
+        watch.failed(message, code)
+    else:
+        message = "it came"
+    stop()
+    return message, code, said
+
+
+def test_h1_who_keeps_the_others_waiting_is_named_while_they_wait_and_when_they_give_up(world: World) -> None:
+    (message, code, said), (_, _, own) = world.run(_late, 2, "sleeps", group=False)
+    assert len(said) >= 2, "after the patience, and after twice as long"
+    for line in [*said, message]:
+        assert "rank 1 (process " in line and "; step 2, test_watch.py:" in line and "(_late), " in line
+    assert said[0].startswith("waiting for 1 s in step 2, test_watch.py:") and "(_wait_for_all), for rank 1" in said[0]
+    assert "did not come within 4 s. Rank 0 of 2 waited for it in step 2, test_watch.py:" in message
+    assert "\n" not in message
+    assert code == 5
+    assert own == [], "a rank that sleeps waits for nobody"
+
+
+def test_h3_a_rank_that_ends_without_a_word_is_named(world: World) -> None:
+    (message, code, _), _ = world.run(_late, 2, "silent", group=False)
+    assert message.startswith("rank 1 (process ") and "ended without a word: killed, out of memory or stopped" in message
+    assert code == 5
+
+
+def test_h3_the_first_cause_is_what_the_others_say(world: World) -> None:
+    (message, code, _), _ = world.run(_late, 2, "fails", group=False)
+    assert message.startswith("rank 1 ended first, with exit code 3: the device is on fire. Rank 0 of 2 waited for it in step 2")
+    assert code == 5
+
+
+def test_h2_who_waits_for_a_rank_that_was_interrupted_was_interrupted_too(world: World) -> None:
+    (message, code, _), _ = world.run(_late, 2, "interrupted", group=False)
+    assert "interrupted by SIGTERM" in message
+    assert code == 75
+
+
+def _mismatched() -> list[str]:
+    """Each rank waits for another one, in another collective: nobody is behind, and nobody comes."""
+    watch, said = _open(timeout=2, patience=0.4)
+    other = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    watch.enter("step 1")
+    try:
+        if dist.get_rank() == 0:
+            _wait_for_all()
+        else:
+            dist.all_reduce(torch.zeros(1), group=other)
+    except RuntimeError as error:
+        assert "did not come within 2 s" in str(watch.explain(error)) or "ended" in str(watch.explain(error))
+    time.sleep(0.5)
+    watch.stop()
+    return said
+
+
+def test_ranks_that_wait_for_each_other_are_named(world: World) -> None:
+    first, second = world.run(_mismatched, 2, group=False)
+    assert "for rank 1 (process" in first[0] and "(_mismatched)" in first[0]
+    assert "for rank 0 (process" in second[0] and "(_wait_for_all)" in second[0]
+
+
+def _clean() -> tuple[list[str], int]:
+    watch, said = _open(timeout=20, patience=0.3)
+    for step in range(4):
+        watch.enter(f"step {step}")
+        time.sleep(0.5)  # longer than the patience, but together
+        _wait_for_all()
+    watch.stop()
+    stop()
+    return said, watch.passed
+
+
+def test_ranks_that_work_are_not_named(world: World) -> None:
+    assert world.run(_clean, 2, group=False) == [([], 4)] * 2
+
+
+def test_a_world_of_one_has_no_thread() -> None:
+    watch = Watch()
+    watch.enter("step 1")
+    watch.failed("anything", 1)
+    watch.stop()
+    assert watch.passed == 1 and not watch._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"), False),
+        (RuntimeError("the download timed out"), False),
+        (dist.DistBackendError("NCCL error: unhandled cuda error"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+    ],
+)
+def test_only_what_a_lost_peer_causes_is_its_fault(error: Exception, broken: bool) -> None:
+    assert is_broken_connection(error) == broken
+    outer = ValueError("a stage failed")
+    outer.__cause__ = error
+    assert is_broken_connection(outer) == broken
+
+
+def sights(watch: Watch, **ranks: tuple[int, bool]) -> dict[int, Sight]:
+    found = {int(name[1:]): Sight(int(name[1:]), "", 1, passed, "", "", 0, waits) for name, (passed, waits) in ranks.items()}
+    watch._heard = {rank: (1, time.monotonic()) for rank in found}
+    return found
+
+
+def test_who_is_late() -> None:
+    watch = Watch(0, 4)
+    watch.passed = 7
+
+    def late(found: dict[int, Sight]) -> list[int | str]:
+        return [sight.rank if isinstance(sight, Sight) else sight for sight in watch._late(found)]
+
+    assert late(sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))) == [2], "the one that is behind"
+    assert late(sights(watch, r1=(7, True), r2=(8, True), r3=(7, False))) == [3], "of those at the same mark, the one that works"
+    assert late(sights(watch, r1=(7, True), r2=(7, True), r3=(7, True))) == [1, 2, 3]
+    assert late(sights(watch, r1=(7, True), r2=(6, True))) == ["rank 3 (never heard of)"]
+    found = sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))
+    watch._heard[1] = (1, time.monotonic() - 100)
+    assert late(found) == [1], "silence comes first"
+
+
+def test_many_late_ranks_are_counted() -> None:
+    failure = PeerFailure("x", 75)
+    assert failure.exit_code == 75 and PeerFailure.exit_code == 5
+    from forge_parallel.watch import _several
+
+    assert _several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
