@@ -19,8 +19,9 @@ _log = logging.getLogger("forge")
 
 
 def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:
-    """The exit code for `error`, after telling whoever has to know: `say` puts a refusal where people read it. A broken connection
-    becomes the name of the rank behind it.
+    """The exit code for `error`, after telling whoever has to know; `say` puts a refusal where people read it.
+
+    A broken connection becomes the name of the rank behind it.
 
     Raises:
         BaseException: `error` itself, where it is no failure but somebody else's way to end the process, such as SystemExit.

@@ -63,8 +63,8 @@ def start(
     resolved, unread = None, None
     try:
         resolved = load(recipe, overrides, where.size, registry, here=True)
-    except Exception as cause:
-        if where.size == 1 and isinstance(cause, ForgeError):  # no other rank has to learn of it, and torch need not be imported
+    except Exception as cause:  # noqa: BLE001 (the other ranks have to learn of it, whatever it is)
+        if where.size == 1 and isinstance(cause, ForgeError):  # there are none, and torch need not be imported
             log.say(cause)
             return cause.exit_code
         unread = cause
