@@ -17,6 +17,7 @@ from forge_data import checksums, evaluation, open_stream
 from forge_data.commands.verifying import verify
 from forge_data.components.section import Data
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.sources import shards
 from forge_data.sources.store import StoreSource
 from forge_data.sources.writer import StoreWriter
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -125,8 +126,11 @@ def test_w8_ids_of_planned_rows_are_looked_at(tmp_path: Path, packing: Any, make
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
-def test_h10_a_file_that_shrinks_while_it_is_mapped_is_named(tmp_path: Path, write: Any, packing: Any) -> None:
+def test_h10_a_file_that_shrinks_while_it_is_mapped_is_named(
+    tmp_path: Path, write: Any, packing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page of the end reads as zeros, those behind it end the process."""
+    monkeypatch.setattr(shards, "READS", 3)
     component, path, _ = write(tmp_path, "uint16")
     data = Data(sequence_length=LENGTH, sources=[component], packing=packing, verify=False)
     opened = open_stream(data, workspace=tmp_path / "w", seed=1, global_batch=4, micro_batch=4)

@@ -160,3 +160,22 @@ def test_w9_a_damaged_plan_is_refused(tmp_path: Path, make_store: Any) -> None:
                 stream()
         (plan / name).write_bytes(content)
     stream()
+
+
+def test_w9_rows_of_an_index_that_was_only_sampled_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(borders, "_WHOLE", 1)
+    monkeypatch.setattr(borders, "_BLOCK", 2)
+    monkeypatch.setattr(borders, "CHECKED", 2)  # the first two documents and the last two
+    path = foreign.datatrove(tmp_path / "a.ds", [[1] * 99 + [0] for _ in range(10)])
+    with_ends(tmp_path / "a.ds.index", 40, [450])  # in the middle, before the end of the one before it
+    source = opened(Datatrove(path=str(path)))
+    assert not source.borders_checked
+    data = Data(sequence_length=499, sources=[Datatrove(path=str(path))], shuffle="none")
+    stream = open_stream(data, workspace=tmp_path, seed=1, global_batch=1, micro_batch=1)
+    reading = stream.from_cursor(stream.start())
+    with pytest.raises(DataError, match=r"a\.ds at token \d+: document ends do not ascend"):
+        for _ in range(2):
+            next(reading)
+    monkeypatch.setattr(borders, "_WHOLE", 100)
+    with pytest.raises(DataError, match="document 5 ends before it begins"):
+        opened(Datatrove(path=str(path)))

@@ -89,14 +89,16 @@ class Assembler:
 
 
 def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: Cut) -> None:
-    """Of a large index only a part was checked when it was opened; of a plugin's source nothing."""
+    """Of a large index only a part was checked before it was used; of a plugin's source nothing."""
     rows, columns = cut.rows, cut.columns
-    if not len(rows):
+    if getattr(packing.source, "borders_checked", False) or not len(rows):
         return
-    wrong = (columns < 1) | (columns >= cut.windows.shape[1])
-    wrong[1:] |= (columns[1:] <= columns[:-1]) & (rows[1:] == rows[:-1])
-    if wrong.any():
-        row = int(rows[np.argmax(wrong)])
+    width = cut.windows.shape[1]
+    outside = (columns - 1).view(np.uint64) >= width - 1  # as unsigned numbers, those below 0 are very large
+    flat = rows * width + columns
+    falling = flat[1:] <= flat[:-1]
+    if outside.any() or falling.any():
+        row = int(rows[np.argmax(outside) if outside.any() else np.argmax(falling) + 1])
         where = "" if isinstance(packing, Streamed) else f" at token {packing.token_at(int(numbers[row]), 0)}"
         raise DataError(f"{packing.source.name}{where}: document ends do not ascend; data verify names the file and the byte")
 

@@ -17,7 +17,13 @@ _BLOCK, _PART = 4096, 1 << 18
 
 
 class Documents(Protocol):
-    """Document ends of a stream; see `Source.ends` and `Source.borders`."""
+    """Document ends of a stream; see `Source.ends` and `Source.borders`.
+
+    Attributes:
+        checked: all that was used so far was compared as a whole; else rows are looked at one by one.
+    """
+
+    checked: bool
 
     def ends(self, start: int, stop: int) -> np.ndarray: ...
 
@@ -30,6 +36,10 @@ class Table(Protocol):
     def ends(self, start: int, stop: int) -> np.ndarray: ...
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def __len__(self) -> int:
+        """What there is to check: documents, or sequences of them."""
+        ...
 
     def faults(self, whole: bool) -> list[str]:
         """What is wrong, with file and byte: of all documents, or of a large table only in blocks of them."""
@@ -54,6 +64,9 @@ class Ends:
         self.array = array
         self._tokens, self._where, self._offset, self._empty = tokens, where, offset, empty
 
+    def __len__(self) -> int:
+        return len(self.array)
+
     def ends(self, start: int, stop: int) -> np.ndarray:
         refuse_shrunk(self.array, self._where)
         low, high = np.searchsorted(self.array, np.array([start, stop], dtype=np.uint64), side="right")
@@ -62,7 +75,8 @@ class Ends:
 
     def borders(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         refuse_shrunk(self.array, self._where)
-        return distinct(*borders_in(self.array, starts, length))
+        found = borders_in(self.array, starts, length)
+        return distinct(*found) if self._empty else found
 
     def faults(self, whole: bool) -> list[str]:
         found: list[str] = []
@@ -93,9 +107,11 @@ def blocks_of(count: int, whole: bool) -> list[tuple[int, int]]:
 
 def distinct(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Borders without those that are the same as the one before."""
-    new = np.ones(len(rows), dtype=bool)
-    new[1:] = (columns[1:] != columns[:-1]) | (rows[1:] != rows[:-1])
-    return (rows, columns) if new.all() else (rows[new], columns[new])
+    same = (columns[1:] == columns[:-1]) & (rows[1:] == rows[:-1])
+    if not same.any():
+        return rows, columns
+    new = np.concatenate([[True], ~same])
+    return rows[new], columns[new]
 
 
 class Listed:
@@ -123,7 +139,8 @@ class Listed:
         """
         self._firsts = np.array(firsts, dtype=np.uint64)
         self._open, self._advice = table, advice
-        self._checked: set[int] = set()
+        self.checked = True
+        self._done: set[int] = set()
         self._tables = Kept(self._table, kept)
         count = len(self._firsts) - 1
         for number in () if remote else range(0, count, max(1, count // CHECKED)):
@@ -162,10 +179,11 @@ class Listed:
 
     def _table(self, number: int) -> Table:
         table = self._open(number)
-        if number not in self._checked:
+        if number not in self._done:
             if wrong := table.faults(whole=False):
                 raise DataError(f"{wrong[0]}; {self._advice}")
-            self._checked.add(number)
+            self._done.add(number)
+            self.checked = self.checked and len(table) <= _WHOLE
         return table
 
     def _shard_of(self, token: int) -> int:
@@ -178,6 +196,8 @@ class Delimited:
     With `eos`, or without either, the end of a file ends a document too. With `bos` it does not: writers that put a
     token before each document go on with a document in the next file.
     """
+
+    checked = True  # they follow from the tokens
 
     def __init__(self, shards: Shards, eos: int | None = None, bos: int | None = None) -> None:
         self._shards = shards

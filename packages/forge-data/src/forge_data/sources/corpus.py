@@ -98,6 +98,11 @@ class Corpus:
         """Document ends inside many windows; see `Source.borders`."""
         return self.documents.borders(starts, length)
 
+    @property
+    def borders_checked(self) -> bool:
+        """Whether the document ends that were used so far were compared as a whole."""
+        return self.documents.checked
+
     def place(self, token: int) -> str:
         """File and byte offset of a token, for messages."""
         return self.shards.place(token)

@@ -80,6 +80,9 @@ class Index:
         columns = self._at(numbers) - starts[rows]
         return distinct(rows, columns)
 
+    def __len__(self) -> int:
+        return max(len(self.pointers), len(self.documents))
+
     def faults(self, whole: bool) -> list[str]:
         found = []
         where, n = self._pair.index.where, self._pair.sequences

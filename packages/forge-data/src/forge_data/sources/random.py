@@ -12,6 +12,7 @@ class RandomSource:
 
     text_bytes: int | None = None
     tokenizer: str | None = None
+    borders_checked = True
 
     def __init__(self, component: Random) -> None:
         self.name = f"random tokens of seed {component.seed}"

@@ -15,6 +15,9 @@ from forge_core.errors import DataError
 from forge_data.sources.files import File
 
 Thing = TypeVar("Thing")
+READS = 64
+"""The size of a mapped file is asked for at every so-manieth piece that is read, and whenever windows of it are cut: the
+question costs more than a piece."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Kept(Generic[Thing]):
         return self.__dict__ | {"_things": {}}
 
 
+class _Unshrunk:
+    """The mapped files of a stream, asked for their size each time."""
+
+    def __init__(self, stream: "Shards") -> None:
+        self._stream = stream
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        tokens = self._stream._data[number]
+        refuse_shrunk(tokens, self._stream.shards[number].file.where)
+        return tokens
+
+
 class Shards:
     """Random access to the stream.
 
@@ -66,6 +81,8 @@ class Shards:
         self.firsts = [0, *accumulate(shard.tokens for shard in self.shards)]
         self.tokens = self.firsts[-1]
         self._data = Kept(self._map, kept)
+        self._unshrunk = _Unshrunk(self)
+        self._reads = 0
         self._only = len(self.shards) == 1
         self._after = np.array(self.firsts[1:], dtype=np.int64)
         self._inner = self._after[:-1]
@@ -75,15 +92,17 @@ class Shards:
         """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
+        self._reads += 1
+        data = self._data if self._reads % READS else self._unshrunk
         if self._only:
-            return self._mapped(0)[start:stop]
+            return data[0][start:stop]
         number = self.shard_of(start)
         first = self.firsts[number]
         if stop <= self.firsts[number + 1]:
-            return self._mapped(number)[start - first : stop - first]
+            return data[number][start - first : stop - first]
         parts = []
         while first < stop:
-            parts.append(self._mapped(number)[max(0, start - first) : stop - first])
+            parts.append(data[number][max(0, start - first) : stop - first])
             number += 1
             first = self.firsts[number] if number < len(self.shards) else stop
         return np.concatenate(parts)
@@ -96,13 +115,13 @@ class Shards:
         if not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
             raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on, of {self.tokens}")
         if self._only:
-            return _gathered(self._mapped(0), starts, length)
+            return _gathered(self._unshrunk[0], starts, length)
         found = np.empty((len(starts), length), self.dtype)
         numbers = np.searchsorted(self._inner, starts, side="right")
         whole = starts + length <= self._after[numbers]
         for number in np.unique(numbers[whole]).tolist():
             own = np.flatnonzero((numbers == number) & whole)
-            found[own] = _gathered(self._mapped(number), starts[own] - self.firsts[number], length)
+            found[own] = _gathered(self._unshrunk[number], starts[own] - self.firsts[number], length)
         for row in np.flatnonzero(~whole).tolist():
             found[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return found
@@ -130,11 +149,6 @@ class Shards:
             parts.append(np.frombuffer(shard.file.read(low, high), self.dtype))
             start = until
         return np.concatenate(parts)
-
-    def _mapped(self, number: int) -> np.ndarray:
-        tokens = self._data[number]
-        refuse_shrunk(tokens, self.shards[number].file.where)
-        return tokens
 
     def _map(self, number: int) -> np.ndarray:
         shard = self.shards[number]
@@ -171,8 +185,7 @@ def map_file(file: File, dtype: np.dtype, count: int, offset: int = 0) -> np.nda
 def refuse_shrunk(array: np.ndarray, where: str) -> None:
     """Refuses a mapped file that was cut off since: what is gone reads as zeros, or ends the process by SIGBUS.
 
-    Asked before every portion of rows, for a fraction of a microsecond; what happens between the question and the read
-    nobody can see.
+    What happens between the question and the read cannot be seen.
 
     Raises:
         DataError: it is shorter than what is mapped.

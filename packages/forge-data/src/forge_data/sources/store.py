@@ -65,6 +65,11 @@ class StoreSource:
         """Document ends inside many windows; see `Source.borders`."""
         return self._documents.borders(starts, length)
 
+    @property
+    def borders_checked(self) -> bool:
+        """Whether the document ends that were used so far were compared as a whole."""
+        return self._documents.checked
+
     def place(self, token: int) -> str:
         """File and byte offset of a token, for messages."""
         return self._tokens.place(token)
