@@ -5,6 +5,7 @@ configurations that are refused, with the key that is to blame (their long lists
 """
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def reference(values: dict[str, Any]) -> torch.nn.Module:
     """The model that transformers makes of a configuration in fp32, its parameters as they come."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**{key: value for key, value in values.items() if key != "auto_map"})
+    given = {key: value for key, value in values.items() if key != "auto_map"}
+    config = AutoConfig.for_model(**deepcopy(given))  # it writes into tables
     config._attn_implementation = config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core.component import Component
 from forge_core.errors import ForgeError
-from forge_models.hf.family import decoder_of
+from forge_models.components.norms import RMSNorm
+from forge_models.hf.families import FAMILIES
+from forge_models.hf.family import decoder_of, misfits
 from forge_models.hf.names import places_in
 from forge_models.hf.reader import Folder, family_of
 from models.hf.published import READ, REFUSED, folder_of, reference, spread, tiny, variants
@@ -71,6 +74,28 @@ def test_p3_norms_of_latents_have_their_own_eps(tmp_path: Path) -> None:
     attention: Any = folder.model.attention
     folder.model = replace(folder.model, attention=replace(attention, norm_eps=None))
     assert error(folder, theirs) > 100 * TOLERANCE, "the case does not show an eps"
+
+
+def test_p3_a_model_is_written_where_its_latents_have_the_eps_of_the_format() -> None:
+    """However that was said: by the latents' own key or by the norm of the whole model."""
+    family = FAMILIES["deepseek_v3"]
+    decoder = decoder_of(family, tiny(READ["moonshotai/Moonlight-16B-A3B"]["config"]), "here")
+    attention: Any = decoder.attention
+    assert attention.norm_eps == 1e-6
+    assert decoder.norm == RMSNorm(eps=1e-5)
+    assert misfits(family, decoder) == []
+    plain = replace(decoder, attention=replace(attention, norm_eps=None))
+    assert any("norm_eps=1e-05" in fault for fault in misfits(family, plain))
+    assert misfits(family, replace(plain, norm=RMSNorm(eps=1e-6))) == []
+    with pytest.raises(ValueError, match="has no eps"):
+        replace(decoder, norm=WithoutEps())
+
+
+class WithoutEps(Component):
+    """A norm of a plugin."""
+
+    def build(self, dim: int) -> torch.nn.Module:
+        return torch.nn.Identity()
 
 
 FUSED = ["mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B", "moonshotai/Moonlight-16B-A3B"]

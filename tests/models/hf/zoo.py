@@ -99,7 +99,7 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
     """A model of transformers whose weights are spread, so that every part of it shows in the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, **(SIZES | keys))
+    config = AutoConfig.for_model(kind, **deepcopy(SIZES | keys))  # it writes into tables
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()

@@ -31,9 +31,12 @@ def upcycle(
     model: Any = load(recipe, registry=registry).job.model
     if getattr(model, "moe", None) is None:
         raise ForgeError(f"{recipe} has no [model.moe], so it does not say what experts to make")
-    weights = Upcycled(opened(source, registry), model.moe, noise, seed)
+    console, given = Console(), opened(source, registry)
+    for note in given.facts.notes:
+        console.note(note)
+    weights = Upcycled(given, model.moe, noise, seed)
     registry.load("forge.converters", to)().build().write(target, weights)
     moe = weights.model.moe
     assert moe is not None
     layers = sum(moe.has(layer) for layer in range(weights.model.layers))
-    Console().text(f"{target}: {layers} of {weights.model.layers} layers with {moe.experts} experts, {moe.top_k} for each token")
+    console.text(f"{target}: {layers} of {weights.model.layers} layers with {moe.experts} experts, {moe.top_k} for each token")
