@@ -52,7 +52,8 @@ class Batch:
 
     Attributes:
         tokens: (B, T) int64.
-        labels: (B, T) int64, already shifted: the logits at t are scored against labels[:, t]; `IGNORE` = no loss.
+        labels: (B, T) int64, already shifted: the logits at t are scored against labels[:, t]; `IGNORE` = no loss. Models of
+            transformers shift `labels` themselves: give them `forge_data.for_transformers(batch)`.
         positions: (B, T) int32 position of each token inside its document, or None when each row is one document.
         documents: (B, T) int32 number of the document inside its row, `PADDING` where there is none; or None when each
             row is one document.
@@ -70,6 +71,10 @@ class Batch:
     samples: tuple[int, ...] = ()
     sources: Sources | None = None
     further: Further | None = None
+
+    def __getstate__(self) -> "Mapping[str, object]":
+        """For pickle and copies, so that a DataLoader's worker can send it: a read-only view of a mapping cannot be pickled."""
+        return vars(self) | {"extras": dict(self.extras)}
 
     def looking_ahead(self, n: int) -> "Batch":
         """The same batch with `further` for n tokens; whole rows are needed, so before anything cuts them.
