@@ -1,6 +1,7 @@
 """What `data prepare` does."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent, Stdlib, Text
 from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
+from forge_data.cursor import differences_of
 from forge_data.entropy import unigram_entropy
+from forge_data.sources.manifest import MANIFEST
+from forge_data.sources.partial import remove_left
 from forge_data.sources.parts import Records
+from forge_data.sources.store import StoreSource
 from forge_data.tokenising.prepare import tokenise
 
 Report = Callable[[str], None]
@@ -45,15 +50,55 @@ def prepare(
     Raises:
         DataError: bad input or a directory that cannot be written.
     """
-    texts = _texts(source, path, {key: value for key, value in options.items() if value is not None})
+    chosen = {key: value for key, value in options.items() if value is not None}
+    texts = _texts(source, path, chosen)
+    remove_left(out)
+    request = _request(source or source_of(str(path)), texts, tokenizer, vocab_size, eos, chosen)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not empty; choose another place or remove it")
+        return _finished(out, request, report)
     context = SourceContext(out.parent / f".{out.name}.work", None, 1, report, (texts,))
     ids = isinstance(texts, Records) and texts.wanted.ids
     made = _tokenizer(tokenizer, vocab_size, eos, context, ids)
     end = (made.eos if made else _id(eos)) if ids else None
     what = getattr(texts, "what", str(path))
-    store = tokenise(texts, made, out, source=what, workers=workers, report=report, eos=end)
+    store = tokenise(texts, made, out, source=what, workers=workers, report=report, eos=end, request=request)
+    return _answer(out, store)
+
+
+def _request(
+    source: str, texts: Texts, tokenizer: str, vocab_size: int, eos: str | None, options: dict[str, Any]
+) -> dict[str, str]:
+    """What the store depends on, by names for messages; workers are not among it."""
+    found = {"source": source, "corpus": texts.fingerprint, "tokenizer": tokenizer, "eos": str(eos)}
+    found |= {name: str(value) for name, value in sorted(options.items())}
+    if tokenizer == "bpe":
+        found["vocab_size"] = str(vocab_size)
+    elif Path(tokenizer).is_file():
+        found["tokenizer"] = f"sha256 {sha256(Path(tokenizer).read_bytes()).hexdigest()}"
+    return found
+
+
+def _finished(out: Path, request: dict[str, str], report: Report) -> dict[str, Any]:
+    """The answer for a store that is there already, if it was made from the same.
+
+    Raises:
+        DataError: it was not, or it is no store; names the differences.
+    """
+    exists = f"{out} exists and is not empty; choose another place or remove it"
+    if not (out / MANIFEST).is_file():
+        raise DataError(exists)
+    store = StoreSource(out)
+    made = store.manifest.request
+    if made is None:
+        raise DataError(f"{exists}: it is a store that does not say what it was prepared from")
+    if differences := differences_of(made, request):
+        listed = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in differences.items())
+        raise DataError(f"{exists}: it is a finished store of something else: {listed}")
+    report(f"{out} is complete: it was prepared from the same corpus with the same settings")
+    return _answer(out, store)
+
+
+def _answer(out: Path, store: StoreSource) -> dict[str, Any]:
     return {
         "path": str(out),
         "tokens": store.tokens,

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import IO, Self
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.sources.durable import synced
+from forge_data.sources.partial import Partial
 
 
 class ArrayWriter:
@@ -33,9 +33,9 @@ class ArrayWriter:
         self._tokens = 0
         if path.exists():
             raise DataError(f"{path} exists; choose another place or remove it")
-        self._partial = path.with_name(f"{path.name}.partial-{token_hex(4)}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._owned = Partial(path, directory=False)
+            self._partial = self._owned.path
             self._file = self._partial.open("wb")
         except OSError as error:
             raise DataError(f"{path.parent} cannot be written: {error.strerror}; choose another directory") from error
@@ -46,7 +46,7 @@ class ArrayWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._owned.close()
 
     def add(self, ids: np.ndarray, ends: np.ndarray) -> None:
         """Appends whole documents; see `StoreWriter.add`.

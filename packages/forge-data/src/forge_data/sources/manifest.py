@@ -58,7 +58,8 @@ class TokenizerEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known about a store. `text_bytes` is the size of the text behind the tokens."""
+    """All that is known about a store. `text_bytes` is the size of the text behind the tokens; `request`, what `data prepare`
+    was asked for."""
 
     dtype: str
     tokens: int
@@ -69,6 +70,7 @@ class Manifest:
     counts: FileEntry
     source: str
     creator: str
+    request: dict[str, str] | None = None
 
     @property
     def max_id(self) -> int:
@@ -142,4 +144,5 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
         counts=FileEntry(**content["counts"]),
         source=content["source"],
         creator=content["creator"],
+        request=content.get("request"),
     )

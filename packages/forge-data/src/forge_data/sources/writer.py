@@ -4,10 +4,8 @@ Everything goes to a temporary directory beside the target, is flushed to the di
 """
 
 import io
-import shutil
 from importlib.metadata import version
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +16,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.durable import sync_directory, synced, written
 from forge_data.sources.manifest import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, Manifest, Shard, TokenizerEntry
+from forge_data.sources.partial import Partial
 
 SHARD_TOKENS = 1 << 27
 
@@ -38,6 +37,7 @@ class StoreWriter:
         tokenizer: Tokenizer | None = None,
         source: str = "",
         shard_tokens: int = SHARD_TOKENS,
+        request: dict[str, str] | None = None,
     ) -> None:
         """Begins a store at `path`, which must not exist (an empty directory may).
 
@@ -50,8 +50,8 @@ class StoreWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.tokenizer = tokenizer
         self.source = source
+        self.request = request
         self.shard_tokens = shard_tokens
-        self.partial = path.with_name(f"{path.name}.partial-{token_hex(4)}")
         self._shards: list[Shard] = []
         self._counts = np.zeros(0, dtype=np.int64)
         self._text_bytes: int | None = 0
@@ -59,9 +59,10 @@ class StoreWriter:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise DataError(f"{path} exists and is not empty; choose another place or remove it")
         try:
-            self.partial.mkdir(parents=True)
+            self._owned = Partial(path, directory=True)
         except OSError as error:
             raise DataError(f"{path.parent} cannot be written: {error.strerror}; choose another directory") from error
+        self.partial = self._owned.path
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +70,7 @@ class StoreWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        self._owned.close()
 
     def add(self, ids: np.ndarray, ends: np.ndarray, text_bytes: int | None = None) -> None:
         """Appends whole documents.
@@ -130,6 +131,7 @@ class StoreWriter:
                 counts=_durable(self.partial / COUNTS, _npy(self._counts)),
                 source=self.source,
                 creator=f"forge-data {version('forge-data')}",
+                request=self.request,
             )
             _durable(self.partial / MANIFEST, manifest.as_json().encode())
             sync_directory(self.partial)

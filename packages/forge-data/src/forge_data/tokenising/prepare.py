@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from glob import escape
 from hashlib import sha256
 from pathlib import Path
 
@@ -49,10 +50,8 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
     key = sha256(f"{VERSION} {texts.fingerprint} {made_with} {eos}".encode()).hexdigest()[:16]
     path = context.workspace / "stores" / f"{name}-{key}"
     if not (path / MANIFEST).exists():
-        with locked(context.workspace) as alone:
+        with locked(context.workspace):
             if not (path / MANIFEST).exists():
-                for left in path.parent.glob(f"{path.name}.partial-*") if alone else ():
-                    shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
                 tokenise(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
     return open_store(path, tokenizer)
 
@@ -68,6 +67,7 @@ def tokenise(
     shard_tokens: int = SHARD_TOKENS,
     eos: int | None = None,
     processes: bool | None = None,
+    request: dict[str, str] | None = None,
 ) -> StoreSource:
     """Writes the store `path`. A second call after a kill goes on where the first one was.
 
@@ -81,6 +81,7 @@ def tokenise(
         shard_tokens: of the store.
         eos: see `prepared`.
         processes: whether workers are processes, by default for large corpora.
+        request: what was asked for, for the manifest.
 
     Raises:
         DataError: no document, broken records, or a directory that cannot be written.
@@ -98,12 +99,14 @@ def tokenise(
         parts = [finished(directory, number) for number in range(len(job.parts))]
         skipped = _skipped(parts, job.skip, report)
         note = f"{source}, {skipped} broken records left out" if skipped else source
-        with StoreWriter(path, dtype=job.dtype, tokenizer=tokenizer, source=note, shard_tokens=shard_tokens) as writer:
+        with StoreWriter(
+            path, dtype=job.dtype, tokenizer=tokenizer, source=note, shard_tokens=shard_tokens, request=request
+        ) as writer:
             for number in range(len(job.parts)):
                 for ids, ends, text_bytes in _content(directory, job, number, work):
                     writer.add(ids, ends, text_bytes)
             manifest = writer.commit()
-    for left in path.parent.glob(f"{path.name}.parts-*"):  # this job's parts, and those of jobs that were given up
+    for left in path.parent.glob(f"{escape(path.name)}.parts-*"):  # this job's parts, and those of jobs that were given up
         shutil.rmtree(left, ignore_errors=True)
     rate = manifest.tokens / progress.seconds / 1e6
     report(

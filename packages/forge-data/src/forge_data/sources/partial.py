@@ -1,0 +1,72 @@
+"""What is written beside a target until it is whole: who writes it holds a lock on it, so what a killed process left is known.
+
+A lock of the operating system ends with the process that holds it, whatever ended that. Where the file system has none,
+nothing is removed: what is left there is only room.
+"""
+
+import fcntl
+import glob
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+
+
+class Partial:
+    """A new directory, or file, beside a target; nobody else removes it while this process lives.
+
+    Attributes:
+        path: of it.
+    """
+
+    def __init__(self, target: Path, *, directory: bool) -> None:
+        """Removes what killed processes left beside `target`, and makes a new one.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(target)
+        while True:
+            self.path = target.with_name(f"{target.name}.partial-{token_hex(4)}")
+            if directory:
+                self.path.mkdir()
+            else:
+                self.path.touch(exist_ok=False)
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._descriptor)  # another process took it for a left one before it was locked
+
+    def close(self) -> None:
+        """Removes what was not renamed, and gives the lock back."""
+        _remove(self.path)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def remove_left(target: Path) -> None:
+    """Removes the partial files and directories of a target whose writers are gone."""
+    for name in glob.glob(f"{glob.escape(str(target))}.partial-*"):  # noqa: PTH207 (a path may hold magic characters)
+        try:
+            descriptor = os.open(name, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(Path(name))
+        except OSError:  # somebody writes it, or there are no locks
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
