@@ -49,6 +49,7 @@ def test_w13_a_quota_of_version_2_is_rounded_up(machine: Path, quota: str, expec
 def test_w13_a_container_sees_its_group_at_the_root(machine: Path) -> None:
     write(machine / "proc/self/cgroup", "0::/../../elsewhere\n")
     write(machine / "sys/fs/cgroup/cpu.max", "400000 100000")
+    write(machine / "sys/elsewhere/cpu.max", "100000 100000")  # no group: it is outside of the mount
     assert usable_cores(machine) == 4
 
 

@@ -64,7 +64,7 @@ def main() -> None:
 def run(condition: Condition, arguments: list[str], seconds: float) -> tuple[int, dict[str, float]]:
     """Exit code of pytest and, by test, the largest share of a limit that was used. Folders among `arguments` replace ours."""
     given = [] if any(Path(argument.partition("::")[0]).exists() for argument in arguments) else FOLDERS
-    with tempfile.TemporaryDirectory(prefix="forge-machines-") as directory, busy(condition.busy, seconds):
+    with tempfile.TemporaryDirectory(prefix="forge-machines-") as directory, busy(condition.busy):
         noted = Path(directory) / "margins"
         environment = {
             **os.environ,
@@ -106,9 +106,9 @@ def close(margins: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 @contextmanager
-def busy(count: int, seconds: float) -> Iterator[None]:
-    """Processes that compute nothing, as neighbors on the same cores; they end by themselves after `seconds` and a minute."""
-    spin = f"import time\nend = time.monotonic() + {seconds + 60}\nwhile time.monotonic() < end: pass"
+def busy(count: int) -> Iterator[None]:
+    """Processes that compute nothing, as neighbors on the same cores; they end with this one, however it ends."""
+    spin = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100000))"
     neighbors = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
     try:
         yield

@@ -1,5 +1,8 @@
 """The instrument itself: what it grants, what it sees, and what it writes down."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,10 @@ def test_every_kind_of_comparison_is_noted(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_close_under_one_condition_and_varies_is_listed() -> None:
     margins = {"here": {"a": 0.3, "b": 0.9, "c": 0.5}, "avx2": {"a": 0.99, "b": 0.9, "c": 0.6, "d": 0.7}}
     assert list(close(margins)) == ["0.99 of a limit: a (here 0.30, avx2 0.99)", "0.70 of a limit: d (avx2 0.70)"]
+
+
+def test_neighbors_end_with_the_process_that_started_them() -> None:
+    program = "import os\nfrom harness.machines import busy\nwith busy(1): os._exit(0)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, timeout=60)
+    assert ended.returncode == 0  # and its output was closed by all who had it, which is what `run` waits for
