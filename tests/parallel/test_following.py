@@ -47,6 +47,12 @@ class WholeNorm(Attention):
         return self.out(self.q_norm(self.q(x)) * self.v(x))
 
 
+class WholeLayerNorm(WholeNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm = nn.LayerNorm(DIM)  # type: ignore[assignment]
+
+
 class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -148,6 +154,7 @@ MLP = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 REFUSED: list[tuple[Any, dict[str, str], str]] = [
     (WholeNorm, ATTENTION, r"blocks\.0\.q_norm applies \w+ across features that are split"),
+    (WholeLayerNorm, ATTENTION, r"blocks\.0\.q_norm applies native_layer_norm across"),
     (Fused, FUSED, r"blocks\.0 applies split across features"),
     (Split, FUSED, r"blocks\.0 applies split_with_sizes across"),
     (Sliced, FUSED, r"blocks\.0 applies slice across"),
@@ -172,6 +179,19 @@ def test_e4_e5_what_ranks_would_get_wrong_is_refused(block: Any, plan: dict[str,
     module = Model(block).to("meta")
     with pytest.raises(PlanError, match=message):
         follow(module, rules_of(module, plan), example_for(module))
+
+
+class Outside(Model):
+    """A parameter of a block on the output, too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.blocks[0].scale  # type: ignore[operator]
+
+
+def test_e4_a_parameter_on_split_features_and_on_the_output_is_refused() -> None:
+    module = Outside(Scaled).to("meta")
+    with pytest.raises(PlanError, match=r"blocks\.0\.scale works on split and on whole features"):
+        follow(module, rules_of(module, MLP), example_for(module))
 
 
 GOOD: dict[str, tuple[Any, dict[str, str], set[str]]] = {

@@ -41,6 +41,14 @@ class Many(nn.Module):
         self.gate.bias.data.fill_(3.0)
         self.scale = nn.Parameter(torch.linspace(0, 1, 8))
         self.drawn = nn.Parameter(torch.randn(64, 64) * 0.3)
+        early = torch.empty(8)
+        early.fill_(4.0)
+        self.early = nn.Parameter(early)
+        mine = torch.Generator().manual_seed(0)
+        self.mine, self.mine_too = nn.Parameter(torch.empty(64)), nn.Parameter(torch.empty(64))
+        nn.init.normal_(self.mine, generator=mine)
+        nn.init.normal_(self.mine_too, generator=mine)
+        self.there = nn.Parameter(self.gate.bias.detach().to(self.gate.bias.device, copy=True) + 1)
         late = nn.Parameter(torch.empty(64, 64))
         self.late = late
         nn.init.trunc_normal_(late, std=0.5)
@@ -86,6 +94,8 @@ def test_e3_a_builders_initial_values_are_its_constructors(name: str) -> None:
     for key, value in one.items():
         assert found[key].shape == value.shape
         assert found[key].dtype == value.dtype
+        if key.startswith("mine"):  # from a generator of the constructor's: other draws, see below
+            continue
         if torch.equal(value, other[key]):
             assert torch.equal(found[key], value), key
             continue
@@ -105,6 +115,8 @@ def test_e3_what_constructors_relate_stays_related() -> None:
     assert not torch.equal(found["late"], found["drawn"])
     assert torch.equal(found["one.weight"], torch.full((3,), 2.0))
     assert "other.weight" not in found
+    assert not torch.equal(found["mine"], found["mine_too"]), "a generator goes on"
+    assert torch.equal(found["early"], torch.full((8,), 4.0))
     again = {key: value for part in of_builder(Many, 5).values() for key, value in part.items()}
     other = {key: value for part in of_builder(Many, 6).values() for key, value in part.items()}
     assert all(torch.equal(found[key], again[key]) for key in found)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import UNKNOWN, across, dimension_of, named_arguments
 from forge_parallel.foreign.example import Example, call
-from forge_parallel.foreign.recording import SeemingReal, written
+from forge_parallel.foreign.recording import SeemingReal, without_memory, written
 from forge_parallel.tensor.rules import Role, Rules
 
 OPAQUE = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
@@ -141,7 +141,7 @@ class Follower(TorchDispatchMode):
         hollow = {id(leaf): self._hollow.get(id(leaf), (leaf, leaf.to("meta")))[1] for leaf in leaves}
         self._hollow |= {id(leaf): (leaf, hollow[id(leaf)]) for leaf in written(func, args, kwargs) if not leaf.is_meta}
         args, kwargs = tree_map(lambda leaf: hollow.get(id(leaf), leaf), (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **without_memory(kwargs))
 
     def _split(self, name: str, given: Mapping[str, Any], out: Any) -> None:
         """Of an operator with a split argument."""

@@ -80,9 +80,9 @@ class Recording(TorchDispatchMode):
         args, kwargs = tree_map(self._standing_for, (args, kwargs))
         if func.overloadpacket.__name__ in LOOKING:  # a constructor that draws again until the numbers please it
             args = tree_map(lambda leaf: self.replay(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, args)
-        out = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        out = func(*args, **(without_memory(kwargs) if any(tensor.is_meta for tensor in inputs) else kwargs))
+        outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in (*inputs, *outputs)):
             self._record(func, args, kwargs, out)
         elif func.overloadpacket.__name__ in RAW:
@@ -154,7 +154,7 @@ class Recording(TorchDispatchMode):
                     digest = hashlib.blake2b(f"{self._seed}/{index}".encode(), digest_size=7).digest()
                     torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
                 args, kwargs = tree_map(resolve, (entry.args, dict(entry.kwargs)))
-                kwargs |= {"device": "cpu"} if kwargs.get("device") == torch.device("meta") else {}
+                kwargs |= {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
                 kwargs.pop("generator", None)  # it would have drawn for parameters in turn
                 _bind(entry.out, entry.function(*args, **kwargs), memory)
             return self._real(parameter.detach(), memory)
@@ -205,6 +205,11 @@ def _kept(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach() if leaf.is_meta else leaf.detach().clone()
+
+
+def without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an operator on a tensor without memory, which has been told that it is elsewhere."""
+    return {name: torch.device("meta") if name == "device" and value is not None else value for name, value in kwargs.items()}
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
