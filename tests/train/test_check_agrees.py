@@ -4,12 +4,17 @@ A dry run stands for the ranks: the real model, transforms, pipeline, step and o
 """
 
 import random
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from forge_core.errors import ConfigError, Fault, ForgeError
+from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
+from forge_train.job import Job
 from forge_train.planning import planned
 from forge_train.recipe import load
 
@@ -23,20 +28,20 @@ name = "drawn"
 name = "decoder"
 dim = 32
 ffn_dim = 48
-layers = 4
+layers = 2
 heads = 4
 vocab_size = 64
 max_length = 4096
 
 [data]
-sequence_length = 32
+sequence_length = 16
 
 [[data.sources]]
 name = "random"
-vocab_size = 64
+vocab_size = 2
 
 [train]
-global_batch = 16
+global_batch = 8
 micro_batch = 2
 
 [precision]
@@ -45,6 +50,14 @@ compute = "fp32"
 [[hooks]]
 name = "save"
 """
+
+
+BLIND = re.compile(r"^train\.|has no experts to share")
+"""Faults that a dry run does not see: it reads no data, and experts that are not there are nobody's."""
+
+
+POLICY = re.compile(r"no test proves")
+"""Faults that say nothing about whether ranks could run it."""
 
 
 def drawn(seed: int) -> tuple[int, dict[str, Any]]:
@@ -66,13 +79,13 @@ def drawn(seed: int) -> tuple[int, dict[str, Any]]:
         "model.heads": maybe(0.4, 2, 4, 6, 8, 16),
         "model.head_dim": maybe(0.3, 4, 8, 16),
         "model.ffn_dim": maybe(0.4, 2, 17, 24, 50, 64),
-        "model.layers": maybe(0.4, 1, 2, 3, 5, 8),
+        "model.layers": maybe(0.5, 1, 3, 4, 4, 5),
         "model.vocab_size": maybe(0.3, 3, 61, 64, 65, 80),
         "model.tied_embeddings": maybe(0.3, True),
         "model.soft_cap": maybe(0.2, 30.0),
-        "data.sequence_length": maybe(0.3, 16, 20, 24, 30, 64),
+        "data.sequence_length": maybe(0.3, 12, 20, 24, 30, 32),
         "train.micro_batch": maybe(0.4, 1, 2, 3, 4),
-        "train.global_batch": maybe(0.4, 8, 12, 24, 32),
+        "train.global_batch": maybe(0.4, 4, 12, 16),
         "precision.compute": maybe(0.3, "bf16", "fp64"),
         "transforms.recompute.policy": maybe(0.2, "full", "selective"),
         "model.rope.scaling": maybe(0.1, "dynamic"),
@@ -129,29 +142,65 @@ def written(keys: dict[str, Any]) -> list[str]:
     return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
 
 
-def verdicts(recipe: Path, seed: int) -> tuple[list[Fault], str, list[str]]:
-    """The faults that `check` finds, and the refusal of a dry run that was told to go on in spite of them."""
+def asked(recipe: Path, seed: int) -> tuple[list[Fault], Job | None, Layout | None, str]:
+    """The faults that `check` finds, the recipe where it can be read in spite of them, and what was asked."""
     world, keys = drawn(seed)
-    told = [f"--world={world}", *written(keys)]
+    told = f"--world {world} {' '.join(written(keys))}"
+    faults: list[Fault] = []
     try:
         resolved = load(recipe, written(keys), world, REGISTRY)
-        faults: list[Fault] = []
     except ConfigError as error:
         faults = list(error.faults)
         try:
             resolved = load(recipe, written(keys), None, REGISTRY)
         except ConfigError:
-            return faults, "not a recipe", told
-    from forge_core.layout import SIZES, Layout
-
+            return faults, None, None, told
     parallel = resolved.job.parallel
-    try:
-        layout = Layout.of({axis: getattr(parallel, axis) for axis in SIZES}, world)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            planned(resolved.job, layout, REGISTRY, 8)
-    except (ForgeError, ValueError) as refusal:
-        return faults, f"{type(refusal).__name__}: {refusal}", told
-    except Exception as error:
-        return faults, f"CRASH {type(error).__name__}: {error}", told
-    return faults, "", told
+    return faults, resolved.job, Layout.of({axis: getattr(parallel, axis) for axis in SIZES}, world), told
+
+
+def refusal(job: Job, layout: Layout) -> str:
+    """What a dry run says against a recipe; empty when it takes it. Only words of ours count: a crash is no refusal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            planned(job, layout, REGISTRY, 8)
+        except (ForgeError, ValueError) as refused:
+            return f"{type(refused).__name__}: {refused}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drawn") / "drawn.toml"
+    path.write_text(BASE)
+    return path
+
+
+def test_e7_check_and_ranks_agree_on_random_recipes(recipe: Path) -> None:
+    """Refusals of both are quick; of what `check` takes a few are run."""
+    refused = taken = 0
+    for seed in range(1000, 1060):
+        faults, job, layout, told = asked(recipe, seed)
+        if job is None or layout is None or any(BLIND.search(str(fault)) for fault in faults):
+            continue
+        if any(not POLICY.search(str(fault)) for fault in faults):
+            refused += 1
+            assert refusal(job, layout), f"check refuses what ranks take: {told}: {faults}"
+        elif not faults and taken < 2:
+            taken += 1
+            assert refusal(job, layout) == "", f"check takes what ranks refuse: {told}"
+    assert refused > 15
+    assert taken == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_e7_check_names_every_refusal_of_ranks(recipe: Path, first: int) -> None:
+    """Also where it refuses for want of a proof only."""
+    for seed in range(first, first + 50):
+        faults, job, layout, told = asked(recipe, seed)
+        if job is None or layout is None or any(BLIND.search(str(fault)) for fault in faults):
+            continue
+        named = any(not POLICY.search(str(fault)) for fault in faults)
+        assert bool(refusal(job, layout)) == named, f"{told}: {faults}"

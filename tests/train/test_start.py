@@ -122,7 +122,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "a rule across sections": (["tiny.toml", "--schedule.warmup=99"], "schedule.warmup"),
     "missing data": (["tiny.toml", *TEXT[:2], "--data.sources=[{name='text', path='/no/such'}]"], "/no/such"),
     "no data": (["tiny.toml", "--data.sources=[]"], "no data"),
-    "data that do not fit the model": (["tiny.toml", "--model.vocab_size=32"], "vocab_size is 32"),
+    "data that do not fit the model": (["tiny.toml", "--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
     "an evaluation set that is missing": (["tiny.toml", "--data.evaluation.x={name='store', path='/no/such'}"], "/no/such"),
     "other seed (W3)": (["tiny.toml", "--job.seed=7"], "seed was 3, is 7"),
     "other data seed (W3)": (["tiny.toml", "--data.seed=7"], "seed was 3, is 7"),
@@ -195,7 +195,7 @@ def test_h6_a_directory_that_cannot_be_written_is_one_message(here: Path) -> Non
 
 
 def test_a_refused_first_start_leaves_nothing_behind(here: Path) -> None:
-    for arguments in (["--job.name=new", "--model.vocab_size=32"], ["--job.name=new", "--checkpoint.resume=require"]):
+    for arguments in (["--job.name=new", "--data.sources.0.tokens=9"], ["--job.name=new", "--checkpoint.resume=require"]):
         code, said = forge("tiny.toml", *arguments)
         assert code == 2, said
         assert not (here / "runs" / "new").exists()
