@@ -14,6 +14,7 @@ import pytest
 from forge_core.errors import DataError
 from forge_data.__main__ import main
 from forge_data.sources.array_writer import ArrayWriter
+from forge_data.sources.megatron_writer import MegatronWriter
 from forge_data.sources.partial import Partial, remove_left
 from forge_data.sources.store import StoreSource
 from forge_data.sources.writer import StoreWriter
@@ -57,6 +58,7 @@ def test_m4_a_finished_store_is_complete_or_of_something_else(tmp_path: Path, ca
 HOLDS = """
 import sys, time
 from pathlib import Path
+from forge_data.sources.megatron_writer import MegatronWriter
 from forge_data.sources.partial import Partial
 held = [Partial(Path(sys.argv[1]), directory=True), Partial(Path(sys.argv[2]), directory=False)]
 print("held", flush=True)
@@ -84,6 +86,12 @@ def test_m4_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_
     with ArrayWriter(array, "uint16", header=True, lose_documents=True):
         pass
     assert sorted(tmp_path.iterdir()) == [tmp_path / "other.partial-1"]
+    for name in ("m.bin", "m.idx"):
+        (tmp_path / f"{name}.partial-1").write_bytes(b"1")
+    with MegatronWriter(tmp_path / "m", "uint16") as pair:
+        pair.add(np.array([1]), np.array([1]))
+        pair.commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.bin", "m.idx", "other.partial-1"]
 
 
 def test_m4_the_next_preparation_removes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from forge_data.best_fit import best_fit
 from forge_data.documents import refuse_falling
 from forge_data.packing import Cut
 from forge_data.sources.borders import blocks_of
+from forge_data.sources.partial import Partial
 from forge_data.workspace import locked
 
 VERSION = 1
@@ -158,9 +158,12 @@ def _pieces(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarr
 
 
 def _write(source: Source, length: int, mode: str, path: Path) -> None:
-    partial = path.with_name(f"{path.name}.partial-{token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
+        owned = Partial(path, directory=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; choose another workspace") from error
+    partial = owned.path
+    try:
         summary = _write_files(source, length, mode, partial)
         (partial / "plan.json").write_text(json.dumps(summary), encoding="utf-8")
         for file in partial.iterdir():
@@ -171,7 +174,7 @@ def _write(source: Source, length: int, mode: str, path: Path) -> None:
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        owned.close()
 
 
 def _write_files(source: Source, length: int, mode: str, folder: Path) -> dict[str, Any]:

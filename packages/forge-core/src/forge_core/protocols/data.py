@@ -41,7 +41,7 @@ class Source(Protocol):
         fingerprint: equal for equal tokens and document borders, wherever they lie.
         tokens: length of the stream.
         vocab_size: of the tokenizer that made the tokens, where it is known.
-        max_id: the largest token id, or None when only reading everything would tell; then every row is checked.
+        max_id: the largest token id, or None when only reading everything would tell; a row with a larger one is refused.
         tokenizer: fingerprint of the tokenizer that made the tokens, where it is known.
     """
 

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +10,7 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_data.sources.durable import synced
 from forge_data.sources.megatron import DTYPES, HEAD, MAGIC
+from forge_data.sources.partial import Partial
 
 _CODES = {np.dtype(name): code for code, name in DTYPES.items() if name[1] in "ui"}
 _HELD = {"uint32": "int32", "uint64": "int64"}
@@ -37,11 +37,10 @@ class MegatronWriter:
         self._targets = [prefix.with_name(f"{prefix.name}{suffix}") for suffix in (".bin", ".idx")]
         if found := next((target for target in self._targets if target.exists()), None):
             raise DataError(f"{found} exists; choose another place or remove it")
-        mark = token_hex(4)
-        self._partials = [target.with_name(f"{target.name}.partial-{mark}") for target in self._targets]
         self._lengths: list[np.ndarray] = []
         try:
-            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._owned = [Partial(target, directory=False) for target in self._targets]
+            self._partials = [owned.path for owned in self._owned]
             self._file = self._partials[0].open("wb")
         except OSError as error:
             raise DataError(f"{prefix.parent} cannot be written: {error.strerror}; choose another directory") from error
@@ -51,8 +50,8 @@ class MegatronWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-        for partial in self._partials:
-            partial.unlink(missing_ok=True)
+        for owned in self._owned:
+            owned.close()
 
     def add(self, ids: np.ndarray, ends: np.ndarray) -> None:
         """Appends whole documents; see `StoreWriter.add`.
