@@ -205,14 +205,14 @@ def test_a_transform_of_a_plugin_changes_the_function_until_it_says_otherwise(tr
     )
     registry = Registry()
 
-    def change(name: str) -> KeyClass:
-        chosen = {"mine": {"name": f"{trained / 'transform.py'}:{name}"}}
-        outcomes = [walk(Job, _tree({"transforms": transforms}), registry) for transforms in ({}, chosen)]
-        (there,), (gone,) = changes(*outcomes, registry), changes(*reversed(outcomes), registry)
-        assert there.key == gone.key == "transforms.mine" and there.key_class is gone.key_class
-        return there.key_class
+    def between(before: str, now: str) -> tuple[str, KeyClass]:
+        chosen = [{"mine": {"name": f"{trained / 'transform.py'}:{name}"}} if name else {} for name in (before, now)]
+        (change,) = changes(*(walk(Job, _tree({"transforms": found}), registry) for found in chosen), registry)
+        return change.key, change.key_class
 
-    assert (change("Adds"), change("Places")) == (KeyClass.IDENTITY, KeyClass.LAYOUT)
+    for name, key_class in (("Adds", KeyClass.IDENTITY), ("Places", KeyClass.LAYOUT)):
+        assert between("", name) == between(name, "") == ("transforms.mine", key_class)
+    assert between("Adds", "Places") == between("Places", "Adds") == ("transforms.mine.name", KeyClass.IDENTITY)
 
 
 def test_secrets_compare_as_equal_and_are_never_said(trained: Path) -> None:
