@@ -93,7 +93,7 @@ def test_m1_the_first_rank_that_refuses_is_named(world: World, folder: Path) -> 
 def test_m1_a_node_that_lacks_a_file_is_named(world: World, folder: Path) -> None:
     relative = "--hooks=[{name='./mine.py:Fails', rank=9}]"
     (code, said), other = on_ranks(world, folder, [relative, f"--job.dir={folder / 'run'}"], 1)
-    assert code == 2 and "rank 1: " in said and "there is no file" in said and str(folder / "elsewhere") in said
+    assert code == 2 and "rank 1: " in said and "there is no such file" in said and str(folder / "elsewhere") in said
     assert other == (2, "")
 
 

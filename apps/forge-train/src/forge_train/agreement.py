@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from forge_core.errors import ForgeError
@@ -88,7 +87,7 @@ class Agreement:
                 while self.store.add("start/read", 0) < self.size - 1 and time.monotonic() < until:
                     time.sleep(0.01)
             else:
-                self.store.wait(["start/said"], timedelta(seconds=LAST_WORDS))
+                _wait_for(self.store, "start/said", LAST_WORDS)
                 self.store.add("start/read", 1)
         except RuntimeError:  # the store is gone, and with it the rank that keeps it
             return
@@ -104,7 +103,7 @@ class Agreement:
         try:
             if store.add(f"{key}/arrived", 1) == self.size:
                 store.set(f"{key}/all", "1")
-            store.wait([f"{key}/all"], timedelta(seconds=patience))
+            _wait_for(store, f"{key}/all", patience)
             faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
             if not faulty:
                 return None
@@ -118,3 +117,17 @@ class Agreement:
                 "look at the output of the others"
             ) from cause
         return Refused(text if first == 0 else f"rank {first}: {text}", code)
+
+
+def _wait_for(store: Any, key: str, patience: float) -> None:
+    """Until a key is there. It waits in Python, where signals are heard; `store.wait` would hold them back.
+
+    Raises:
+        RuntimeError: it is not there after `patience` seconds, or the store is gone.
+    """
+    until, pause = time.monotonic() + patience, 0.001
+    while not store.check([key]):
+        if time.monotonic() > until:
+            raise RuntimeError(f"{key} did not come within {patience:g} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.2)

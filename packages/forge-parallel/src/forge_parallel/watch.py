@@ -38,7 +38,8 @@ _WAITS = ("torch.distributed", "torch._ops", "forge_parallel.collectives")
 _LIBRARY = (f"{os.sep}torch{os.sep}", sysconfig.get_path("stdlib") + os.sep)
 
 _BROKEN = re.compile(
-    r"Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|Socket closed|remote process exited|communicator was aborted"
+    r"Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|Socket closed|Failed to recv|remote process exited|"
+    r"communicator was aborted"
 )
 _STORE_GONE = "the process that keeps the group's store (rank 0, or torchrun's agent) is gone"
 _READ_SECONDS = 10.0
