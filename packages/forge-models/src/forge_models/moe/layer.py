@@ -113,7 +113,7 @@ class ExpertLayer(nn.Module):
             dropped = load - loads(kept, 1, config.experts)[0] if drops else torch.zeros_like(load)
             scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
             counted = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
-        return y, torch.cat([counted, *further])
+        return y, torch.cat([counted, *further]) if further else counted
 
     def _beside(self, x: Tensor) -> Callable[[], Tensor] | None:
         """What shared experts add, to be computed while tokens travel to the others."""
