@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
+from forge_parallel.foreign.dimensions import UNKNOWN, dimension_of, named_arguments
 from forge_parallel.foreign.example import example_for
 from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.styles import rules_of
@@ -120,6 +121,22 @@ class Scaled(Both):
         return self.down(self.up(x) * (1 + self.scale.double().to(x.dtype)))
 
 
+class Indexed(Gated):
+    """Meets what whole features choose, which has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.gate(x).argmax(-1, keepdim=True)) * self.gate(x)
+
+
+class Written(Both):
+    """Split features go through a tensor that is made empty."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.zeros(*x.shape[:2], 12, device=x.device)
+        made[:, :] = self.up(x)
+        return self.down(made * self.scale)
+
+
 class Read(Both):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.linear(x, self.up.weight))
@@ -202,10 +219,39 @@ GOOD: dict[str, tuple[Any, dict[str, str], set[str]]] = {
 
 
 def test_e4_parameters_on_split_features_are_found() -> None:
-    for block, plan, names in GOOD.values():
+    static = [(Indexed, MLP, set()), (Written, MLP, {"scale"})]
+    for block, plan, names in [*GOOD.values(), *static]:
         module = Model(block).to("meta")
         found = follow(module, rules_of(module, plan), example_for(module))
         assert found == {f"blocks.{index}.{name}" for index in range(2) for name in names}
+
+
+aten = torch.ops.aten
+MOVED: list[tuple[Any, tuple[int, ...], int, tuple[Any, ...], int]] = [
+    (aten.transpose.int, (2, 8, 4, 6), 2, (1, -2), 1),
+    (aten.transpose.int, (2, 8, 4, 6), 3, (1, 2), 3),
+    (aten.permute.default, (2, 8, 3, 4), 2, ([2, 0, -1, 1],), 0),
+    (aten.t.default, (2, 8), 1, (), 0),
+    (aten.unsqueeze.default, (2, 8, 4), 2, (0,), 3),
+    (aten.unsqueeze.default, (2, 8, 4), 1, (-1,), 1),
+    (aten.select.int, (2, 8, 4), 2, (0, 1), 1),
+    (aten.mean.dim, (2, 8, 4), 1, ([0, 2],), 0),
+    (aten.mean.dim, (2, 8, 4), 1, ([-1], True), 1),
+    (aten.view.default, (2, 8, 12), 2, ([2, 8, 3, 4],), 2),
+    (aten.view.default, (2, 8, 3, 4), 2, ([16, 12],), 1),
+    (aten.view.default, (2, 4, 8, 3), 1, ([8, 8, 3],), UNKNOWN),
+    (aten.slice.Tensor, (2, 8, 4), 2, (1, 0, 3), 2),
+    (aten.expand.default, (8, 1, 4), 2, ([5, 8, 6, 4],), 3),
+]
+
+
+@pytest.mark.parametrize(("operator", "shape", "split", "arguments", "expected"), MOVED)
+def test_where_a_split_dimension_goes(
+    operator: Any, shape: tuple[int, ...], split: int, arguments: tuple[Any, ...], expected: int
+) -> None:
+    tensor = torch.zeros(shape, device="meta")
+    out, given = operator(tensor, *arguments), named_arguments(operator, (tensor, *arguments), {})
+    assert dimension_of(operator.overloadpacket.__name__, given, tensor, split, out) == expected
 
 
 def test_dropout_that_is_switched_off_is_no_random_number() -> None:

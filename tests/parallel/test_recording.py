@@ -107,7 +107,9 @@ def test_e3_a_builders_initial_values_are_its_constructors(name: str) -> None:
 
 
 def test_e3_what_constructors_relate_stays_related() -> None:
-    found = {key: value for part in of_builder(Many, 5).values() for key, value in part.items()}
+    skeleton = of_builder(Many, 5)
+    found, second = ({key: value for part in skeleton.values() for key, value in part.items()} for _ in range(2))
+    assert all(torch.equal(found[key], second[key]) for key in found)
     assert torch.equal(found["follows"], found["drawn"] + 1)
     assert torch.equal(found["turned.weight"] @ found["turned.weight"].T, found["turned.weight"] @ found["turned.weight"].T)
     torch.testing.assert_close(found["turned.weight"] @ found["turned.weight"].T, torch.eye(64), rtol=0, atol=1e-5)

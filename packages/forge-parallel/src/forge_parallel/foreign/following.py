@@ -8,7 +8,7 @@ parameters they come.
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Follower(TorchDispatchMode):
         super().__init__()
         self._rules, self._path, self._inside = rules, [""], 0
         self._states: dict[int, tuple[Tensor, _State]] = {}  # a tensor is kept, so that its id stays its own
+        self._filled: dict[int, Tensor] = {}  # storages that split features were written into
         self._hollow: dict[int, tuple[Tensor, Tensor]] = {}  # what was written into a tensor with memory has none
         self._cut: dict[int, str] = {}
         self.partial: set[str] = set()
@@ -67,7 +68,10 @@ class Follower(TorchDispatchMode):
             part.register_forward_hook(self._leaving(path))
 
     def _of(self, tensor: Tensor) -> _State:
-        return self._states.get(id(tensor), (tensor, CLEAN))[1]
+        state = self._states.get(id(tensor), (tensor, CLEAN))[1]
+        if state.split is None and tensor.untyped_storage()._cdata in self._filled:
+            return replace(state, split=UNKNOWN)
+        return state
 
     def _set(self, out: Any, state: _State) -> None:
         for leaf in tree_iter(out):
@@ -126,6 +130,7 @@ class Follower(TorchDispatchMode):
         if any(state.split is not None for state in states):
             self.partial |= set().union(*(state.sources for state in states if state.split is None))
             self._split(name, given, out)
+            self._filled |= {leaf.untyped_storage()._cdata: leaf for leaf in written(func, args, kwargs)}
         else:
             sources = frozenset().union(*(state.sources for state in states))
             for leaf in tree_iter(out):
