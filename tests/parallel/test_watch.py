@@ -187,3 +187,25 @@ def test_many_late_ranks_are_counted() -> None:
     from forge_parallel.watch import _several
 
     assert _several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
+
+
+def _third() -> tuple[str, int]:
+    """Rank 2 fails, which rank 0 learns from its note, and rank 1 after rank 0 has taken the store along."""
+    watch, _ = _open(timeout=20, patience=1)
+    rank = dist.get_rank()
+    if rank == 2:
+        watch.failed("the device is on fire", 3)
+        return "", 0
+    time.sleep(1)  # its thread has read the note
+    if rank == 0:
+        watch.failed("one more fault", 1)
+        return "", 0
+    watch._store = None if watch._known is None else dist.HashStore()  # that of the note is not asked again
+    failure = watch.explain(RuntimeError("gloo: Connection closed by peer"))
+    return str(failure), failure.exit_code
+
+
+def test_h3_the_first_note_is_kept_when_the_store_goes(world: World) -> None:
+    _, (message, code), _ = world.run(_third, 3, group=False)
+    assert message.startswith("rank 2 ended first, with exit code 3: the device is on fire. Rank 1 of 3 waited for it in ")
+    assert code == 5

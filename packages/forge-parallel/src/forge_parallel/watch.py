@@ -144,7 +144,7 @@ class Watch:
             self._file = path.open("a")
 
     def stop(self) -> None:
-        """Ends the thread: from here on nobody is waited for."""
+        """Ends the thread: from here on this rank waits for no other."""
         self._done.set()
         if self._thread.is_alive():
             self._thread.join(5)
@@ -163,10 +163,11 @@ class Watch:
         if self._store is None:
             return
         self.stop()
-        named = f"rank {self.rank} ended first, with exit code {exit_code}: {message}"
         with contextlib.suppress(RuntimeError):  # the store is gone: the others know
-            self._leave_note(named, exit_code if exit_code == 75 else 5)
-            self._store.set(f"read/{self.rank}", "")
+            if self._known is None:  # else another one was first, and may have taken the store along
+                named = f"rank {self.rank} ended first, with exit code {exit_code}: {message}"
+                self._leave_note(named, exit_code if exit_code == 75 else 5)
+                self._store.set(f"read/{self.rank}", "")
             if self.hosts:
                 self._wait_until_read()
 
