@@ -50,7 +50,6 @@ class Follower(TorchDispatchMode):
         self._rules, self._path, self._inside = rules, [""], 0
         self._states: dict[int, tuple[Tensor, _State]] = {}  # a tensor is kept, so that its id stays its own
         self._filled: dict[int, Tensor] = {}  # storages that split features were written into
-        self._hollow: dict[int, tuple[Tensor, Tensor]] = {}  # what was written into a tensor with memory has none
         self._cut: dict[int, str] = {}
         self.partial: set[str] = set()
         self.whole: set[str] = set()
@@ -140,12 +139,9 @@ class Follower(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """With values where all arguments have them."""
-        leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(leaf.is_meta or id(leaf) in self._hollow for leaf in leaves):
+        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
-        hollow = {id(leaf): self._hollow.get(id(leaf), (leaf, leaf.to("meta")))[1] for leaf in leaves}
-        self._hollow |= {id(leaf): (leaf, hollow[id(leaf)]) for leaf in written(func, args, kwargs) if not leaf.is_meta}
-        args, kwargs = tree_map(lambda leaf: hollow.get(id(leaf), leaf), (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         return func(*args, **without_memory(kwargs))
 
     def _split(self, name: str, given: Mapping[str, Any], out: Any) -> None:
