@@ -154,7 +154,7 @@ def test_nothing_changed_is_nothing_said(trained: Path) -> None:
         ("--precision.state=bf16 --precision.compute=bf16", "precision.state", 'was "fp32", is "bf16"'),
         ("--job.seed=7", "job.seed", "was 3, is 7"),
         ("--data.documents=ignore", "data.documents", 'was "mask", is "ignore"'),
-        ("--data.tokenizer.name=bytes", "data.tokenizer", "bytes"),
+        ("--data.tokenizer.name=sentencepiece --data.tokenizer.path=elsewhere.model", "data.tokenizer", "sentencepiece"),
         ("--hooks.1.strength=2.0", "hooks.1.strength", "was 1.0, is 2.0"),
     ],
 )
