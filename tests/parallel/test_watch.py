@@ -66,7 +66,7 @@ def _late(how: str) -> tuple[str, int, list[str]]:
 
 def test_h1_who_keeps_the_others_waiting_is_named_while_they_wait_and_when_they_give_up(world: World) -> None:
     (message, code, said), (_, _, own) = world.run(_late, 2, "sleeps", group=False)
-    assert len(said) >= 2, "after the patience, and after twice as long"
+    assert 2 <= len(said) <= 4, "after the patience, and after twice as long each time"
     for line in [*said, message]:
         assert "rank 1 (process " in line and "; step 2, test_watch.py:" in line and "(_late), " in line
     assert said[0].startswith("waiting for 1 s in step 2, test_watch.py:") and "(_wait_for_all), for rank 1" in said[0]
@@ -174,6 +174,7 @@ def test_who_is_late() -> None:
 
     assert late(sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))) == [2], "the one that is behind"
     assert late(sights(watch, r1=(7, True), r2=(8, True), r3=(7, False))) == [3], "of those at the same mark, the one that works"
+    assert late(sights(watch, r1=(7, True), r2=(8, False), r3=(7, False))) == [3], "who is ahead has been here"
     assert late(sights(watch, r1=(7, True), r2=(7, True), r3=(7, True))) == [1, 2, 3]
     assert late(sights(watch, r1=(7, True), r2=(6, True))) == ["rank 3 (never heard of)"]
     found = sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))
@@ -209,3 +210,40 @@ def test_h3_the_first_note_is_kept_when_the_store_goes(world: World) -> None:
     _, (message, code), _ = world.run(_third, 3, group=False)
     assert message.startswith("rank 2 ended first, with exit code 3: the device is on fire. Rank 1 of 3 waited for it in ")
     assert code == 5
+
+
+LOST = RuntimeError("gloo: Connection closed by peer")
+
+
+def test_h3_only_the_first_note_counts() -> None:
+    store = dist.HashStore()
+    watches = [Watch(rank, 3, store) for rank in range(3)]
+    watches[1].failed("the device is on fire", 3)
+    watches[2].failed("a fault that follows", 1)
+    failure = watches[0].explain(LOST)
+    assert str(failure).startswith("rank 1 ended first, with exit code 3: the device is on fire. Rank 0 of 3 waited")
+    assert failure.exit_code == 5
+
+
+class Gone:
+    """A store that must not be asked."""
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(name)
+
+
+def test_h3_a_note_that_was_read_needs_no_store() -> None:
+    store = dist.HashStore()
+    Watch(1, 2, store).failed("the device is on fire", 3)
+    watch = Watch(0, 2, store)
+    assert watch._note() is not None
+    watch._store = Gone()
+    assert "the device is on fire" in str(watch.explain(LOST))
+
+
+def test_h3_hints_of_the_place_are_kept() -> None:
+    store = dist.HashStore()
+    Watch(1, 2, store).failed("x", 3)
+    error = RuntimeError("gloo: Timed out waiting")
+    error.add_note("prepare the data beforehand")
+    assert str(Watch(0, 2, store).explain(error)).endswith("; prepare the data beforehand")
