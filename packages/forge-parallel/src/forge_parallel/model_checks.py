@@ -4,7 +4,7 @@ The arithmetic is in `forge_parallel.shares`, which the strategies themselves as
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from forge_core.errors import Fault, PlanError
@@ -17,8 +17,8 @@ from forge_parallel.float8 import layers
 
 def outline_of(job: Any) -> Outline | None:
     """What the recipe's model says of itself; None where it says nothing."""
-    outline: Any = getattr(job.model, "outline", None)
-    return outline() if callable(outline) else None
+    outline: Callable[[], Outline] | None = getattr(job.model, "outline", None)
+    return outline() if outline is not None else None
 
 
 def tensors_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
