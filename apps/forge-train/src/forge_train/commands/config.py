@@ -76,20 +76,21 @@ def diff(
 ) -> None:
     """Keys that differ between two recipes, runs or checkpoints, defaults included; exit code 1 when there are any.
 
-    Overrides such as --optimizer.lr=1e-3 change the second one.
+    Each has its class: a resume refuses another value of an `identity` key. Overrides such as --optimizer.lr=1e-3 change the
+    second side.
     """
-    from forge_core.config.write import value_text
+    from dataclasses import asdict
+
     from forge_core.console import Console
-    from forge_train.comparison import ABSENT, differences
+    from forge_train.comparison import differences
 
     found = differences(one, other, context.args)
     console = Console(as_json=as_json)
     if as_json:
-        console.document([vars(item) for item in found])
+        console.document([asdict(change) for change in found])
     else:
-        for item in found:
-            one, other = (value if value == ABSENT else value_text(value) for value in (item.one, item.other))
-            console.text(f"{item.key}: {one} -> {other}")
+        for change in found:
+            console.text(f"{change}  [{change.key_class}]")
         console.text(f"{len(found)} keys differ" if found else "no difference")
     if found:
         raise typer.Exit(1)
