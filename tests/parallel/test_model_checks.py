@@ -48,6 +48,7 @@ def keys(model: Any, layout: str, **transforms: Any) -> list[str]:
         ({"attention": GQA(soft_cap=5.0)}, "cp2", {}, []),
         ({}, "1", {"float8": Float8()}, []),
         ({}, "tp4", {"float8": Float8()}, ["transforms.float8"]),
+        ({"kv_heads": 4}, "tp2", {"float8": Float8()}, []),
         ({"ffn_dim": 40}, "1", {"float8": Float8()}, ["transforms.float8"]),
         ({"ffn_dim": 40}, "1", {"float8": Float8(exclude=["*.mlp.*"])}, []),
         ({}, "1", {"float8": Float8(include=["*.nothing"])}, ["transforms.float8"]),
