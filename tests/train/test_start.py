@@ -12,17 +12,23 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 
 from forge_ckpt.fence import Fence
 from forge_ckpt.store import LocalStore
 from forge_ckpt.world import Alone
-from forge_core.errors import ForgeError
+from forge_core.errors import CheckpointError, ForgeError
+from forge_core.registry import Registry
 from forge_parallel.launcher import Launch
 from forge_train import takeover
+from forge_train.assemble import assemble
+from forge_train.checkpoints import Checkpoints
 from forge_train.commands.run import start
 from forge_train.directory import OWNED, RECIPE, move_aside, previous
 from forge_train.logs import logging_of
 from forge_train.loop import fit
+from forge_train.recipe import load
+from forge_train.run import Run
 from forge_train.trackers.jsonl import read
 from train.runs import TINY, digest, prepared, train
 
@@ -242,6 +248,21 @@ def test_w1_fresh_ends_a_live_job_before_its_files_move(here: Path, monkeypatch:
     assert seen == [True]
 
 
+def test_w1_a_save_that_fails_keeps_the_run_before(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = begun(here)
+
+    def full(*_: object) -> str:
+        raise CheckpointError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", full)
+        with pytest.raises(CheckpointError):
+            fresh.save()
+    assert previous(here / "runs" / "tiny")
+    fresh.save()
+    assert not previous(here / "runs" / "tiny")
+
+
 class Looking:
     """A save hook of which one looks before each save."""
 
@@ -259,14 +280,8 @@ class Looking:
         self.hook.after_step(run, result)  # type: ignore[attr-defined]
 
 
-def begun(here: Path, *overrides: str) -> object:
+def begun(here: Path, *overrides: str) -> Run:
     """A run that has taken its directory over with --fresh, and not trained yet."""
-    import torch
-
-    from forge_core.registry import Registry
-    from forge_train.assemble import assemble
-    from forge_train.recipe import load
-
     registry = Registry()
     resolved = load(here / "tiny.toml", list(overrides), 1, registry)
     return assemble(resolved, here / "runs" / "tiny", Launch(), torch.device("cpu"), registry, None, fresh=True)
