@@ -1,4 +1,4 @@
-"""Does the state still consist of numbers? A value that is not finite stays for ever once it is in a weight or a moment."""
+"""Does the state still consist of numbers? A value that is not finite stays once it is in a weight or a moment."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Who keeps the others waiting: every rank writes where it is, and one that waits long reads what the others wrote.
 
-A daemon thread per process does both, over a connection of its own to the group's store, once a second. The training thread
+A daemon thread per process does both, over a second connection to the group's store, once a second. The training thread
 only counts the marks that it passes; all ranks pass the same ones in the same order, so a smaller count is behind. Where a rank
 is after a mark, and whether it waits in a collective, the thread sees in the stack of the training thread.
 
