@@ -84,7 +84,7 @@ def pair(folder: Path, how: str, timeout: float = 60) -> list[tuple[int, str]]:
     return [(rank.returncode, re.sub(r".* at the start: .*\n", "", text)) for rank, text in zip(ranks, said, strict=True)]
 
 
-def test_under_torchrun_the_others_end_within_seconds_and_the_cause_is_in_its_summary(tmp_path: Path) -> None:
+def test_h5_under_torchrun_the_others_end_within_seconds_and_the_cause_is_in_its_summary(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, *RUN], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=prepare(tmp_path, "raises")
