@@ -91,7 +91,7 @@ def test_the_local_store_is_found_and_built_by_name(tmp_path: Path) -> None:
 
 def test_the_section_describes_every_field_and_names_its_slot() -> None:
     fields = {field.name: field for field in fields_of(Checkpoint)}
-    assert set(fields) == {"every", "keep", "mode", "store", "resume"} and all(field.doc for field in fields.values())
+    assert set(fields) == {"every", "keep", "mode", "store", "resume", "allow"} and all(field.doc for field in fields.values())
     assert fields["store"].type.__metadata__[0].default == "local"
 
 

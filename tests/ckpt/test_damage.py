@@ -184,7 +184,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert newest(store, Alone()) is None
     with pytest.raises(CheckpointError, match="is the path right"):
         newest(store, Alone(), "require")
-    with pytest.raises(CheckpointError, match="no checkpoint 5"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         load(store, 5, [], Alone())
     assert not (tmp_path / "c").exists()  # looking creates nothing
 

@@ -71,7 +71,7 @@ def test_the_preset_under_torchrun_goes_on_alone(tmp_path: Path) -> None:
         (
             ["--parallel.tp=2", "--model.moe.losses.sequence=1e-4"],
             2,
-            ["model.moe.losses.sequence", "parallel.tp = 2", "losses.global_batch"],
+            ["model.moe.losses.sequence", "set parallel.tp = 1", "losses.global_batch"],
         ),
         (["--parallel.ep=2", "--model.moe=none"], 2, ["parallel.ep: the model has no experts to share"]),
     ],

@@ -20,6 +20,14 @@ from train.runs import TINY, prepared
 ALL = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 
+@pytest.fixture(autouse=True)
+def not_under_nohup() -> Iterator[None]:
+    """A test session that was started by nohup ignores SIGHUP, and so would a run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"

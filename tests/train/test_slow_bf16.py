@@ -15,7 +15,6 @@ from forge_parallel.launcher import Launch
 from forge_train import matrix_speed
 from forge_train.assemble import assemble
 from forge_train.cli import main
-from forge_train.directory import claim, run_directory
 from forge_train.matrix_speed import SECONDS, SIZE, bf16_remark, speed
 from forge_train.recipe import load
 from train.runs import TINY
@@ -69,7 +68,6 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     recipe.write_text(TINY.replace("threads = 1\n", ""))
     registry, said = Registry(), StringIO()
     resolved = load(recipe, [f"--job.dir={tmp_path / 'run'}", f"--precision.compute={compute}"], 1, registry)
-    claim(run_directory(resolved.job), fresh=False)
     assemble(resolved, tmp_path / "run", Launch(), torch.device("cpu"), registry, Console(file=said, width=500))
     text = said.getvalue()
     assert text.startswith("cpu: 1 thread per process (OMP_NUM_THREADS)\n")
