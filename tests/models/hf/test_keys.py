@@ -159,3 +159,13 @@ def test_p1_two_spellings_that_differ_are_refused() -> None:
     with pytest.raises(ConfigError, match="norm_eps"):
         decoder_of(FAMILIES["llama"], SIZES | {"rms_norm_eps": 1e-5, "norm_eps": 1e-6}, "here")
     assert json.dumps(meaning_of(decoder_of(FAMILIES["llama"], SIZES | {"norm_eps": 1e-6}, "here")), default=str)
+
+
+@pytest.mark.parametrize("place", ["beside", "inside", "absent"])
+def test_p1_a_repetition_is_compared_with_what_holds_wherever_that_is_said(place: str) -> None:
+    """`rope_pct` of StableLM repeats `partial_rotary_factor`, which newer versions keep in the table of rotary positions."""
+    keys = {"beside": {"partial_rotary_factor": 0.5}, "inside": {"rope_parameters": {"partial_rotary_factor": 0.5}}, "absent": {}}
+    share = {"beside": 0.5, "inside": 0.5, "absent": 0.25}[place]
+    assert decoder_of(FAMILIES["stablelm"], SIZES | keys[place] | {"rope_pct": share}, "here").rope.partial == share
+    with pytest.raises(ConfigError, match=r"rope_pct: 0\.75"):
+        decoder_of(FAMILIES["stablelm"], SIZES | keys[place] | {"rope_pct": 0.75}, "here")

@@ -1,5 +1,7 @@
 """Published configurations against transformers: parameters at full size, logits of tiny models with the same keys."""
 
+import json
+from copy import deepcopy
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,7 +14,7 @@ from forge_core.component import Component
 from forge_core.errors import ForgeError
 from forge_models.components.norms import RMSNorm
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.family import decoder_of, misfits
+from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import places_in
 from forge_models.hf.reader import Folder, family_of
 from models.hf.published import READ, REFUSED, folder_of, reference, spread, tiny, variants
@@ -33,6 +35,18 @@ def test_p1_p2_a_published_configuration_has_the_parameters_of_transformers(name
         model = reference(values)
     assert ours == {theirs: tuple(parameter.shape) for theirs, parameter in model.named_parameters()}
     assert sum(prod(shape) for shape in ours.values()) == READ[name]["parameters"]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_p1_a_published_configuration_that_transformers_saved_again_means_the_same(name: str) -> None:
+    """Every model that was trained further has such a file: keys are renamed, moved into tables, or there twice."""
+    from transformers import AutoConfig
+
+    values = READ[name]["config"]
+    family = family_of(values, name)
+    given = deepcopy({key: value for key, value in values.items() if key != "auto_map"})
+    again = json.loads(AutoConfig.for_model(**given).to_json_string())
+    assert meaning_of(decoder_of(family, again, name)) == meaning_of(decoder_of(family, values, name))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -203,6 +203,15 @@ def test_layers_without_a_list_of_types_are_those_of_transformers(kind: str, key
     assert windows_of(decoder_of(FAMILIES[kind], SIZES | keys, kind)) == expected
 
 
+def test_p1_two_spellings_of_a_pattern_of_layers_agree() -> None:
+    """transformers saves both of a configuration that has the first."""
+    keys = SIZES | {"sliding_window": 5, "num_hidden_layers": 8, "sliding_window_pattern": 3}
+    twice = decoder_of(FAMILIES["gemma3_text"], keys | {"_sliding_window_pattern": 3}, "here")
+    assert windows_of(twice) == windows_of(decoder_of(FAMILIES["gemma3_text"], keys, "here"))
+    with pytest.raises(ConfigError, match="_sliding_window_pattern: 6"):
+        decoder_of(FAMILIES["gemma3_text"], keys | {"_sliding_window_pattern": 6}, "here")
+
+
 def test_a_published_configuration_of_gemma2_is_understood() -> None:
     values = {
         "architectures": ["Gemma2ForCausalLM"],

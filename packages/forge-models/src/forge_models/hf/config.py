@@ -42,6 +42,7 @@ class Keys:
         self.values, self.where = dict(values), where
         self._defaults, self._ignores = defaults, {**COMMON, **(ignores or {})}
         self._asked: set[str] = set()
+        self._settled: dict[str, Any] = {}
         self._wanted, self._ignored = tuple(ignore), set[str]()
         self.faults: list[Fault] = []
 
@@ -49,6 +50,10 @@ class Keys:
         """Whether the file has a key, which from then on counts as read."""
         self._asked.add(key)
         return key in self.values
+
+    def settle(self, key: str, value: Any) -> None:
+        """Notes what a key that may be given in several places amounts to: what a repetition of it is compared with."""
+        self._settled[key] = value
 
     def ignored(self, key: str) -> bool:
         """Whether the user leaves out a key, or an entry `table.key`, that is not understood."""
@@ -140,7 +145,7 @@ class Keys:
             raise ConfigError(dict.fromkeys(self.faults))
 
     def _resolved(self, key: str) -> Any:
-        return self.values.get(key, self._defaults.get(key))
+        return self._settled.get(key, self.values.get(key, self._defaults.get(key)))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

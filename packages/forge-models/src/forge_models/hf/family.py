@@ -194,8 +194,10 @@ def _windows(family: Family, keys: Keys, layers: int) -> dict[str, Any]:
         window = window if used else None
         types = types or [SLIDING if window and layer >= first else FULL for layer in range(layers)]
     else:
-        pattern = next((name for name in ("sliding_window_pattern", "_sliding_window_pattern") if keys.given(name)), None)
-        period = keys.integer(pattern) if pattern else family.period
+        patterns = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if keys.given(name)]
+        period = keys.integer(patterns[0]) if patterns else family.period
+        for name in patterns[1:]:  # transformers saves both when it was given the first
+            keys.only(name, period)
         types = types or [FULL if period and (layer + 1) % period == 0 else SLIDING for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or set(types) - {FULL, SLIDING}:
         keys.fault("layer_types", f"expected {layers} times {FULL!r} or {SLIDING!r}")

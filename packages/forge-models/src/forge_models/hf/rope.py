@@ -58,6 +58,7 @@ def read_rope(
     partial = 1.0
     if default_partial is not None:
         partial = _partial(keys, table, where, default_partial)
+        keys.settle(PARTIAL, partial)
         table = {name: value for name, value in table.items() if name != PARTIAL}
     local_theta = None
     if default_local is not None:
