@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forge_core.errors import ConfigError, ForgeError
+from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
 from forge_models.components.routers import Hash, SigmoidTopK
@@ -20,7 +21,7 @@ from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import shapes_of
 from forge_models.hf.reader import Folder
-from models.hf.zoo import CASES, SIZES, random_model, saved
+from models.hf.zoo import CASES, SIZES, random_model, saved, tokens
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     # Keys of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B and deepseek-ai/DeepSeek-V3, as they were published.
@@ -123,6 +124,15 @@ def test_experts_must_be_exactly_those_of_the_model(
 ) -> None:
     with pytest.raises(Unsupported, match=message):
         Folder(changed(originals["mixtral"], tmp_path / "model", change))
+
+
+def test_experts_of_any_width_are_compared_with_transformers(tmp_path: Path) -> None:
+    """Its grouped products refuse widths that are no multiple of 16 bytes; a conversion ended in that error."""
+    theirs = random_model("qwen3_moe", CASES["qwen3_moe"][1] | {"moe_intermediate_size": 18, "num_hidden_layers": 1})
+    folder = saved(theirs, tmp_path)
+    found = Hf().build().reference(folder, tokens())
+    with torch.no_grad():
+        assert torch.equal(found, theirs(tokens()).logits)
 
 
 def test_layers_for_further_tokens_are_left_out(originals: dict[str, Path], tmp_path: Path) -> None:

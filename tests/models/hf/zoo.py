@@ -100,7 +100,7 @@ def random_model(kind: str, keys: dict[str, Any], seed: int = 0) -> torch.nn.Mod
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, **deepcopy(SIZES | keys))  # it writes into tables
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
