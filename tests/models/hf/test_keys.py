@@ -161,11 +161,13 @@ def test_p1_two_spellings_that_differ_are_refused() -> None:
     assert json.dumps(meaning_of(decoder_of(FAMILIES["llama"], SIZES | {"norm_eps": 1e-6}, "here")), default=str)
 
 
-@pytest.mark.parametrize("place", ["beside", "inside", "absent"])
+@pytest.mark.parametrize("place", ["beside", "inside", "null", "absent"])
 def test_p1_a_repetition_is_compared_with_what_holds_wherever_that_is_said(place: str) -> None:
     """`rope_pct` of StableLM repeats `partial_rotary_factor`, which newer versions keep in the table of rotary positions."""
-    keys = {"beside": {"partial_rotary_factor": 0.5}, "inside": {"rope_parameters": {"partial_rotary_factor": 0.5}}, "absent": {}}
-    share = {"beside": 0.5, "inside": 0.5, "absent": 0.25}[place]
+    inside = {"rope_parameters": {"partial_rotary_factor": 0.5}}
+    beside = {"partial_rotary_factor": 0.5}
+    keys = {"beside": beside, "inside": inside, "null": inside | {"partial_rotary_factor": None}, "absent": {}}
+    share = 0.25 if place == "absent" else 0.5
     assert decoder_of(FAMILIES["stablelm"], SIZES | keys[place] | {"rope_pct": share}, "here").rope.partial == share
     with pytest.raises(ConfigError, match=r"rope_pct: 0\.75"):
         decoder_of(FAMILIES["stablelm"], SIZES | keys[place] | {"rope_pct": 0.75}, "here")

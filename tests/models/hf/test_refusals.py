@@ -26,6 +26,7 @@ from forge_models.hf.reader import Folder, read_model
 from forge_models.hf.writer import chosen
 from models.hf.zoo import SIZES, random_model, saved
 
+PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 LLAMA: dict[str, Any] = SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
@@ -205,11 +206,11 @@ def test_layers_without_a_list_of_types_are_those_of_transformers(kind: str, key
 
 def test_p1_two_spellings_of_a_pattern_of_layers_agree() -> None:
     """transformers saves both of a configuration that has the first."""
-    keys = SIZES | {"sliding_window": 5, "num_hidden_layers": 8, "sliding_window_pattern": 3}
-    twice = decoder_of(FAMILIES["gemma3_text"], keys | {"_sliding_window_pattern": 3}, "here")
-    assert windows_of(twice) == windows_of(decoder_of(FAMILIES["gemma3_text"], keys, "here"))
+    keys = SIZES | {"sliding_window": 5, "num_hidden_layers": 8}
+    for spellings in ({"sliding_window_pattern": 3}, {"_sliding_window_pattern": 3}, dict.fromkeys(PATTERNS, 3)):
+        assert windows_of(decoder_of(FAMILIES["gemma3_text"], keys | spellings, "here")) == (5, 5, None, 5, 5, None, 5, 5)
     with pytest.raises(ConfigError, match="_sliding_window_pattern: 6"):
-        decoder_of(FAMILIES["gemma3_text"], keys | {"_sliding_window_pattern": 6}, "here")
+        decoder_of(FAMILIES["gemma3_text"], keys | {"sliding_window_pattern": 3, "_sliding_window_pattern": 6}, "here")
 
 
 def test_a_published_configuration_of_gemma2_is_understood() -> None:
