@@ -7,6 +7,7 @@ what typer does not know as `context.args`: the overrides `--section.key=value`.
 
 import ast
 import inspect
+import os
 import platform
 import re
 import sys
@@ -26,20 +27,25 @@ from forge_core.registry import Entry, Registry
 from forge_train.completion import OverridesCommand
 
 GROUP = "forge.commands"
+COMPLETE = "_FORGE_TRAIN_COMPLETE"
+"""Environment variable by which a shell asks what could follow."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `forge-train`; a refusal is printed without a traceback and ends the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        root(Registry()).main(args=given, prog_name="forge-train")
+        options = (
+            not given or given[0].startswith("-") or COMPLETE in os.environ
+        )  # their module takes 3 ms that `check` can do without
+        root(Registry(), completion=options).main(args=given, prog_name="forge-train")
     except ForgeError as refusal:
         sys.exit(Console(as_json="--json" in given).error(refusal))
 
 
-def root(registry: Registry) -> TyperGroup:
-    """The command with every registered subcommand, none of them imported."""
-    app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None)
+def root(registry: Registry, completion: bool = True) -> TyperGroup:
+    """The command with every registered subcommand, none of them imported; `completion` adds the options that install it."""
+    app = typer.Typer(cls=_Commands, add_completion=completion, no_args_is_help=True, rich_markup_mode=None)
     app.callback(help="Train foundation models: dense, mixture-of-experts and vision-language.")(_options)
     group = get_command(app)
     assert isinstance(group, _Commands)
