@@ -30,8 +30,8 @@ class Assembler:
         self.packings = packings
         self.length = length
         self.masked = masked
-        self.vocab_size = vocab_size
         self._pieces = pieces
+        self._limits = [_limit(packing, vocab_size) for packing in packings]
 
     def fill(self, rows: Rows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
@@ -49,23 +49,24 @@ class Assembler:
         packing = self.packings[source]
         assert not isinstance(packing, Streamed), "a stream has no last row"
         cut, labelled = packing.cut_last()
-        self._refuse_unknown(packing, np.array([packing.rows]), cut.windows)
+        self._refuse_unknown(source, np.array([packing.rows]), cut.windows)
         return cut, labelled
 
     def _cut(self, source: int, numbers: np.ndarray) -> Cut:
         packing = self.packings[source]
         cut = packing.cut(numbers, self.length) if isinstance(packing, Streamed) else packing.cut(numbers)
         _refuse_borders(packing, numbers, cut)
-        self._refuse_unknown(packing, numbers, cut.windows)
+        self._refuse_unknown(source, numbers, cut.windows)
         return cut
 
-    def _refuse_unknown(self, packing: Packing | Streamed, numbers: np.ndarray, windows: np.ndarray) -> None:
+    def _refuse_unknown(self, source: int, numbers: np.ndarray, windows: np.ndarray) -> None:
         """Looks at every id that is read: what was known of a file when it was opened may not be what it holds now."""
         if windows.dtype.kind not in "ui" or not windows.size:
             return  # the label shift refuses other dtypes
-        limit, why = self._limit(packing)
+        packing, (limit, why) = self.packings[source], self._limits[source]
         # One pass: as unsigned numbers, negative ids are larger than any vocabulary.
-        if int(windows.view(windows.dtype.str.replace("i", "u")).max()) < limit:
+        unsigned = windows if windows.dtype.kind == "u" else windows.view(windows.dtype.str.replace("i", "u"))
+        if unsigned.max() < limit:
             return
         wrong = (windows >= limit) | (windows < 0)
         if wrong.any():
@@ -74,18 +75,19 @@ class Assembler:
             where = "" if isinstance(packing, Streamed) else _where(packing, int(numbers[row]), column)
             raise DataError(f"{packing.source.name}{where}: id {found}, but {why if found >= 0 else 'no id is negative'}")
 
-    def _limit(self, packing: Packing | Streamed) -> tuple[int, str]:
-        """(first id that no row of a packing may hold, why): the smallest of what is known."""
-        source = packing.source
-        known = [(1 << 63, "no vocabulary is that large")]
-        if self.vocab_size is not None:
-            known.append((self.vocab_size, f"the model's vocab_size is {self.vocab_size}"))
-        if source.vocab_size is not None:
-            known.append((source.vocab_size, f"its tokenizer has {source.vocab_size} ids"))
-        if source.max_id is not None:
-            when = getattr(source, "max_id_from", "when it was opened")
-            known.append((source.max_id + 1, f"the largest id {when} was {source.max_id}"))
-        return min(known)
+
+def _limit(packing: Packing | Streamed, vocab_size: int | None) -> tuple[int, str]:
+    """(first id that no row of a packing may hold, why): the smallest of what is known."""
+    source = packing.source
+    known = [(1 << 63, "no vocabulary is that large")]
+    if vocab_size is not None:
+        known.append((vocab_size, f"the model's vocab_size is {vocab_size}"))
+    if source.vocab_size is not None:
+        known.append((source.vocab_size, f"its tokenizer has {source.vocab_size} ids"))
+    if source.max_id is not None:
+        when = getattr(source, "max_id_from", "when it was opened")
+        known.append((source.max_id + 1, f"the largest id {when} was {source.max_id}"))
+    return min(known)
 
 
 def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: Cut) -> None:
