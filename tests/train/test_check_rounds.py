@@ -137,3 +137,11 @@ def test_e7_a_sample_that_the_model_cannot_take_is_refused_before_training(tiny:
     found = faults(tiny, 1, "--hooks.1.name=sample", "--hooks.1.max_tokens=32")
     assert "max_length = 32" in found["hooks.1.max_tokens"].message
     assert load(tiny, ["--hooks.1.name=sample", "--hooks.1.max_tokens=31"], 1, REGISTRY)
+
+
+@pytest.mark.parametrize(("policy", "named"), [("selective", True), ("full", False)])
+def test_e7_a_schedule_that_splits_the_backward_names_the_transform_that_needs_it_whole(
+    tiny: Path, policy: str, named: bool
+) -> None:
+    found = faults(tiny, 2, "--parallel.pp=2", "--parallel.pipeline.schedule.name=zbv", f"--transforms.recompute.policy={policy}")
+    assert ("transforms.recompute" in found) == named

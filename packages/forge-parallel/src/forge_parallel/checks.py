@@ -145,6 +145,13 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     blocks = getattr(job.model, "layers", None)
     for why in pipeline.refusals(layout.pp, blocks=blocks if isinstance(blocks, int) else None):
         yield Fault("parallel.pipeline.split", why, hint="change parallel.pp, the split, or the schedule's stages per rank")
+    for name, transform in job.transforms.items() if pipeline.schedule.splits_backward else ():
+        if getattr(transform, "whole_backward", False):
+            yield Fault(
+                f"transforms.{name}",
+                f"needs the whole backward of a block, which the pipeline schedule {pipeline.schedule.name!r} splits",
+                hint="leave it out, or take the schedule 1f1b or interleaved",
+            )
     if pipeline.schedule.splits_backward and getattr(getattr(job.model, "prediction", None), "depth", 0) > 1:
         yield Fault(
             "model.prediction.depth",

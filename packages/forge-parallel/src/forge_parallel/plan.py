@@ -66,8 +66,8 @@ class Plan:
         for transform in ordered:
             if cut is not None and cut.schedule.splits_backward and transform.whole_backward:
                 raise PlanError(
-                    f"the pipeline schedule {cut.schedule.name!r} computes gradients of inputs and of weights apart, which "
-                    f"transform {transform.name!r} does not stand; leave it out, or take the schedule 1f1b or interleaved"
+                    f"transform {transform.name!r} needs the whole backward of a block, which the pipeline schedule "
+                    f"{cut.schedule.name!r} splits; leave it out, or take the schedule 1f1b or interleaved"
                 )
         claimed: dict[str, str] = {} if cut is None else {"pp": "pipeline"}
         for transform in ordered:

@@ -239,8 +239,8 @@ class Optimizer(Protocol):
 
 class Transform(Protocol):
     """One strategy. `phase` orders it, `axes` are the mesh axes that it claims, `needs` names the transforms that must be in
-    the plan as well when one of these axes is larger than 1. `whole_backward`: it does not stand a pipeline that computes
-    gradients of inputs and of weights apart. `on_host`: parameters, their gradients and what an optimizer keeps lie in the
+    the plan as well when one of these axes is larger than 1. `whole_backward`: it does not support a pipeline that splits
+    the backward of a block. `on_host`: parameters, their gradients and what an optimizer keeps lie in the
     host's memory, everything else on the device.
 
     Derive from it: a strategy then says only what it does, and the rest does nothing.

@@ -180,6 +180,11 @@ class Recompute(Component):
     every: Annotated[int, Gt(0), Neutral("each block is wrapped by itself")] = 1
     """Recompute in every n-th block, from the first one on."""
 
+    @property
+    def whole_backward(self) -> bool:
+        """Results that were kept can be used by one backward only."""
+        return self.policy == "selective"
+
     def build(self) -> "Transform":
         from forge_parallel.transforms.recompute import Recompute as Transformed
 
@@ -191,6 +196,7 @@ class Compile(Component):
     """torch.compile, block by block; blocks of one shape share one graph."""
 
     key_class: ClassVar = FREE
+    whole_backward: ClassVar[bool] = True
 
     fullgraph: Annotated[bool, Neutral("where a graph may end; blocks exchange the same")] = True
     """A graph break is an error instead of a silent loss of speed; but for the one around experts that are shared over ranks."""
