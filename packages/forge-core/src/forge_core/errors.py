@@ -31,12 +31,10 @@ class Fault:
         return f"{self.key}: {self.message}{hint}{where}"
 
 
-@dataclass(frozen=True)
 class Caution(Fault):
     """What stops nothing and is told: a check yields it where a recipe may be meant so."""
 
 
-@dataclass(frozen=True)
 class Absent(Caution):
     """A file that is named and is not on this machine: it stops a run here, and not a check for a run elsewhere."""
 

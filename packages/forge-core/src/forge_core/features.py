@@ -18,12 +18,8 @@ from typing import Any, Literal
 from forge_core.component import FieldInfo, Slot, fields_of
 
 
-@dataclass(frozen=True)
-class _Any:
-    """Every value."""
-
-
-ANY = _Any()
+ANY: Any = object()
+"""Stands for every value."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def read(path: Path) -> Table:
     except OSError as error:
         raise ConfigError([Fault(shown, f"cannot be read: {error.strerror}")]) from error
     try:
-        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which means nothing in UTF-8
+        text = content.removeprefix(codecs.BOM_UTF8).decode()  # some editors write a byte order mark, which means nothing here
     except UnicodeDecodeError as error:
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ConfigError([Fault(shown, "is UTF-16 text", hint="save it as UTF-8")]) from error
