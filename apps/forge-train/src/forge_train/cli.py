@@ -8,6 +8,7 @@ what typer does not know as `context.args`: the overrides `--section.key=value`.
 import ast
 import inspect
 import os
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -143,7 +144,5 @@ def _options(
 def _version(given: bool) -> None:
     """One line, without importing torch: `forge-train 2.0.0 (torch 2.13.0, Python 3.11.7)`."""
     if given:
-        import platform
-
         print(f"forge-train {version('forge-train')} (torch {version('torch')}, Python {platform.python_version()})")
         raise typer.Exit

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 
 class KeyClass(StrEnum):
@@ -81,8 +81,7 @@ Class = type
 """`FieldInfo` has a field called `type`, inside which the builtin cannot be named."""
 
 
-@dataclass(frozen=True)
-class FieldInfo:
+class FieldInfo(NamedTuple):
     """One field of a section or component, as the configuration sees it."""
 
     name: str

@@ -12,18 +12,15 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from forge_core.component import FieldInfo, Slot, fields_of
-
 
 ANY: Any = object()
 """Stands for every value."""
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """A value that has to be proven: `when` is that value, `unless` the only one that has not.
 
     `axis`: it counts only where this axis of the layout is larger than 1.
@@ -39,8 +36,7 @@ class Feature:
         return _same(self.when, value) and not (self.unless is not ANY and _same(self.unless, value))
 
 
-@dataclass(frozen=True)
-class Neutral:
+class Neutral(NamedTuple):
     """Values (all of them, or `when`) that change no collective and no sum over ranks; `why` not."""
 
     why: str
@@ -63,6 +59,15 @@ def declared(info: FieldInfo) -> tuple[Feature | Neutral, ...]:
         annotation, *metadata = typing.get_args(annotation)
         found += metadata
     return tuple(item for item in found if isinstance(item, Feature | Neutral))
+
+
+def without_declarations(annotation: Any) -> Any:
+    """The type itself: fields that differ only in what they declare then share one reader, which takes a millisecond to make."""
+    if typing.get_origin(annotation) is not typing.Annotated:
+        return annotation
+    bare, *metadata = typing.get_args(annotation)
+    kept = [item for item in metadata if not isinstance(item, Feature | Neutral)]
+    return typing.Annotated[(bare, *kept)] if kept else bare
 
 
 def used(cls: type, values: Mapping[str, Any], sizes: Mapping[str, int]) -> set[str]:

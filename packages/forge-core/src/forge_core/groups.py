@@ -5,12 +5,11 @@ the registry compares them with the real signature when the component is loaded,
 signature is refused before anything runs.
 """
 
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """One kind of plugin: how it is chosen in a recipe, what `build` is given and what it returns."""
 
     name: str

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from types import ModuleType
@@ -158,13 +159,8 @@ def _file_entry(group: str, name: str) -> Entry:
         raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: there is no such file")
     if not attribute.isidentifier():
         raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: write file.py:ClassName")
-    return Entry(group, name, str(path.name), f"sha256:{_digest(path.read_bytes())}", f"{path.resolve()}:{attribute}")
-
-
-def _digest(content: bytes) -> str:
-    from hashlib import sha256  # loads OpenSSL, which takes 3 ms; most recipes name no file
-
-    return sha256(content).hexdigest()[:12]
+    digest = sha256(path.read_bytes()).hexdigest()[:12]
+    return Entry(group, name, str(path.name), f"sha256:{digest}", f"{path.resolve()}:{attribute}")
 
 
 def _load_file(entry: Entry) -> Any:
@@ -178,7 +174,7 @@ def _load_file(entry: Entry) -> Any:
 
 def _module_of(path: Path) -> ModuleType:
     """The module of a plugin file, imported under a name of its own so that pickling and type hints resolve."""
-    name = f"forge_file_{_digest(str(path).encode())}"
+    name = f"forge_file_{sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -8,7 +8,7 @@ new table and never an edit to a model.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Dim = Literal["batch", "sequence", "embed", "heads", "kv_heads", "ffn", "expert", "vocab"] | None
 """Logical meaning of one dimension; None where no strategy may split it."""
@@ -50,16 +50,14 @@ class ModuleSpec:
     outputs: tuple[tuple[Dim, ...], ...]
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """The weight of a linear layer before it exists: shape (outputs, inputs), and what its dimensions mean."""
 
     shape: tuple[int, int]
     dims: tuple[Dim, Dim]
 
 
-@dataclass(frozen=True)
-class Outline:
+class Outline(NamedTuple):
     """What a model's component says of the model before it is built, from `outline()`: for checks, without torch.
 
     What it says agrees with the `Specs` of the model. A component without the method is judged when the model is built.

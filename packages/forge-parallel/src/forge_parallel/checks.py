@@ -14,7 +14,6 @@ from forge_core.features import undeclared, used
 from forge_core.layout import Layout, divisors
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.components.transforms import ContextParallel, Expert, Shard, Tensor
-from forge_parallel.optim import shards
 from forge_parallel.plan import AXIS_DEFAULTS, default_transforms
 from forge_parallel.proven import FEATURES, unproven
 
@@ -210,6 +209,8 @@ def options_are_declared(job: Any, layout: Layout) -> Iterator[Fault]:
 
 def optimizer_takes_parts(job: Any, layout: Layout) -> Iterator[Fault]:
     """An optimizer that says nothing about parts of tensors is for one process, or replicas of it."""
+    from forge_parallel.optim import shards
+
     if why := shards.refusal(job.optimizer, layout):
         yield Fault("optimizer.name", why, hint=shards.HINT)
 

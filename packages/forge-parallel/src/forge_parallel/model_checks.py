@@ -12,7 +12,6 @@ from forge_core.layout import Layout
 from forge_core.specs import Outline
 from forge_parallel import shares
 from forge_parallel.components.transforms import ContextParallel, Float8, Tensor
-from forge_parallel.float8 import layers
 
 
 def outline_of(job: Any) -> Outline | None:
@@ -23,8 +22,7 @@ def outline_of(job: Any) -> Outline | None:
 
 def tensors_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
     """Ranks of tp share heads, widths and vocabulary, and the stream where sequences are cut."""
-    model = outline_of(job)
-    if layout.tp == 1 or model is None:
+    if layout.tp == 1 or (model := outline_of(job)) is None:
         return
     if why := shares.heads_refusal(model.units, layout.tp):
         unit = "heads" if model.units.get("heads", 0) % layout.tp else "kv_heads"
@@ -39,8 +37,7 @@ def tensors_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
 
 def rows_can_be_shared(job: Any, layout: Layout) -> Iterator[Fault]:
     """Ranks of cp share rows, in the way that attention is asked to see them."""
-    model = outline_of(job)
-    if layout.cp == 1 or model is None:
+    if layout.cp == 1 or (model := outline_of(job)) is None:
         return
     for reason in model.whole_rows:
         yield Fault(_key(reason), shares.whole_rows_refusal([reason]) or "", hint="leave it out, or set parallel.cp = 1")
@@ -53,9 +50,11 @@ def rows_can_be_shared(job: Any, layout: Layout) -> Iterator[Fault]:
 
 def float8_can_multiply(job: Any, layout: Layout) -> Iterator[Fault]:
     """Float8 finds layers to convert, of shapes that it takes on every rank."""
-    float8, model = job.transforms.get("float8"), outline_of(job)
-    if not isinstance(float8, Float8) or model is None or model.matrices is None:
+    float8 = job.transforms.get("float8")
+    if not isinstance(float8, Float8) or (model := outline_of(job)) is None or model.matrices is None:
         return
+    from forge_parallel.float8 import layers
+
     stacks = tuple(dict.fromkeys(name.rpartition(".")[0] for name in model.experts or ())) if float8.experts else ()
     try:
         chosen = layers.selected([*model.matrices, *stacks], float8.include, float8.exclude)

@@ -15,7 +15,6 @@ def check(
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
     from forge_core.console import Console
-    from forge_core.processor import slow_bf16
     from forge_core.registry import Registry
     from forge_train.recipe import load
 
@@ -23,8 +22,11 @@ def check(
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args, world, registry)
     warnings = list(resolved.warnings)
-    if resolved.job.precision.compute == "bf16" and (slow := slow_bf16()):
-        warnings.append(f"precision.compute = 'bf16': {slow}; set 'fp32' to train on it")
+    if resolved.job.precision.compute == "bf16":
+        from forge_core.processor import slow_bf16
+
+        if slow := slow_bf16():
+            warnings.append(f"precision.compute = 'bf16': {slow}; set 'fp32' to train on it")
     for warning in warnings:
         console.note(f"warning: {warning}")
     depends = list(getattr(resolved.job.model, "layout_dependent", ()))

@@ -5,10 +5,9 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge_core.config.merge import merge
 from forge_core.config.overrides import parse_overrides
@@ -20,8 +19,7 @@ from forge_core.registry import Registry
 PRESETS = "forge.presets"
 
 
-@dataclass(frozen=True)
-class Layered:
+class Layered(NamedTuple):
     """A merged recipe: `faults` are those of merging; typing may find more.
 
     Attributes:

@@ -3,6 +3,8 @@
 import datetime
 import json
 import math
+import types
+import typing
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ from forge_core.config.words import describe, literals
 from forge_core.errors import Fault, did_you_mean
 
 _CUSTOM = ("value_error", "assertion_error")
+_SCALARS = (bool, int, float, str)
 
 
 def read_leaf(key: str, node: Node, shape: Shape) -> tuple[Any, list[Fault]]:
@@ -33,7 +36,19 @@ def read_leaf(key: str, node: Node, shape: Shape) -> tuple[Any, list[Fault]]:
 
 def written(value: Any, annotation: Any) -> Any:
     """A typed leaf as TOML can hold it: paths as text, tuples as lists, enumerations by value."""
+    if type(value) in _SCALARS and _is_scalar(annotation) and (not isinstance(value, float) or math.isfinite(value)):
+        return value  # what pydantic would say, without the millisecond in which it builds an adapter
     return _adapter(annotation).dump_python(value, mode="json")
+
+
+def _is_scalar(annotation: Any) -> bool:
+    """Whether values of a type are booleans, numbers, text or None, and nothing in the type says how they are written."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        inner, *metadata = typing.get_args(annotation)
+        return _is_scalar(inner) and not any(hasattr(item, "__get_pydantic_core_schema__") for item in metadata)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return all(_is_scalar(option) for option in typing.get_args(annotation))
+    return annotation in (*_SCALARS, types.NoneType) or typing.get_origin(annotation) is typing.Literal
 
 
 def schema_of(annotation: Any) -> dict[str, Any]:

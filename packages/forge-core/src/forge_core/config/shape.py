@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal
 
 from forge_core.component import FieldInfo, Slot, fields_of
+from forge_core.features import without_declarations
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def shape_of(annotation: Any) -> Shape:
         if inner.kind != "leaf":
             kinds: dict[Any, Literal["list", "tuple", "dict"]] = {list: "list", tuple: "tuple", dict: "dict"}
             return Shape(kinds[origin], bare, False, None, inner)
-    return Shape("leaf", annotation, optional)
+    return Shape("leaf", without_declarations(annotation), optional)
 
 
 @cache
