@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_core import processor
-from forge_core.cores import threads_per_process, usable_cores
+from forge_core.machine import processor
+from forge_core.machine.cores import threads_per_process, usable_cores
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from forge_core import processor
+from forge_core.machine import processor
 from forge_core.registry import Registry
 from forge_parallel.launcher import Launch
 from forge_train import matrix_speed

@@ -16,9 +16,9 @@ import torch
 
 from forge_ckpt.resume import Found
 from forge_ckpt.world import Alone, Group
-from forge_core.cores import threads_per_process
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
+from forge_core.machine.cores import threads_per_process
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loader import evaluation, open_stream

@@ -11,8 +11,8 @@ from forge_ckpt.errors import Damaged
 from forge_ckpt.format import CHUNK_BYTES, checksum
 from forge_ckpt.manifest import Manifest
 from forge_ckpt.names import MANIFEST, committed
-from forge_core.cores import usable_cores
 from forge_core.errors import CheckpointError
+from forge_core.machine.cores import usable_cores
 from forge_core.protocols.ckpt import Store, World
 
 _THREADS = 4

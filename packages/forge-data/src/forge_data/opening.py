@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_core.cores import usable_cores
 from forge_core.errors import DataError
+from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
 from forge_data.components.section import Data
 from forge_data.phases import labels_of, used

@@ -23,7 +23,7 @@ def check(
     resolved = load(recipe, context.args, world, registry)
     warnings = list(resolved.warnings)
     if resolved.job.precision.compute == "bf16":
-        from forge_core.processor import slow_bf16
+        from forge_core.machine.processor import slow_bf16
 
         if slow := slow_bf16():
             warnings.append(f"precision.compute = 'bf16': {slow}; set 'fp32' to train on it")

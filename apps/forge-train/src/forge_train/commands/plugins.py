@@ -79,7 +79,7 @@ def doctor(
     """Load every plugin and report the broken ones, names claimed twice and, with --conform, what their groups ask for."""
     from forge_core.console import Console
     from forge_core.inspection import diagnose
-    from forge_core.processor import slow_bf16
+    from forge_core.machine.processor import slow_bf16
     from forge_core.registry import Registry
 
     console = Console(as_json=as_json)

@@ -4,8 +4,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from forge_core import processor
-from forge_core.cores import usable_cores
+from forge_core.machine import processor
+from forge_core.machine.cores import usable_cores
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
 _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")

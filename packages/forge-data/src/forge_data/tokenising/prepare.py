@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forge_core.cores import usable_cores
 from forge_core.errors import DataError
+from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.progress import Progress
 from forge_data.sources.manifest import MANIFEST, VERSION
