@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
-from forge_ckpt.manifest import TensorInfo
-from forge_ckpt.resume import load, newest
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.table import RankTable, join, pack, unpack
-from forge_ckpt.world import Alone
+from forge_ckpt.format.manifest import TensorInfo
+from forge_ckpt.format.table import RankTable, join, pack, unpack
+from forge_ckpt.saving.resume import load, newest
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.protocols.ckpt import Piece
 
 BASELINE = {

@@ -20,13 +20,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ckpt.ranks import blank, digest, sample, whole
-from forge_ckpt import format as layout
-from forge_ckpt.names import committed
-from forge_ckpt.resume import load, newest
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.verify import agreed_fault, open_manifest
-from forge_ckpt.world import Alone
+from forge_ckpt.format import tensor_files as layout
+from forge_ckpt.format.names import committed
+from forge_ckpt.saving.resume import load, newest
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
 
 # what is there before, the step that is saved, how many are kept

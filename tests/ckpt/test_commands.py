@@ -10,9 +10,9 @@ from ckpt.ranks import sample, whole
 from forge_ckpt.commands import app
 from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
 from forge_core.config.validate import resolve

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from ckpt.ranks import blank, digest, equal, sample, whole
-from forge_ckpt import format as layout
-from forge_ckpt.resume import load, newest
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.format import tensor_files as layout
+from forge_ckpt.saving.resume import load, newest
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 
 EXPECTED: dict[str, set[tuple[int | None, int | None]]] = {
     "first": {(None, None), (100, 1)},

@@ -12,10 +12,10 @@ import xxhash
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
 from forge_ckpt.errors import Damaged, NewerFormat
-from forge_ckpt.resume import load, newest
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.resume import load, newest
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 
 
@@ -148,7 +148,7 @@ def test_a_weights_only_load_does_not_care_about_other_bytes(tmp_path: Path) -> 
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
-    from forge_ckpt.codec import decode
+    from forge_ckpt.format.codec import decode
 
     save(LocalStore(tmp_path / "c"), whole({"t": torch.ones(2)}), {"a": 1}, 1, Alone())
     data = (tmp_path / "c/step-00000001/manifest.json").read_bytes()

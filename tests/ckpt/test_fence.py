@@ -8,11 +8,11 @@ import torch
 
 from ckpt.ranks import ThreadRank, on_ranks, whole
 from forge_ckpt.errors import Superseded
-from forge_ckpt.fence import Fence
-from forge_ckpt.names import OWNER
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.format.names import OWNER
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.fence import Fence
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 
 PIECES = whole({"w": torch.arange(6.0)})

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.ranks import blank, box, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.format import DTYPES
-from forge_ckpt.resume import load, newest
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.format.tensor_files import DTYPES
+from forge_ckpt.saving.resume import load, newest
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_ckpt.resume import load
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.resume import load
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.layout import Layout
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.model import Optimizer, Placed

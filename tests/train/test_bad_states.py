@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.resume import newest
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.resume import newest
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.gather import full

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.locate import locate
+from forge_ckpt.store.locate import locate
 from forge_core.registry import Registry
 from forge_parallel.gather import full
 from forge_train.loop import fit

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_ckpt.fence import Fence
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.fence import Fence
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launcher import Launch

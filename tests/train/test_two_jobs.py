@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from forge_ckpt.errors import Superseded
-from forge_ckpt.fence import Fence
-from forge_ckpt.resume import Found
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.resume import Found
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.fence import Fence
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_train.checkpoints import Checkpoints
 from forge_train.loop import fit

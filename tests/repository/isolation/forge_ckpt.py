@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from forge_ckpt.resume import load, newest
-from forge_ckpt.saver import save
-from forge_ckpt.store import LocalStore
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.resume import load, newest
+from forge_ckpt.saving.saver import save
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from forge_ckpt import resume, saver
-from forge_ckpt.collective import from_rank_0
-from forge_ckpt.fence import Fence
-from forge_ckpt.manifest import Manifest
-from forge_ckpt.names import committed
+from forge_ckpt.format.manifest import Manifest
+from forge_ckpt.format.names import committed
+from forge_ckpt.saving import resume, saver
+from forge_ckpt.saving.collective import from_rank_0
+from forge_ckpt.store.fence import Fence
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 from forge_core.protocols.data import Cursor
@@ -63,7 +63,7 @@ class Checkpoints:
     checked: int = -1
 
     def newest(self, policy: resume.Policy) -> resume.Found | None:
-        """What a start resumes from: `forge_ckpt.resume.newest`, which changes nothing until this job owns the store."""
+        """What a start resumes from: `forge_ckpt.saving.resume.newest`, which changes nothing until this job owns the store."""
         self.present = self._committed()
         return resume.newest(self.store, self.world, policy, aside=self.fence is not None)
 

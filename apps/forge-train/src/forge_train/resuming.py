@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.resume import Found
+from forge_ckpt.saving.resume import Found
 from forge_core.component import KeyClass
 from forge_core.config.compare import Change, changes, class_of, keys_of, vanished
 from forge_core.config.tree import Table, build, join, origin_at

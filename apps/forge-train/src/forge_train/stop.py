@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge_ckpt.fence import Fence
+    from forge_ckpt.store.fence import Fence
 
 FINISHED = "finished"
 STOPPED = "asked to stop"

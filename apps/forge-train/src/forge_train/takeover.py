@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_ckpt.fence import Fence
-from forge_ckpt.world import Alone
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
 from forge_core.protocols.ckpt import Store
 from forge_train.directory import claim, forget_previous, move_aside, previous

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import torch
 
-from forge_ckpt import resume, saver
-from forge_ckpt.locate import Place, locate
-from forge_ckpt.store import LocalStore
-from forge_ckpt.verify import open_manifest
-from forge_ckpt.world import Alone
+from forge_ckpt.saving import resume, saver
+from forge_ckpt.saving.world import Alone
+from forge_ckpt.store.locate import Place, locate
+from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.verify import open_manifest
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, Table, build, plain
 from forge_core.config.validate import resolve

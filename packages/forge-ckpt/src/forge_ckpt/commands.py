@@ -9,8 +9,8 @@ import typer
 from forge_core.errors import CheckpointError, ForgeError
 
 if TYPE_CHECKING:
-    from forge_ckpt.manifest import Manifest
-    from forge_ckpt.store import LocalStore
+    from forge_ckpt.format.manifest import Manifest
+    from forge_ckpt.store.store import LocalStore
 
 app = typer.Typer(name="ckpt", help="Look into checkpoints and verify them.", no_args_is_help=True, add_completion=False)
 
@@ -28,8 +28,8 @@ Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory tha
 def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Every checkpoint of a directory, newest first; lengths and manifests are checked, contents are not."""
     store, rows = _open(directory, foreign)[0], []
-    from forge_ckpt.names import DAMAGED, SUPERSEDED, committed
-    from forge_ckpt.verify import open_manifest
+    from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed
+    from forge_ckpt.store.verify import open_manifest
 
     names = store.list()
     for entry in committed(names):
@@ -83,8 +83,8 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
     store, only = _open(directory, foreign)
     step = step or only
     from forge_ckpt.errors import Damaged
-    from forge_ckpt.verify import agreed_fault
-    from forge_ckpt.world import Alone
+    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.store.verify import agreed_fault
 
     name, manifest, fault = step or "", None, None
     try:
@@ -128,8 +128,8 @@ def convert(context: typer.Context) -> None:
 
 def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
     """The checkpoints that a path means, and the name of the one that it is, where it is one."""
-    from forge_ckpt.locate import store_of
-    from forge_ckpt.store import LocalStore
+    from forge_ckpt.store.locate import store_of
+    from forge_ckpt.store.store import LocalStore
 
     try:
         store, name = store_of(directory)
@@ -140,9 +140,9 @@ def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
 
 def _read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":
     from forge_ckpt.errors import Damaged
-    from forge_ckpt.resume import resolve
-    from forge_ckpt.verify import open_manifest
-    from forge_ckpt.world import Alone
+    from forge_ckpt.saving.resume import resolve
+    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.store.verify import open_manifest
 
     try:
         name = resolve(store, int(step) if step is not None and step.isdecimal() else step, Alone())

@@ -24,6 +24,6 @@ class Local(Component):
     """Accept a directory that belongs to another user, who could then change what is loaded."""
 
     def build(self, path: "str | Path") -> "Store":
-        from forge_ckpt.store import LocalStore
+        from forge_ckpt.store.store import LocalStore
 
         return LocalStore(path, shared=self.shared, allow_foreign_owner=self.allow_foreign_owner)

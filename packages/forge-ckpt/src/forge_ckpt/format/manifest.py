@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_ckpt.boxes import cover_fault
-from forge_ckpt.format import DTYPES
+from forge_ckpt.format.boxes import cover_fault
+from forge_ckpt.format.tensor_files import DTYPES
 from forge_core.errors import CheckpointError
 
 _MAX_DIMS, _MAX_NAME = 16, 1024

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from forge_ckpt.names import is_safe
+from forge_ckpt.format.names import is_safe
 from forge_core.errors import CheckpointError
 
 MARKER = "forge-checkpoints"

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from forge_ckpt import codec
-from forge_ckpt.collective import describe_error
 from forge_ckpt.errors import Damaged
-from forge_ckpt.format import CHUNK_BYTES, checksum
-from forge_ckpt.manifest import Manifest
-from forge_ckpt.names import MANIFEST, committed
+from forge_ckpt.format import codec
+from forge_ckpt.format.manifest import Manifest
+from forge_ckpt.format.names import MANIFEST, committed
+from forge_ckpt.format.tensor_files import CHUNK_BYTES, checksum
+from forge_ckpt.saving.collective import describe_error
 from forge_core.errors import CheckpointError
 from forge_core.machine.cores import usable_cores
 from forge_core.protocols.ckpt import Store, World

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from forge_ckpt.format import DTYPES, dtype_name
-from forge_ckpt.manifest import Manifest, TensorInfo, build, check_tensor
-from forge_ckpt.names import rank_file
+from forge_ckpt.format.manifest import Manifest, TensorInfo, build, check_tensor
+from forge_ckpt.format.names import rank_file
+from forge_ckpt.format.tensor_files import DTYPES, dtype_name
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
 

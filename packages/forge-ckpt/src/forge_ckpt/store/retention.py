@@ -6,10 +6,10 @@ A checkpoint is renamed to a tombstone before its files are removed, so a half-r
 import logging
 from collections.abc import Collection
 
-from forge_ckpt.codec import decode
-from forge_ckpt.collective import from_rank_0
-from forge_ckpt.names import REMOVED, SAVING, committed, free_name
-from forge_ckpt.verify import agreed_fault, open_manifest
+from forge_ckpt.format.codec import decode
+from forge_ckpt.format.names import REMOVED, SAVING, committed, free_name
+from forge_ckpt.saving.collective import from_rank_0
+from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store, World
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge_ckpt.names import MANIFEST
+from forge_ckpt.format.names import MANIFEST
 from forge_core.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -39,9 +39,9 @@ def locate(path: Path) -> Place:
     Raises:
         CheckpointError: there is none.
     """
-    from forge_ckpt.resume import resolve
-    from forge_ckpt.store import LocalStore
-    from forge_ckpt.world import Alone
+    from forge_ckpt.saving.resume import resolve
+    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.store.store import LocalStore
 
     store, name = store_of(path)
     run = store.parent if store.name == CHECKPOINTS else None

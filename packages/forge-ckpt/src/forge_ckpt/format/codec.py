@@ -23,8 +23,8 @@ import numpy as np
 import xxhash
 
 from forge_ckpt.errors import Damaged, NewerFormat
-from forge_ckpt.manifest import Manifest, TensorInfo, build, check_tensor, is_whole, need
-from forge_ckpt.names import MANIFEST, is_safe
+from forge_ckpt.format.manifest import Manifest, TensorInfo, build, check_tensor, is_whole, need
+from forge_ckpt.format.names import MANIFEST, is_safe
 from forge_core.errors import CheckpointError
 
 FORMAT, VERSION = "forge-checkpoint", 1

@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from forge_ckpt.boxes import meeting
-from forge_ckpt.codec import decode
-from forge_ckpt.collective import describe_error, from_rank_0
 from forge_ckpt.errors import Damaged, NewerFormat
-from forge_ckpt.format import copy_box, dtype_name
-from forge_ckpt.manifest import Manifest
-from forge_ckpt.names import DAMAGED, SUPERSEDED, committed, free_name, is_safe
-from forge_ckpt.verify import agreed_fault, open_manifest
+from forge_ckpt.format.boxes import meeting
+from forge_ckpt.format.codec import decode
+from forge_ckpt.format.manifest import Manifest
+from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name, is_safe
+from forge_ckpt.format.tensor_files import copy_box, dtype_name
+from forge_ckpt.saving.collective import describe_error, from_rank_0
+from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 

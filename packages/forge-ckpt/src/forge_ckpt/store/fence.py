@@ -15,9 +15,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from forge_ckpt.collective import from_rank_0
 from forge_ckpt.errors import Superseded
-from forge_ckpt.names import OWNER, SAVING
+from forge_ckpt.format.names import OWNER, SAVING
+from forge_ckpt.saving.collective import from_rank_0
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store, World
 

@@ -1,0 +1,1 @@
+"""From a model to a checkpoint and back: what ranks write, agree on and load."""
