@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import flex_attention, varlen
 
 from forge_core.protocols.model import Placed
-from forge_models.blocks import core as module
-from forge_models.blocks.core import Boundaries, LocalAttention
+from forge_models.blocks import attention_core as module
+from forge_models.blocks.attention_core import Boundaries, LocalAttention
 from forge_models.components.attentions import GQA, MLA
 from harness.closeness import assert_no_farther
 

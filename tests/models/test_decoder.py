@@ -7,15 +7,15 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
-from forge_models.blocks import core
-from forge_models.blocks.core import LocalAttention
+from forge_models.blocks import attention_core as core
+from forge_models.blocks.attention_core import LocalAttention
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import ReLU2
 from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.rope import Rope
-from forge_models.generation import GenerationError, stream
+from forge_models.generation.generate import GenerationError, stream
 from forge_models.interp.tap import listening, tap
 from harness.closeness import assert_no_farther, wide
 

@@ -11,7 +11,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GELU
 from forge_models.components.moe import MoE
 from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
-from forge_models.logits import logits_of
+from forge_models.hf.streamed_forward import logits_of
 from forge_models.moe.upcycle import Upcycled
 
 

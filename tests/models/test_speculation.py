@@ -12,9 +12,9 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.prediction import Prediction
 from forge_models.components.rope import Rope
-from forge_models.generation import GenerationError, generate
+from forge_models.generation.generate import GenerationError, generate
+from forge_models.generation.speculation import Tally, _Rounds, speculate
 from forge_models.interp.tap import listening
-from forge_models.speculation import Tally, _Rounds, speculate
 from models.conftest import TINY, fill
 
 PROMPTS = [[5, 17, 3, 60, 8, 9, 41], [90], [2, 2, 31, 7]]

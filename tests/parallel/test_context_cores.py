@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 
 from forge_core.layout import Layout
-from forge_models.blocks.core import LocalAttention
+from forge_models.blocks.attention_core import LocalAttention
 from forge_parallel.attention import flex_blocks, ring
 from forge_parallel.attention.all_gather import AllGatherAttention
 from forge_parallel.attention.order import SequenceOrder

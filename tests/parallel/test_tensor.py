@@ -13,8 +13,8 @@ from forge_core.specs import Specs
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_models.generation import generate
-from forge_models.sampling import Sampling
+from forge_models.generation.generate import generate
+from forge_models.generation.sampling import Sampling
 from forge_parallel.boxes import local_box
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.gather import gathered

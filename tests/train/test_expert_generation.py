@@ -9,7 +9,7 @@ import torch
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.generation import generate
+from forge_models.generation.generate import generate
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.topology import Topology

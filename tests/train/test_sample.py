@@ -8,8 +8,8 @@ import pytest
 from forge_ckpt.store.locate import locate
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_models.generation import generate
-from forge_models.sampling import Sampling
+from forge_models.generation.generate import generate
+from forge_models.generation.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
 from forge_train.inference import loaded
 from forge_train.weights import ForgeWeights

@@ -15,7 +15,7 @@ from forge_core.protocols.convert import Facts
 from forge_core.protocols.data import SourceContext, Tokenizer
 from forge_core.registry import Registry
 from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
-from forge_models.sampling import Sampling
+from forge_models.generation.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
 from forge_train.inference import Continuation, loaded, opened, opening, tokenizer_for
 from train.runs import TINY, train

@@ -15,10 +15,10 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
+from forge_models.generation.sampling import GREEDY
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
-from forge_models.logits import logits_of
-from forge_models.sampling import GREEDY
+from forge_models.hf.streamed_forward import logits_of
 from forge_parallel.gather import full
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
@@ -143,7 +143,7 @@ def test_a_mapping_that_differs_from_the_library_is_refused(tmp_path: Path, monk
 
 
 def command_tokens(weights: Any) -> torch.Tensor:
-    from forge_models.logits import fixed_tokens
+    from forge_models.hf.streamed_forward import fixed_tokens
 
     return fixed_tokens(weights.model)
 

@@ -8,10 +8,10 @@ import torch
 
 from forge_core.protocols.convert import Weights
 from forge_models.components.converters import Hf
-from forge_models.generation import generate
+from forge_models.generation.generate import generate
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
-from forge_models.logits import logits_of
+from forge_models.hf.streamed_forward import logits_of
 from harness.closeness import assert_no_farther, wide
 from models.hf.zoo import CASES, exact_logits, random_model, saved, tokens
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 
 from forge_models.components.decoder import Decoder
-from forge_models.generation import generate
+from forge_models.generation.generate import generate
 from forge_models.objectives import CrossEntropy
 
 assert find_spec("forge_parallel") is None

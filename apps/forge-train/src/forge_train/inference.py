@@ -11,8 +11,8 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
-from forge_models.sampling import Sampling
-from forge_models.speculation import Tally
+from forge_models.generation.sampling import Sampling
+from forge_models.generation.speculation import Tally
 from forge_train.weights import ForgeWeights, job_of
 
 FOREIGN = "config.json"
@@ -32,7 +32,7 @@ def opened(path: Path, registry: Registry) -> Weights:
 @torch.no_grad()
 def loaded(weights: Weights, device: torch.device | None = None) -> torch.nn.Module:
     """The whole model in the widest dtype among its weights, ready to run."""
-    from forge_models.logits import buffers_of
+    from forge_models.hf.streamed_forward import buffers_of
 
     component: Any = weights.model
     place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -233,8 +233,8 @@ class Continuation:
 
     def _new(self, prompt: list[int]) -> Iterator[int]:
         """The tokens behind a prompt."""
-        from forge_models.generation import stream
-        from forge_models.speculation import speculate
+        from forge_models.generation.generate import stream
+        from forge_models.generation.speculation import speculate
 
         model: Any = self.model
         limits: dict[str, Any] = {"max_tokens": self.max_tokens, "eos": self.ends, "prefill": self.prefill}

@@ -6,10 +6,10 @@ from forge_core.lazy import lazily
 
 if TYPE_CHECKING:
     from forge_models.decoder import Decoder as Decoder
-    from forge_models.generation import generate as generate
+    from forge_models.generation.generate import generate as generate
+    from forge_models.generation.sampling import Sampling as Sampling
     from forge_models.interp.tap import listening as listening
     from forge_models.interp.tap import tap as tap
-    from forge_models.sampling import Sampling as Sampling
 
 __getattr__, __dir__ = lazily(
     __name__,

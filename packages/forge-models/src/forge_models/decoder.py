@@ -15,8 +15,8 @@ from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
 from forge_models.blocks.prediction import Prediction
 from forge_models.blocks.rope import Rotary, Rotation
-from forge_models.cache import KVCache
 from forge_models.components.decoder import Decoder as DecoderComponent
+from forge_models.generation.cache import KVCache
 from forge_models.interp.tap import scope, tap
 from forge_models.moe.layer import observe_all
 

@@ -120,7 +120,7 @@ def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
         ForgeError: the logits differ.
     """
     from forge_core.errors import ForgeError
-    from forge_models.logits import fixed_tokens
+    from forge_models.hf.streamed_forward import fixed_tokens
 
     tokens = fixed_tokens(weights.model)
     reference = converter.reference(path, tokens)
@@ -134,6 +134,6 @@ def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
 
 
 def _logits(weights: "Weights") -> "Tensor":
-    from forge_models.logits import fixed_tokens, logits_of
+    from forge_models.hf.streamed_forward import fixed_tokens, logits_of
 
     return logits_of(weights, fixed_tokens(weights.model))

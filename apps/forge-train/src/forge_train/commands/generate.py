@@ -36,7 +36,7 @@ def generate(
     """Continue text with the newest checkpoint of a run, token by token as it is made."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_models.sampling import Sampling
+    from forge_models.generation.sampling import Sampling
     from forge_train.alone import alone
     from forge_train.inference import Continuation, fits, loaded, opened, opening, tokenizer_for
 

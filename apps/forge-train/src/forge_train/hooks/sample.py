@@ -35,8 +35,8 @@ class SampleHook(Periodic):
 
     def act(self, run: Any) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
-        from forge_models.generation import generate
-        from forge_models.sampling import Sampling
+        from forge_models.generation.generate import generate
+        from forge_models.generation.sampling import Sampling
 
         config, tokenizer = self.config, run.data.tokenizer
         sampling = Sampling(

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from forge_core.protocols.model import AttentionCore
 from forge_core.specs import Dim, ModuleSpec, TensorSpec
-from forge_models.blocks.core import LocalAttention
+from forge_models.blocks.attention_core import LocalAttention
 from forge_models.blocks.layers import Linear, linear_specs
 from forge_models.blocks.rope import Rotary, Rotation, rotate
-from forge_models.cache import LayerCache
 from forge_models.components.attentions import GQA
 from forge_models.context import BlockContext
+from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")

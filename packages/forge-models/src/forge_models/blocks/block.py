@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from forge_core.specs import ModuleSpec
 from forge_models.blocks.rope import Rotation
-from forge_models.cache import LayerCache
 from forge_models.components.decoder import Decoder
+from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap
 from forge_models.moe.layer import ExpertLayer
 

@@ -24,8 +24,8 @@ from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.blocks.block import Block
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.rope import Rotation
-from forge_models.cache import LayerCache
 from forge_models.components.decoder import Decoder
+from forge_models.generation.cache import LayerCache
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 

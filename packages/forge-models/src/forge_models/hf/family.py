@@ -13,9 +13,9 @@ from forge_models.components.moe import MoE
 from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.hf.config import Keys, Unsupported
 from forge_models.hf.ignorable import Allowed
-from forge_models.hf.latent import read_latent, write_latent
+from forge_models.hf.mla import read_latent, write_latent
+from forge_models.hf.moe import Sparse, meaning_of_experts, read_sparse, write_sparse
 from forge_models.hf.rope import FULL, SLIDING, meaning, read_rope, write_rope
-from forge_models.hf.sparse import Sparse, meaning_of_experts, read_sparse, write_sparse
 
 SIZES: Mapping[str, str] = {
     "hidden_size": "dim",

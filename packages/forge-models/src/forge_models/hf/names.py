@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
-from forge_models.hf import latent
+from forge_models.hf import mla as latent
 from forge_models.hf.family import Family
 
 if TYPE_CHECKING:

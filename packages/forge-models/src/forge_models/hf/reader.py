@@ -10,8 +10,8 @@ from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
+from forge_models.hf.moe import unused_loss
 from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, further_layers, places_in
-from forge_models.hf.sparse import unused_loss
 
 if TYPE_CHECKING:
     from torch import Tensor

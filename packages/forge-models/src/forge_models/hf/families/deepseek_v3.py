@@ -5,7 +5,7 @@ Its modules for predicting several tokens come after the last layer; they change
 
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import ANY
-from forge_models.hf.sparse import Sparse
+from forge_models.hf.moe import Sparse
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",

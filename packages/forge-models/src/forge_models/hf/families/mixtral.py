@@ -2,7 +2,7 @@
 
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import NONE
-from forge_models.hf.sparse import Sparse
+from forge_models.hf.moe import Sparse
 
 MIXTRAL = Family(
     model_type="mixtral",

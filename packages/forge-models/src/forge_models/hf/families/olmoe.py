@@ -1,7 +1,7 @@
 """OLMoE (Muennighoff et al., 2024): fine-grained experts in every layer, none shared, and norms of the whole q and k."""
 
 from forge_models.hf.family import Family
-from forge_models.hf.sparse import Sparse
+from forge_models.hf.moe import Sparse
 
 OLMOE = Family(
     model_type="olmoe",

@@ -2,7 +2,7 @@
 
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import ANY
-from forge_models.hf.sparse import Sparse
+from forge_models.hf.moe import Sparse
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forge_models.cache import KVCache
 from forge_models.decoder import Decoder
-from forge_models.generation import check, ends_of, evaluating
-from forge_models.sampling import GenerationError
+from forge_models.generation.cache import KVCache
+from forge_models.generation.generate import check, ends_of, evaluating
+from forge_models.generation.sampling import GenerationError
 
 
 @dataclass

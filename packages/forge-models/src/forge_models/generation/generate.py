@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_models.cache import KVCache
 from forge_models.decoder import Decoder
-from forge_models.sampling import GREEDY, GenerationError, Sampler, Sampling
+from forge_models.generation.cache import KVCache
+from forge_models.generation.sampling import GREEDY, GenerationError, Sampler, Sampling
 
 
 def generate(

@@ -1,0 +1,1 @@
+"""Text from a model: cache, sampling, greedy decoding with and without drafts."""
