@@ -120,7 +120,7 @@ def batches(side: str, setting: dict[str, Any], folder: Path) -> Iterator[Any]:
     if side == "forge":
         from forge_data.components.section import Data
         from forge_data.components.sources import Tokens
-        from forge_data.loader import open_stream
+        from forge_data.loading.loader import open_stream
 
         data = Data(
             sequence_length=length,

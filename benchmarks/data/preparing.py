@@ -26,8 +26,8 @@ import numpy as np
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Stdlib, Tokens
 from forge_data.components.tokenizers import Bpe
-from forge_data.sources.store import StoreSource
-from forge_data.tokenising.prepare import tokenise
+from forge_data.preparation.prepare import tokenise
+from forge_data.store.reader import StoreSource
 
 TOKENS = 2048
 

@@ -12,8 +12,8 @@ import numpy as np
 from forge_core.batch import Batch
 from forge_core.protocols.data import SourceComponent, SourceContext
 from forge_data.components.section import Data
-from forge_data.cursor import merged
-from forge_data.loader import open_stream
+from forge_data.loading.loader import open_stream
+from forge_data.order.cursor import merged
 
 Row = tuple[Any, ...]
 

@@ -13,8 +13,8 @@ import pytest
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Arrow, Jsonl, Parquet, Text
-from forge_data.sources.files import find
 from forge_data.sources.parts import Document, Skips, read
+from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 FINE = '{"text": "fine", "ids": [1, 2]}'

@@ -13,13 +13,14 @@ import pytest
 
 from data import foreign
 from forge_core.errors import DataError
-from forge_data import checksums, evaluation, open_stream
-from forge_data.commands.verifying import verify
+from forge_data import evaluation, open_stream
+from forge_data.commands.verify import verify
 from forge_data.components.section import Data
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
-from forge_data.sources import shards
-from forge_data.sources.store import StoreSource
-from forge_data.sources.writer import StoreWriter
+from forge_data.storage import shards
+from forge_data.store import checksums
+from forge_data.store.reader import StoreSource
+from forge_data.store.writer import StoreWriter
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 LENGTH, ROWS = 16, 40
@@ -158,7 +159,7 @@ def test_h10_an_index_that_shrinks_is_named(tmp_path: Path, write: Any) -> None:
 
 
 def test_h10_a_loader_worker_that_a_truncated_file_kills_says_so() -> None:
-    from forge_data.loader_workers import ended_how
+    from forge_data.loading.workers import ended_how
 
     assert "signal 7 (SIGBUS): a file that it had mapped was cut off" in ended_how(-signal.SIGBUS)
     assert "signal 9; was memory short?" in ended_how(-signal.SIGKILL)

@@ -146,7 +146,7 @@ def test_the_section_is_documented_and_has_defaults() -> None:
 
 def test_libraries_of_extras_are_imported_on_use() -> None:
     script = (
-        "import sys, forge_data.loader, forge_data.sources.recorded\n"
+        "import sys, forge_data.loading.loader, forge_data.sources.record_formats\n"
         "from forge_data.tokenising import streamed, worker\n"
         "from forge_data.commands import comparing, converting, decontaminating, detecting, inspecting, preparing, verifying\n"
         "names = ('pyarrow', 'datasets', 'fsspec', 'tiktoken', 'sentencepiece', 'zstandard')\n"

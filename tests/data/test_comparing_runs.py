@@ -12,9 +12,9 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_data.__main__ import main
-from forge_data.commands import recipes
-from forge_data.commands.comparing_runs import as_text, diff, is_run
-from forge_data.reading import Reading
+from forge_data.commands import recipe_data as recipes
+from forge_data.commands.diff_runs import as_text, diff, is_run
+from forge_data.loading.reader import Reading
 
 RECIPE = """
 [job]

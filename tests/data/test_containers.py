@@ -19,9 +19,9 @@ from safetensors.numpy import save
 from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.commands.converting import convert
-from forge_data.commands.detecting import detect, open_any
-from forge_data.commands.verifying import verify
+from forge_data.commands.convert import convert
+from forge_data.commands.detect import detect, open_any
+from forge_data.commands.verify import verify
 from forge_data.components.sources import Datatrove, Megatron, Tokens
 
 IDS = np.arange(5000, dtype="<u2")

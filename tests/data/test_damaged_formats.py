@@ -12,7 +12,7 @@ from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceContext
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Tokens
-from forge_data.sources import shards
+from forge_data.storage import shards
 
 BOS = 50256
 

@@ -17,11 +17,11 @@ from forge_core.errors import DataError
 from forge_data.components.section import Data
 from forge_data.components.sources import Arrow, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Text, Tokens
 from forge_data.components.tokenizers import Bytes
-from forge_data.loader import open_stream
-from forge_data.sources import fingerprints
-from forge_data.sources.files import find
-from forge_data.sources.fingerprints import digest_of, places
-from forge_data.sources.store import open_store
+from forge_data.loading.loader import open_stream
+from forge_data.storage import fingerprints
+from forge_data.storage.files import find
+from forge_data.storage.fingerprints import digest_of, places
+from forge_data.store.reader import open_store
 
 LINES = [json.dumps({"text": f"document {number:04d} of a corpus"}) for number in range(200)]
 Rewrite = Callable[[], object]

@@ -19,8 +19,8 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.section import Data
 from forge_data.components.sources import Random, Store, Tokens
-from forge_data.loader import MixedStream, evaluation, open_stream
-from forge_data.sources.store import StoreSource
+from forge_data.loading.loader import MixedStream, evaluation, open_stream
+from forge_data.store.reader import StoreSource
 
 LENGTH = 16
 G = 16
@@ -253,8 +253,8 @@ def test_ids_beyond_the_vocabulary_are_refused_before_training(recipe: Data) -> 
 
 
 def test_a_file_too_big_to_scan_is_checked_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.corpus.SCANNED", 10)
-    monkeypatch.setattr("forge_data.sources.corpus.BLOCKS", 0)  # head and tail alone
+    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 10)
+    monkeypatch.setattr("forge_data.sources.token_files.BLOCKS", 0)  # head and tail alone
     ids = np.ones(1_000_000, dtype=np.uint16)
     ids[10_000] = 500
     np.save(tmp_path / "ids.npy", ids)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_data.order import permute, permute_blocks
+from forge_data.order.permutation import permute, permute_blocks
 
 KEYS = st.integers(0, 2**64 - 1)
 

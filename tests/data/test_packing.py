@@ -16,15 +16,15 @@ from data.steps import opened
 from forge_core.batch import IGNORE, PADDING
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data import pack_plan
-from forge_data.best_fit import best_fit
 from forge_data.components.section import Data
 from forge_data.components.sources import Store
 from forge_data.components.tokenizers import Bytes
-from forge_data.loader import evaluation
-from forge_data.pack_plan import Planned, pieces_of, planned
-from forge_data.sources.store import StoreSource
-from forge_data.sources.writer import StoreWriter
+from forge_data.loading.loader import evaluation
+from forge_data.packing import plan as pack_plan
+from forge_data.packing.best_fit import best_fit
+from forge_data.packing.plan import Planned, pieces_of, planned
+from forge_data.store.reader import StoreSource
+from forge_data.store.writer import StoreWriter
 
 
 def one_by_one(lengths: list[int], capacity: int) -> tuple[list[int], list[int]]:
@@ -137,7 +137,7 @@ def test_a_plan_is_made_once_and_mapped(make_store: Any, tmp_path: Path, monkeyp
     path = stored(make_store, [5, 3, 20, 1, 2, 7] * 20)
     data = Data(sequence_length=8, sources=[Store(path=str(path), label="a/b")], packing="best_fit")
     said: list[str] = []
-    from forge_data.loader import open_stream
+    from forge_data.loading.loader import open_stream
 
     first = open_stream(data, workspace=tmp_path, seed=1, global_batch=2, micro_batch=1, report=said.append)
     monkeypatch.setattr(pack_plan, "_write", lambda *_: pytest.fail("the plan was made again"))

@@ -34,9 +34,9 @@ from forge_data.components.sources import (
     Tokens,
 )
 from forge_data.components.tokenizers import Bytes
-from forge_data.cursor import fingerprint_of
-from forge_data.sources.megatron_writer import MegatronWriter
-from forge_data.sources.store import StoreSource
+from forge_data.order.cursor import fingerprint_of
+from forge_data.store.reader import StoreSource
+from forge_data.writers.megatron import MegatronWriter
 
 LENGTH, G = 8, 8
 
@@ -44,7 +44,7 @@ LENGTH, G = 8, 8
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One component of each kind of source."""
-    from forge_data.sources.writer import StoreWriter
+    from forge_data.store.writer import StoreWriter
 
     folder = tmp_path_factory.mktemp("corpora")
     rng = np.random.default_rng(0)

@@ -18,10 +18,12 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.components.sources import Jsonl
 from forge_data.components.tokenizers import Bpe
+from forge_data.preparation import parts as jobs
+from forge_data.preparation import pool as crew
+from forge_data.preparation import prepare
 from forge_data.sources.parts import Records
-from forge_data.sources.store import StoreSource
 from forge_data.sources.text import text_files
-from forge_data.tokenising import crew, jobs, prepare
+from forge_data.store.reader import StoreSource
 from forge_data.tokenizers.bpe import trained
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -256,7 +258,7 @@ def test_a_full_disk_is_a_message_and_room_is_all_it_takes(tmp_path: Path) -> No
 
 
 def test_progress_says_how_far_and_how_fast(records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.progress.Progress.__init__.__defaults__", (0.0,))
+    monkeypatch.setattr("forge_data.preparation.progress.Progress.__init__.__defaults__", (0.0,))
     said: list[str] = []
     made(records, tmp_path / "store", report=said.append, workers=1)
     shares = [int(line.partition("(")[2].partition("%")[0]) for line in said if "bytes of input (" in line]

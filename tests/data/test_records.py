@@ -20,11 +20,11 @@ from forge_core.protocols.data import SourceContext, TextComponent
 from forge_data.components.section import Data
 from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent
 from forge_data.components.tokenizers import Bpe
-from forge_data.loader import open_stream
-from forge_data.opening import context_of
+from forge_data.loading.loader import open_stream
+from forge_data.loading.open_sources import context_of
 from forge_data.sources import jsonl
-from forge_data.sources.files import find
 from forge_data.sources.parts import Skips, Wanted, as_json, from_json, read
+from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 TEXTS = ["first", "zweiter Text\nmit Zeile", "", "漢字 and more", "last " * 50, '"quoted" \\ escaped', "x"]

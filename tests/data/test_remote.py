@@ -15,8 +15,8 @@ from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Text, Tokens
-from forge_data.sources import remote
-from forge_data.sources.files import find
+from forge_data.storage import remote
+from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.labels import shift
-from forge_data.packing import Concatenated, borders_in, places
-from forge_data.sources.store import StoreSource
+from forge_data.packing.concatenate import Concatenated, borders_in, places
+from forge_data.packing.labels import shift
+from forge_data.store.reader import StoreSource
 
 
 def expected(stream: list[int], ends: set[int], start: int, length: int) -> tuple[list[int], ...]:

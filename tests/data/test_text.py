@@ -17,11 +17,12 @@ from forge_core.protocols.data import SourceContext
 from forge_data.components.section import Data
 from forge_data.components.sources import Stdlib, Store, Text
 from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loader import evaluation, open_stream
+from forge_data.loading.loader import evaluation, open_stream
+from forge_data.preparation import parts as jobs
+from forge_data.preparation import prepare
 from forge_data.sources.parts import Records, in_split
-from forge_data.sources.store import StoreSource
 from forge_data.sources.text import text_files
-from forge_data.tokenising import jobs, prepare
+from forge_data.store.reader import StoreSource
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.stored import tokenizer_of
 
@@ -101,7 +102,7 @@ def test_tokenizers_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) ->
 def test_a_store_has_the_same_bytes_for_any_number_of_workers(
     kind: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forge_data.tokenising.jobs.CHUNK", 2000)
+    monkeypatch.setattr("forge_data.preparation.parts.CHUNK", 2000)
     monkeypatch.setattr(prepare, "SMALLEST_PART", 3000)
     tokenizer = Bytes().build(context(tmp_path)) if kind == "bytes" else trained(corpus, tmp_path / "w")
     files: dict[int, dict[str, bytes]] = {}
@@ -139,7 +140,7 @@ def test_a_finished_store_is_used_again_and_a_changed_text_is_not(corpus: Path, 
 def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = context(tmp_path / "w", tokenizer=Bytes().build(context(tmp_path)))
     with monkeypatch.context() as patched:
-        patched.setattr("forge_data.sources.writer.StoreWriter.commit", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patched.setattr("forge_data.store.writer.StoreWriter.commit", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             Text(path=str(corpus)).build(made)
     assert [path.name.partition(".")[2][:5] for path in (tmp_path / "w" / "stores").iterdir()] == ["parts"]  # kept for next time

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge_data.tokenizers import words
+from forge_data.tokenizers import cached_bpe as words
 from forge_data.tokenizers.bpe import BpeTokenizer
 
 TEXT = "the cat's 12 hats aren't there;\n\n  def f(x):\n\treturn x + 1  # they'll we've I'm he'd you're\r\n été 漢字 \u00a0\n"

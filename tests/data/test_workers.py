@@ -21,7 +21,7 @@ from data.steps import Drip, opened, rows_of, steps_of
 from forge_core.errors import DataError
 from forge_data.components.section import Data
 from forge_data.components.sources import Store, Tokens
-from forge_data.loader_workers import Crew
+from forge_data.loading.workers import Crew
 
 LENGTH, G = 16, 16
 
@@ -120,7 +120,7 @@ def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, 
         pinned.append(tensor.clone())
         return pinned[-1]
 
-    monkeypatch.setattr("forge_data.mixed._on_cuda", lambda: True)
+    monkeypatch.setattr("forge_data.loading.stream._on_cuda", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     stream = opened(dataclasses.replace(data, loader_workers=workers, prefetch=1), batch=G, micro=4)
     reading = stream.from_cursor(stream.start())
@@ -193,7 +193,7 @@ def pids_of(stream: Any) -> tuple[Any, list[int]]:
     reading = stream.from_cursor(stream.start())
     next(reading)
     listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True)
-    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loader_worker" in line]
+    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loading.worker_main" in line]
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:
@@ -228,7 +228,7 @@ def test_signals_to_the_group_do_not_end_the_data(data: Data) -> None:
 SCRIPT = """
 import itertools, os, sys, time
 from pathlib import Path
-from forge_data.loader import open_stream
+from forge_data.loading.loader import open_stream
 from forge_data.components.section import Data
 from forge_data.components.sources import Store
 data = Data(sequence_length=16, sources=[Store(path=sys.argv[1])], loader_workers=2)
@@ -252,7 +252,7 @@ def test_workers_die_with_a_parent_that_is_killed_and_need_no_main_guard(data: D
 
 
 def test_a_worker_imports_no_torch(data: Data) -> None:
-    code = "import sys, forge_data.loader_worker, forge_data.reading, forge_data.rows; print('torch' in sys.modules)"
+    code = "import sys, forge_data.loading.worker_main, forge_data.loading.reader, forge_data.loading.rows; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 

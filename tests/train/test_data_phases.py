@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forge_data.cursor import merged
+from forge_data.order.cursor import merged
 from harness.pool import World
 from train.runs import TINY, prepared, train
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
-from forge_data.loader import evaluation
+from forge_data.loading.loader import evaluation
 from forge_train.cli import main
 from forge_train.evaluating import Score, recipe_for, scores
 from forge_train.inference import loaded, opened

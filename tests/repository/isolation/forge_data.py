@@ -12,8 +12,8 @@ import torch
 from forge_core.batch import IGNORE
 from forge_data.components.section import Data
 from forge_data.components.sources import Store
-from forge_data.loader import open_stream
-from forge_data.sources.store import open_store
+from forge_data.loading.loader import open_stream
+from forge_data.store.reader import open_store
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_models") is None

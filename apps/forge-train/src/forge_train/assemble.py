@@ -21,7 +21,7 @@ from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
-from forge_data.loader import evaluation, open_stream
+from forge_data.loading.loader import evaluation, open_stream
 from forge_parallel.launcher import Launch
 from forge_parallel.model import ParallelModel
 from forge_parallel.optim import shards

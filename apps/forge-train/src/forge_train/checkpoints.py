@@ -19,7 +19,7 @@ from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.redact import redacted
-from forge_data.cursor import merged
+from forge_data.order.cursor import merged
 from forge_parallel.finite import not_finite
 from forge_parallel.model import ParallelModel
 from forge_train.health import Health

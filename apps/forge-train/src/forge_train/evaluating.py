@@ -14,7 +14,7 @@ from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
-from forge_data.loader import evaluation
+from forge_data.loading.loader import evaluation
 from forge_parallel.plan import Plan
 from forge_parallel.realization import Blueprint, realize
 from forge_parallel.step import Step

@@ -62,7 +62,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     Raises:
         ForgeError: there is none; says how to give one.
     """
-    from forge_data.opening import context_of, open_sources
+    from forge_data.loading.open_sources import context_of, open_sources
 
     if path is None and weights.facts.tokenizer is not None:
         path = weights.facts.tokenizer / "tokenizer.json"
@@ -94,7 +94,7 @@ def fits(tokenizer: Tokenizer, weights: Weights, report: Callable[[str], None]) 
 
 def _read(path: Path, weights: Weights) -> Tokenizer:
     """A `tokenizer.json`, of the tokenizers library or as a store carries it, or a `.model` of sentencepiece."""
-    from forge_data.tokenizers.restoring import restore
+    from forge_data.tokenizers.restore import restore
     from forge_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
     try:

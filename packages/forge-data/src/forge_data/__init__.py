@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from forge_core.lazy import lazily
 
 if TYPE_CHECKING:
-    from forge_data.cursor import merged as merged
-    from forge_data.loader import evaluation as evaluation
-    from forge_data.loader import open_stream as open_stream
-    from forge_data.model_inputs import for_transformers as for_transformers
-    from forge_data.order import permute as permute
-    from forge_data.sources.store import StoreSource as StoreSource
-    from forge_data.sources.writer import StoreWriter as StoreWriter
-    from forge_data.stateful import StatefulLoader as StatefulLoader
+    from forge_data.loading.foreign_loader import StatefulLoader as StatefulLoader
+    from forge_data.loading.loader import evaluation as evaluation
+    from forge_data.loading.loader import open_stream as open_stream
+    from forge_data.loading.model_inputs import for_transformers as for_transformers
+    from forge_data.order.cursor import merged as merged
+    from forge_data.order.permutation import permute as permute
+    from forge_data.store.reader import StoreSource as StoreSource
+    from forge_data.store.writer import StoreWriter as StoreWriter
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -19,8 +19,8 @@ def prepare(
     """
     from forge_core.protocols.data import StreamedSource
     from forge_core.registry import Registry
-    from forge_data.loader import evaluation
-    from forge_data.opening import context_of, open_sources
+    from forge_data.loading.loader import evaluation
+    from forge_data.loading.open_sources import context_of, open_sources
     from forge_train.directory import claim, run_directory
     from forge_train.recipe import load
 

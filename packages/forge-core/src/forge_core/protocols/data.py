@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
     def borders(self, starts: "np.ndarray", length: int) -> "tuple[np.ndarray, np.ndarray]":
-        """Document ends inside many windows at once: `forge_data.packing.borders_in` does it from an array of ends.
+        """Document ends inside many windows at once: `forge_data.packing.concatenate.borders_in` does it from an array of ends.
 
         Args:
             starts: (N,) uint64 first tokens of the windows.
@@ -82,7 +82,7 @@ class Source(Protocol):
 class StreamedSource(Protocol):
     """Documents that can only be read in order, in shards: files of a remote data set, a generator, a live stream.
 
-    `forge_data.streaming` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
+    `forge_data.loading.streaming` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
     of tokens is not known.
 
     Attributes:
@@ -182,7 +182,7 @@ Cursor = Mapping[str, Any]
 """Position in the data: a few integers and a fingerprint, JSON as it stands.
 
 The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
-"readers"; `forge_data.cursor.merged` makes one cursor of those of all ranks.
+"readers"; `forge_data.order.cursor.merged` makes one cursor of those of all ranks.
 """
 
 

@@ -54,7 +54,7 @@ def prepare(
 
     A preparation that was killed goes on where it was when the same command is given again.
     """
-    from forge_data.commands import preparing
+    from forge_data.commands import prepare as preparing
 
     options = {"text": text, "ids": ids, "subset": subset, "dataset_split": dataset_split, "split": split, "skip": skip}
     found = preparing.prepare(
@@ -73,8 +73,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Format, dtype, documents, tokens, lengths of documents, and a sample."""
-    from forge_data.commands.inspecting import as_text
-    from forge_data.commands.inspecting import inspect as look
+    from forge_data.commands.inspect import as_text
+    from forge_data.commands.inspect import inspect as look
 
     found = look(path, _open(path, kind, dtype, eos, bos))
     typer.echo(json.dumps(found) if as_json else as_text(found))
@@ -91,7 +91,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte: checksums, the index of documents, every id; and count duplicates."""
-    from forge_data.commands import verifying
+    from forge_data.commands import verify as verifying
 
     found = verifying.verify(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
     if as_json:
@@ -129,7 +129,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write tokens and documents in another format, every id as it was."""
-    from forge_data.commands import converting
+    from forge_data.commands import convert as converting
 
     carried = None
     if tokenizer is not None:
@@ -164,7 +164,8 @@ def diff(
 
     Runs are compared up to the step that both have reached, recipes up to train.max_steps.
     """
-    from forge_data.commands import comparing, comparing_runs
+    from forge_data.commands import diff as comparing
+    from forge_data.commands import diff_runs as comparing_runs
 
     if comparing_runs.is_run(one) or comparing_runs.is_run(other):
         found = comparing_runs.diff(one, other, steps, _say(as_json))
@@ -192,7 +193,7 @@ def decontaminate(
     as_json: AsJson = False,
 ) -> None:
     """Find documents that share runs of words with an evaluation set."""
-    from forge_data.commands import decontaminating
+    from forge_data.commands import decontaminate as decontaminating
 
     found = decontaminating.decontaminate(path, against, tuple(field or ()), words, out, report_to, _say(as_json))
     typer.echo(json.dumps(found) if as_json else decontaminating.as_text(found))
@@ -208,7 +209,7 @@ def mix(
     as_json: AsJson = False,
 ) -> None:
     """What a recipe's mixture will read, before the run."""
-    from forge_data.commands import mixing
+    from forge_data.commands import mix as mixing
 
     if not plan:
         raise DataError("say what to show: --plan prints tokens and epochs of every source in every phase")
@@ -217,7 +218,7 @@ def mix(
 
 
 def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:
-    from forge_data.commands.detecting import open_any
+    from forge_data.commands.detect import open_any
 
     return open_any(path, kind=kind, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
 

@@ -26,7 +26,7 @@ class Store(SourceComponent):
     """Directory of the store."""
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.store import open_store
+        from forge_data.store.reader import open_store
 
         return open_store(self.path, context.tokenizer)
 
@@ -52,7 +52,7 @@ class Text(SourceComponent):
         return text_files(self.path, self.split, self.held_out, self.skip)
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.tokenising.prepare import prepared
+        from forge_data.preparation.prepare import prepared
 
         return prepared(self.texts(), context, "text")
 
@@ -86,19 +86,19 @@ class RecordComponent(SourceComponent):
     def build(self, context: "SourceContext") -> "Source | StreamedSource":
         if self.stream:
             return self.streamed(context)
-        from forge_data.tokenising.prepare import prepared
+        from forge_data.preparation.prepare import prepared
 
         return prepared(self.records(), context, type(self).__name__.lower(), eos=self.eos)
 
     def records(self) -> "Records":
         """The documents as a corpus in parts."""
-        from forge_data.sources.recorded import records
+        from forge_data.sources.record_formats import records
 
         return records(self, type(self).__name__.lower())
 
     def streamed(self, context: "SourceContext") -> "StreamedSource":
         """The documents in their order, file by file."""
-        from forge_data.tokenising.streamed import StreamedRecords
+        from forge_data.preparation.streamed_text import StreamedRecords
 
         return StreamedRecords(self.records(), context.tokenizer, self.eos)
 
@@ -149,7 +149,7 @@ class HuggingFace(RecordComponent):
     def texts(self) -> "Texts | None":
         if self.ids is not None or not self.stream:
             return super().texts()
-        from forge_data.tokenising.streamed import DatasetTexts
+        from forge_data.preparation.streamed_text import DatasetTexts
 
         return DatasetTexts(self)
 
@@ -161,7 +161,7 @@ class HuggingFace(RecordComponent):
 
     def streamed(self, context: "SourceContext") -> "StreamedSource":
         """The documents in their order, shard by shard of the dataset, which is not downloaded as a whole."""
-        from forge_data.tokenising.streamed import StreamedDataset
+        from forge_data.preparation.streamed_text import StreamedDataset
 
         return StreamedDataset(self, context.tokenizer)
 
@@ -183,7 +183,7 @@ class Stdlib(SourceComponent):
         return stdlib_files(self.split, self.held_out)
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.tokenising.prepare import prepared
+        from forge_data.preparation.prepare import prepared
 
         return prepared(self.texts(), context, "stdlib")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.files import File
 from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
+from forge_data.storage.files import File
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -4,8 +4,8 @@ import struct
 import zlib
 from collections.abc import Callable
 
-from forge_data.sources.files import File
-from forge_data.sources.manifest import FORMAT, MANIFEST
+from forge_data.storage.files import File
+from forge_data.store.manifest import FORMAT, MANIFEST
 
 _UNPACK = "unpack it, for ids are mapped as they lie"
 _MAGIC = (

@@ -13,10 +13,10 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Datatrove
-from forge_data.sources.borders import Ends, Listed
-from forge_data.sources.corpus import Corpus, Described, same_dtype
-from forge_data.sources.files import File, find, neighbours
-from forge_data.sources.shards import Shard, Shards, map_file
+from forge_data.sources.document_ends import Ends, Listed
+from forge_data.sources.token_files import Corpus, Described, same_dtype
+from forge_data.storage.files import File, find, neighbours
+from forge_data.storage.shards import Shard, Shards, map_file
 
 _WIDTHS = {2: "<u2", 4: "<u4"}
 _U8 = np.dtype("<u8")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_data.components.sources import HuggingFace
-from forge_data.sources.files import File, find_one, is_url
-from forge_data.sources.fingerprints import digest_of
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked
+from forge_data.storage.files import File, find_one, is_url
+from forge_data.storage.fingerprints import digest_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from forge_core.errors import DataError
-from forge_data.sources import zstd
-from forge_data.sources.files import File
 from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
-from forge_data.sources.values import wide_encoding
+from forge_data.sources.record_values import wide_encoding
+from forge_data.storage import zstd
+from forge_data.storage.files import File
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
 _BLOCK = 1 << 22

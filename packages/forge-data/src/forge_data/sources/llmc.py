@@ -10,10 +10,10 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Llmc
-from forge_data.sources.borders import Delimited
-from forge_data.sources.corpus import Corpus, Described, same_dtype
-from forge_data.sources.files import File, find
-from forge_data.sources.shards import Shard, Shards
+from forge_data.sources.document_ends import Delimited
+from forge_data.sources.token_files import Corpus, Described, same_dtype
+from forge_data.storage.files import File, find
+from forge_data.storage.shards import Shard, Shards
 
 HEADER = 1024
 _KINDS = {(20240520, 1): ("<u2", 50256), (20240801, 7): ("<u4", 128000)}

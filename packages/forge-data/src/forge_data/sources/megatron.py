@@ -15,10 +15,10 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Megatron
-from forge_data.sources.borders import Listed, blocks_of, distinct
-from forge_data.sources.corpus import Corpus, Described, integers, same_dtype
-from forge_data.sources.files import File, find, find_one, neighbours
-from forge_data.sources.shards import Shard, Shards, map_file, refuse_shrunk
+from forge_data.sources.document_ends import Listed, blocks_of, distinct
+from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
+from forge_data.storage.files import File, find, find_one, neighbours
+from forge_data.storage.shards import Shard, Shards, map_file, refuse_shrunk
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEAD = struct.Struct("<9sQBQQ")

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.errors import DataError
-from forge_data.sources.files import File
-from forge_data.sources.fingerprints import digest_of
-from forge_data.sources.values import ids_of, text_of
+from forge_data.sources.record_values import ids_of, text_of
+from forge_data.storage.files import File
+from forge_data.storage.fingerprints import digest_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,7 +4,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Random
-from forge_data.order import key_of, mix
+from forge_data.order.permutation import key_of, mix
 
 
 class RandomSource:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.sources.files import File
 from forge_data.sources.parts import Records, in_split
 from forge_data.sources.text import documents
+from forge_data.storage.files import File
 
 LEFT_OUT = frozenset(
     {

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from forge_core.errors import DataError
-from forge_data.sources.files import File, find
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, grouped, in_split
-from forge_data.sources.values import wide_encoding
+from forge_data.sources.record_values import wide_encoding
+from forge_data.storage.files import File, find
 
 SUFFIXES = (".txt", ".md")
 """What a directory is searched for."""

@@ -10,11 +10,11 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.components.sources import Tokens
-from forge_data.sources.borders import Delimited
 from forge_data.sources.containers import foreign_content
-from forge_data.sources.corpus import Corpus, Described, integers, same_dtype
-from forge_data.sources.files import File, find, neighbours
-from forge_data.sources.shards import Shard, Shards
+from forge_data.sources.document_ends import Delimited
+from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
+from forge_data.storage.files import File, find, neighbours
+from forge_data.storage.shards import Shard, Shards
 
 SUFFIXES = (".npy", ".bin")
 _MAGIC = b"\x93NUMPY"

@@ -13,8 +13,8 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.components.tokenizers import Bpe
 from forge_data.sources.text import text_files
-from forge_data.tokenizers.words import Words, cuts_into_words
-from forge_data.workspace import locked
+from forge_data.storage.workspace_lock import locked
+from forge_data.tokenizers.cached_bpe import Words, cuts_into_words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

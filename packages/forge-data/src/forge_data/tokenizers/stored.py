@@ -4,9 +4,9 @@ from pathlib import Path
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.manifest import TOKENIZER
-from forge_data.sources.store import StoreSource
-from forge_data.tokenizers.restoring import restore
+from forge_data.store.manifest import TOKENIZER
+from forge_data.store.reader import StoreSource
+from forge_data.tokenizers.restore import restore
 
 
 def tokenizer_of(store: StoreSource) -> Tokenizer | None:

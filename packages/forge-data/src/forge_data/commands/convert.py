@@ -1,0 +1,125 @@
+"""What `data convert` does: tokens and documents from any format into a store, Megatron's files, `.npy` or raw ids."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Source, Tokenizer
+from forge_data.packing.portions import portions
+from forge_data.preparation.progress import Progress
+from forge_data.sources.token_files import Corpus
+from forge_data.store.manifest import DTYPES
+from forge_data.store.reader import StoreSource
+from forge_data.store.writer import SHARD_TOKENS, StoreWriter
+from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.writers.arrays import ArrayWriter
+from forge_data.writers.megatron import MegatronWriter
+
+TARGETS = ("store", "megatron", "npy", "bin")
+
+
+class Writer(Protocol):
+    """What takes whole documents; all or nothing, as a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    def add(self, ids: np.ndarray, ends: np.ndarray) -> None: ...
+
+    def commit(self) -> object: ...
+
+
+def convert(
+    source: Source,
+    out: Path,
+    target: str,
+    *,
+    dtype: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    lose_documents: bool = False,
+    join_sequences: bool = False,
+    skip_empty: bool = False,
+    shard_tokens: int = SHARD_TOKENS,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Copies tokens and documents; the ids keep their dtype unless another is asked for.
+
+    Args:
+        source: opened.
+        out: directory of a store, prefix of Megatron's files, or file.
+        target: one of `TARGETS`.
+        dtype: of the ids in the target.
+        tokenizer: that a store carries along; by default the copy in a source that is a store.
+        lose_documents: a target that cannot hold document borders may be written without them.
+        join_sequences: documents of several sequences (Megatron) may become documents of one.
+        skip_empty: documents without a token, which the target cannot hold, may be left out; they are counted.
+        shard_tokens: of a store.
+        report: told about progress.
+
+    Raises:
+        DataError: the target would lose something that nobody said may be lost, or cannot be written.
+    """
+    _refuse_lost_sequences(source, join_sequences)
+    kind = dtype or source.read(0, 0).dtype.name
+    if kind not in DTYPES:
+        raise DataError(f"ids cannot be written as {kind!r}; known: {', '.join(DTYPES)}")
+    if tokenizer is None and isinstance(source, StoreSource):
+        tokenizer = tokenizer_of(source)
+    if tokenizer is not None and source.max_id is not None and source.max_id >= tokenizer.vocab_size:
+        raise DataError(f"{source.name} holds id {source.max_id}, but tokenizer {tokenizer.name} has {tokenizer.vocab_size}")
+    with _writer(out, target, kind, tokenizer, source.name, lose_documents, shard_tokens) as writer:
+        progress = Progress(f"converting {source.name}", source.tokens, "tokens", report)
+        documents = 0
+        for _, ids, ends in portions(source):
+            writer.add(ids, ends)
+            documents += len(ends)
+            progress.advance(len(ids))
+        empty = _empty_documents(source, documents, skip_empty)
+        result = writer.commit()
+    found: dict[str, Any] = {"path": str(out), "format": target, "dtype": kind, "tokens": source.tokens, "documents": documents}
+    if empty:
+        found["empty_documents_skipped"] = empty
+    if target in ("npy", "bin"):
+        found["eos"] = result
+    return found
+
+
+def _writer(
+    out: Path, target: str, dtype: str, tokenizer: Tokenizer | None, name: str, lose_documents: bool, shard_tokens: int
+) -> Writer:
+    match target:
+        case "store":
+            return StoreWriter(out, dtype=dtype, tokenizer=tokenizer, source=name, shard_tokens=shard_tokens)
+        case "megatron":
+            return MegatronWriter(out.with_name(out.name.removesuffix(".idx").removesuffix(".bin")), dtype)
+        case "npy" | "bin":
+            return ArrayWriter(out, dtype, header=target == "npy", lose_documents=lose_documents)
+    raise DataError(f"unknown format {target!r} to write; known: {', '.join(TARGETS)}")
+
+
+def _refuse_lost_sequences(source: Source, join: bool) -> None:
+    if not isinstance(source, Corpus):
+        return
+    described = source.described
+    sequences, documents = described.more.get("sequences"), described.documents
+    if not join and described.joins is not None and described.joins():
+        raise DataError(
+            f"{source.name} has {sequences} sequences in {documents} documents; what is written knows documents only, so say "
+            "--join-sequences to join the sequences of each"
+        )
+
+
+def _empty_documents(source: Source, documents: int, skip: bool) -> int:
+    """How many documents without a token the source has: those that no border shows."""
+    stated = source.described.documents if isinstance(source, Corpus) else None
+    empty = 0 if stated is None else stated - documents
+    if empty and not skip:
+        raise DataError(
+            f"{source.name} has {empty} documents without a token, which cannot be written; say --skip-empty to leave them out"
+        )
+    return empty

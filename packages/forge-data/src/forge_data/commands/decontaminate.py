@@ -1,0 +1,223 @@
+"""What `data decontaminate` does: documents that share runs of words with an evaluation set, found and left out.
+
+The measure is the usual one (Brown et al., 2020): a run of 13 words that occurs in both. It needs no network and no
+tokenizer of the evaluation set. An example of fewer words is looked for as a whole, as one run.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Tokenizer
+from forge_data.commands.detect import open_any
+from forge_data.commands.ngrams import hashes, words_of
+from forge_data.packing.portions import portions
+from forge_data.preparation.progress import Progress
+from forge_data.sources import jsonl
+from forge_data.storage.files import find
+from forge_data.store.reader import StoreSource
+from forge_data.store.writer import StoreWriter
+from forge_data.tokenizers.stored import tokenizer_of
+
+_SHORTEST = 3
+"""An example of fewer words says nothing: its words occur everywhere."""
+
+
+@dataclass
+class Examples:
+    """Runs of words of an evaluation set.
+
+    Attributes:
+        names: of every example: file and line.
+        runs: words of a run to the examples that have it; by the number of words of a run.
+        hashes: of the same runs, sorted; by the number of words.
+        too_short: examples that cannot be looked for.
+        hit: numbers of the examples that were found.
+    """
+
+    names: list[str] = field(default_factory=list)
+    runs: dict[int, dict[tuple[bytes, ...], list[int]]] = field(default_factory=dict)
+    hashes: dict[int, np.ndarray] = field(default_factory=dict)
+    too_short: int = 0
+    hit: set[int] = field(default_factory=set)
+
+
+def decontaminate(
+    path: str,
+    against: Sequence[str],
+    fields: tuple[str, ...],
+    words: int,
+    out: Path | None,
+    report_to: Path | None,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Compares a store with evaluation sets; JSON as it stands.
+
+    Args:
+        path: a store that carries its tokenizer.
+        against: JSON lines: files, directories or patterns.
+        fields: keys of their records; none = every text in a record.
+        words: of a run.
+        out: a new store without the documents that share a run.
+        report_to: a new file of JSON lines, one an overlap.
+        report: told about progress.
+
+    Raises:
+        DataError: the store has no tokenizer, there is nothing to compare with, or a file exists or cannot be written.
+    """
+    source = open_any(path)
+    tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
+    if not isinstance(source, StoreSource) or tokenizer is None:
+        raise DataError(f"{path} carries no tokenizer, so its text is unknown; convert it with --tokenizer first")
+    examples = read_examples(against, fields, words)
+    if report_to is not None and report_to.exists():
+        raise DataError(f"{report_to} exists; choose another place or remove it")
+    found = {"path": path, "examples": len(examples.names), "too_short": examples.too_short, "words": words}
+    counts = {"documents": 0, "overlapping_documents": 0, "overlapping_tokens": 0}
+    progress = Progress(f"comparing {path}", source.tokens, "tokens", report)
+    with ExitStack() as stack:
+        writer = out and stack.enter_context(
+            StoreWriter(out, dtype=source.dtype.name, tokenizer=tokenizer, source=f"{source.manifest.source}, decontaminated")
+        )
+        lines = report_to and stack.enter_context(_opened(report_to))
+        for start, ids, ends in portions(source):
+            kept = _compare(tokenizer, examples, start, ids, ends, counts, lines)
+            if writer:
+                _add(writer, ids, ends, kept)
+            progress.advance(len(ids))
+        if writer:
+            writer.commit()
+    return found | counts | {"overlapping_examples": len(examples.hit), "out": str(out) if out else None}
+
+
+def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -> Examples:
+    """The runs of all examples.
+
+    Raises:
+        DataError: a file is missing, is no JSON lines, or has none of the fields.
+    """
+    examples = Examples()
+    for file in (file for path in against for file in find(path, jsonl.SUFFIXES, "evaluation")):
+        for offset, record in jsonl.records(file):
+            texts = list(_texts(record, fields))
+            if not texts:
+                what = f"no text under {' or '.join(fields)}" if fields else "no text"
+                raise DataError(f"{file.where} at byte {offset} has {what}")
+            number = len(examples.names)
+            examples.names.append(f"{file.name}:{offset}")
+            runs = [run for text in texts for run in _runs(words_of(text), words)]
+            examples.too_short += not runs
+            for run in runs:
+                owners = examples.runs.setdefault(len(run), {}).setdefault(run, [])
+                if number not in owners:
+                    owners.append(number)
+    if not examples.runs:
+        raise DataError(f"{', '.join(against)}: no example of at least {_SHORTEST} words")
+    for length, runs_of_length in examples.runs.items():
+        found = [hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
+        examples.hashes[length] = np.unique(np.concatenate(found))
+    return examples
+
+
+def _runs(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...]]:
+    if _SHORTEST <= len(words) < length:
+        yield tuple(words)
+    for start in range(len(words) - length + 1):
+        yield tuple(words[start : start + length])
+
+
+def _texts(value: Any, fields: tuple[str, ...]) -> Iterator[str]:
+    """All texts below a value; of a record only those under the named keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, ())
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not fields or key in fields:
+                yield from _texts(item, ())
+
+
+def _compare(
+    tokenizer: Tokenizer,
+    examples: Examples,
+    start: int,
+    ids: np.ndarray,
+    ends: np.ndarray,
+    counts: dict[str, int],
+    lines: IO[str] | None,
+) -> np.ndarray:
+    """(documents,) bool, True for those that share no run; adds to `counts` and writes every overlap."""
+    kept = np.ones(len(ends), dtype=bool)
+    begin = 0
+    for number, end in enumerate(ends.tolist()):
+        text = tokenizer.decode(ids[begin:end].tolist())
+        overlaps = _overlaps(text, examples)
+        if overlaps:
+            kept[number] = False
+            counts["overlapping_documents"] += 1
+            counts["overlapping_tokens"] += end - begin
+            for run, owners in overlaps:
+                examples.hit.update(owners)
+                if lines is not None:
+                    named = [examples.names[owner] for owner in owners]
+                    shared = b" ".join(run).decode("utf-8", errors="replace")
+                    place = {"document": counts["documents"] + number, "token": start + begin}
+                    lines.write(json.dumps(place | {"examples": named, "words": shared}, ensure_ascii=False) + "\n")
+        begin = end
+    counts["documents"] += len(ends)
+    return kept
+
+
+def _overlaps(text: str, examples: Examples) -> list[tuple[tuple[bytes, ...], list[int]]]:
+    """(run, examples that have it) of every run that occurs in the text, each once."""
+    words: list[bytes] | None = None
+    found: dict[tuple[bytes, ...], list[int]] = {}
+    for length, wanted in examples.hashes.items():
+        own = hashes(text, length)
+        if not len(own):
+            continue
+        places = np.searchsorted(wanted, own)
+        places[places == len(wanted)] = 0
+        for start in np.flatnonzero(wanted[places] == own).tolist():
+            words = words_of(text) if words is None else words
+            run = tuple(words[start : start + length])
+            owners = examples.runs[length].get(run)
+            if owners is not None:
+                found[run] = owners
+    return list(found.items())
+
+
+def _add(writer: StoreWriter, ids: np.ndarray, ends: np.ndarray, kept: np.ndarray) -> None:
+    lengths = np.diff(ends, prepend=0)
+    chosen = ids[np.repeat(kept, lengths)]
+    if len(chosen):
+        writer.add(chosen, np.cumsum(lengths[kept]))
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    lines = [
+        f"{found['path']}: {found['overlapping_documents']:,} of {found['documents']:,} documents "
+        f"({found['overlapping_tokens']:,} tokens) share {found['words']} words in a row with "
+        f"{found['overlapping_examples']:,} of {found['examples']:,} examples"
+    ]
+    if found["too_short"]:
+        lines.append(f"  {found['too_short']:,} examples have fewer than {_SHORTEST} words and were not looked for")
+    if found["out"]:
+        lines.append(f"  the other documents are in {found['out']}")
+    return "\n".join(lines)

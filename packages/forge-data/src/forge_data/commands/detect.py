@@ -1,0 +1,79 @@
+"""Which source reads what lies at a path: for commands, where nobody has chosen one by name."""
+
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Source, SourceContext
+from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.sources.containers import is_llmc
+from forge_data.storage.files import find, find_one, is_url
+
+FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_RECORDS = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst")
+
+
+def open_any(
+    path: str,
+    *,
+    kind: str | None = None,
+    dtype: str | None = None,
+    eos: int | None = None,
+    bos: int | None = None,
+    vocab_size: int | None = None,
+) -> Source:
+    """The tokens at a path: a store, Megatron's, llm.c's or datatrove's files, `.npy`, or raw ids of a stated dtype.
+
+    Raises:
+        DataError: it is none of these, or damaged, or its dtype is unknown.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise DataError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    chosen = kind or detect(path)
+    component: Any
+    match chosen:
+        case "store":
+            component = Store(path=path)
+        case "megatron":
+            component = Megatron(path=path, vocab_size=vocab_size)
+        case "llmc":
+            component = Llmc(path=path, bos=bos, vocab_size=vocab_size)
+        case "datatrove":
+            component = Datatrove(path=path, vocab_size=vocab_size)
+        case "tokens":
+            component = Tokens(path=path, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)  # type: ignore[arg-type]
+        case _:
+            raise DataError(f"unknown format {chosen!r}; known: {', '.join(FORMATS)}")
+    return component.build(SourceContext(Path(), None, 1, lambda _: None))
+
+
+def detect(path: str) -> str:
+    """The format at a path, by the files that are there and by how they begin; nothing is assumed about a dtype.
+
+    Raises:
+        DataError: nothing is there, or only text.
+    """
+    directory = Path(path)
+    if not is_url(path):
+        if directory.is_dir() and (directory / "manifest.json").exists():
+            return "store"
+        if find_one(f"{path.removesuffix('.bin').removesuffix('.idx')}.idx"):
+            return "megatron"
+        if not directory.exists() and not any(letter in path for letter in "*?["):
+            raise DataError(f"{path} does not exist")
+    for format_, suffix in (("megatron", ".idx"), ("datatrove", ".ds")):
+        if path.endswith(suffix) or (_is_directory(path) and next(directory.rglob(f"*{suffix}"), None)):
+            return format_
+    if _is_directory(path) and not any(next(directory.rglob(f"*{suffix}"), None) for suffix in (".npy", ".bin")):
+        raise DataError(
+            f"{path} is no token store: it has no manifest.json, and no file of tokens; write one with `data prepare`"
+        )
+    first = find(path, (".npy", ".bin"), "token")[0]
+    if first.name.endswith(_RECORDS):
+        raise DataError(f"{path} is text, not tokens; tokenise it with `data prepare`")
+    return "llmc" if is_llmc(first.read(0, 256)) else "tokens"
+
+
+def _is_directory(path: str) -> bool:
+    return not is_url(path) and Path(path).is_dir()

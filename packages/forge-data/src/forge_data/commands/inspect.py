@@ -1,0 +1,95 @@
+"""What `data inspect` says about tokens on disk."""
+
+from typing import Any
+
+import numpy as np
+
+from forge_core.protocols.data import Source
+from forge_data.loading.entropy import token_counts, unigram_entropy
+from forge_data.sources.token_files import Corpus
+from forge_data.store.reader import StoreSource
+from forge_data.tokenizers.stored import tokenizer_of
+
+_SAMPLE = 120
+_BARS = "▏▎▍▌▋▊▉█"
+
+
+def inspect(path: str, source: Source) -> dict[str, Any]:
+    """Format, dtype, counts, lengths of documents, unigram entropy and a decoded sample, JSON as it stands.
+
+    Reads document ends, and the tokens too where no counts were recorded.
+    """
+    lengths = np.diff(source.ends().astype(np.int64), prepend=0)
+    tokenizer = tokenizer_of(source) if isinstance(source, StoreSource) else None
+    head = source.read(0, min(_SAMPLE, source.tokens)).tolist()
+    counts = token_counts(source)
+    found: dict[str, Any] = {
+        "path": path,
+        "format": source.described.format if isinstance(source, Corpus) else "token store",
+        "dtype": source.read(0, 0).dtype.name,
+        "tokens": source.tokens,
+        "documents": len(lengths),
+        "max_id": len(counts) - 1,
+        "fingerprint": source.fingerprint,
+        "unigram_entropy": unigram_entropy([counts]),
+        "lengths": {
+            "shortest": int(lengths.min()),
+            "median": float(np.median(lengths)),
+            "mean": float(lengths.mean()),
+            "longest": int(lengths.max()),
+        },
+        "histogram": histogram(lengths),
+        "sample": {"ids": head, "text": tokenizer.decode(head) if tokenizer else None},
+    }
+    if isinstance(source, StoreSource):
+        manifest = source.manifest
+        found |= {
+            "shards": len(manifest.shards),
+            "text_bytes": manifest.text_bytes,
+            "creator": manifest.creator,
+            "tokenizer": None if manifest.tokenizer is None else vars(manifest.tokenizer),
+        }
+    if isinstance(source, Corpus):
+        found |= {"files": len(source.shards.shards), **source.described.more}
+        if source.described.documents is not None:
+            found["empty_documents"] = source.described.documents - len(lengths)
+    return found
+
+
+def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
+    """Documents by length, in powers of two: `{from, to, documents}` with from <= length < to."""
+    powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    counts = np.bincount(powers)
+    low = int(np.flatnonzero(counts)[0])
+    return [{"from": 2**power, "to": 2 ** (power + 1), "documents": int(counts[power])} for power in range(low, len(counts))]
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The same for a terminal, with the histogram drawn."""
+    lines = [f"{found['path']}: {found['format']}, {found['dtype']}"]
+    lines.append(f"  {found['tokens']:,} tokens in {found['documents']:,} documents, largest id {found['max_id']}")
+    if "shards" in found:
+        lines.append(f"  {found['shards']} shards, written by {found['creator']}")
+    if "files" in found:
+        sequences = f", {found['sequences']:,} sequences" if "sequences" in found else ""
+        empty = f", {found['empty_documents']:,} documents without a token" if found.get("empty_documents") else ""
+        lines.append(f"  {found['files']:,} files{sequences}{empty}")
+    if found.get("text_bytes"):
+        lines.append(f"  {found['text_bytes']:,} bytes of text, {found['text_bytes'] / found['tokens']:.2f} a token")
+    if entry := found.get("tokenizer"):
+        lines.append(f"  tokenizer {entry['name']}, vocabulary {entry['vocab_size']}, sha256 {entry['sha256'][:12]}")
+    lengths = found["lengths"]
+    lines.append(f"  unigram entropy {found['unigram_entropy']:.4f} nats per token")
+    lines.append(f"  length of documents: {lengths['shortest']:,} to {lengths['longest']:,} tokens,")
+    lines.append(f"  median {lengths['median']:,g}, mean {lengths['mean']:,.1f}")
+    most = max(bin_["documents"] for bin_ in found["histogram"])
+    lines += [f"  {b['from']:>10,} {_bar(b['documents'] / most, 40)} {b['documents']:,}" for b in found["histogram"]]
+    sample = found["sample"]
+    lines.append(f"  begins: {sample['text']!r}" if sample["text"] is not None else f"  begins: {sample['ids'][:20]}")
+    return "\n".join(lines)
+
+
+def _bar(fraction: float, width: int) -> str:
+    eighths = round(fraction * width * 8)
+    whole, rest = divmod(eighths, 8)
+    return ("█" * whole + (_BARS[rest - 1] if rest else "")).ljust(width)

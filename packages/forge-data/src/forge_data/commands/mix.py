@@ -1,0 +1,134 @@
+"""What `data mix --plan` says: tokens and epochs of every source in every phase, before the run.
+
+Counts are those of the draws themselves, not of the weights: what the run will read.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import DataError
+from forge_data.commands.recipe_data import read
+
+MANY_EPOCHS = 4
+"""Repeating data more often than this teaches little more (Muennighoff et al., 2023)."""
+_LOOKED_AT = 256
+"""Steps of a phase, evenly spread, at whose ends draws are compared with the weights."""
+
+
+def mix(
+    recipe: str, overrides: Sequence[str], steps: int | None, workspace: Path | None, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """The plan of a recipe's data, JSON as it stands.
+
+    Args:
+        recipe: a TOML file, or the name of a preset.
+        overrides: `--section.key=value`.
+        steps: of the run; by default `train.max_steps`.
+        workspace: where text is tokenised and pack plans are kept; by default that of the run.
+        report: called with progress messages.
+
+    Raises:
+        ForgeError: as `open_stream`.
+    """
+    found = read(recipe, overrides)
+    from forge_data.loading.loader import MixedStream, open_stream
+    from forge_data.order.phases import faults_of, refuse_faults
+
+    steps = steps or found.train.max_steps
+    refuse_faults(faults_of(found.data, found.train.global_batch, steps))
+    stream = open_stream(
+        found.data,
+        workspace=workspace or found.workspace,
+        seed=found.job.seed,
+        global_batch=found.train.global_batch,
+        micro_batch=1,
+        report=report,
+    )
+    if not isinstance(stream, MixedStream):
+        raise DataError("the only source is a loader of its own; nobody but it knows what it will read")
+    return plan_of(stream, steps)
+
+
+def plan_of(stream: Any, steps: int) -> dict[str, Any]:
+    """The plan of an opened stream over `steps` steps."""
+    reading = stream.reading
+    timeline, rows = reading.timeline, reading.samples.rows
+    ends_at = steps if stream.steps is None else min(steps, stream.steps)
+    borders = [0, *(phase.start for phase in reading.data.phases if phase.start < ends_at), ends_at]
+    phases = []
+    for start, stop in pairwise(borders):
+        before, after = (timeline.draws(timeline.first_of(step)) for step in (start, stop))
+        planned = [b - a for a, b in zip(*(timeline.planned(timeline.first_of(step)) for step in (start, stop)), strict=True)]
+        drawn = [b - a for a, b in zip(before, after, strict=True)]
+        total = sum(drawn)
+        sources = {
+            label: {
+                "samples": drawn[index],
+                "tokens": drawn[index] * reading.unit,
+                "share": drawn[index] / total if total else 0.0,
+                "planned_tokens": float(planned[index] * reading.unit),
+                "epochs": None if (size := rows[index]) is None else drawn[index] / size,
+                "epochs_so_far": None if size is None else after[index] / size,
+            }
+            for index, label in enumerate(reading.labels)
+        }
+        span = timeline.span_at(start)
+        phases.append(
+            {
+                "start": start,
+                "stop": stop,
+                "sequence_length": span.length,
+                "global_batch": span.rows,
+                "lr_scale": stream.lr_scale(stop - 1),
+                "tokens": total * reading.unit,
+                "sources": sources,
+                "largest_deviation": _largest_deviation(reading, start, stop),
+            }
+        )
+    warnings = [
+        f"source {label!r} is read {entry['epochs_so_far']:.1f} times; more than {MANY_EPOCHS} teach little more"
+        for label, entry in phases[-1]["sources"].items()
+        if (entry["epochs_so_far"] or 0) > MANY_EPOCHS
+    ]
+    if ends_at < steps:
+        warnings.append(f"the data end after step {ends_at}, before the {steps} steps of the run")
+    return {"steps": steps, "tokens": sum(phase["tokens"] for phase in phases), "phases": phases, "warnings": warnings}
+
+
+def _largest_deviation(reading: Any, start: int, stop: int) -> dict[str, Any]:
+    """Samples that a source was drawn too often (or, below 0, too seldom) since step 0, where that is farthest from 0.
+
+    Looks at the ends of `_LOOKED_AT` steps of [start, stop).
+    """
+    timeline, count = reading.timeline, min(stop - start, _LOOKED_AT)
+    found: list[tuple[Fraction, str, int]] = []
+    for step in (start + (stop - start) * number // count for number in range(1, count + 1)):
+        first = timeline.first_of(step)
+        pairs = zip(reading.labels, timeline.draws(first), timeline.planned(first), strict=True)
+        found += [(drawn - asked, label, step) for label, drawn, asked in pairs]
+    samples, label, step = max(found, key=lambda entry: abs(entry[0]))
+    return {"samples": float(samples), "source": label, "step": step}
+
+
+def as_text(plan: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    lines = [f"{plan['tokens']:,} tokens in {plan['steps']:,} steps"]
+    for phase in plan["phases"]:
+        shape = f"{phase['global_batch']:,} rows of {phase['sequence_length']:,}, lr x {phase['lr_scale']:g}"
+        lines.append(f"steps {phase['start']:,} to {phase['stop']:,}: {phase['tokens']:,} tokens, {shape}")
+        for label, entry in phase["sources"].items():
+            epochs = (
+                "a stream" if entry["epochs"] is None else f"{entry['epochs']:.3f} epochs, {entry['epochs_so_far']:.3f} so far"
+            )
+            lines.append(f"  {label:20} {_percent(entry['share']):>7} {entry['tokens']:>20,} tokens   {epochs}")
+        farthest = phase["largest_deviation"]
+        where = f"{farthest['source']}, before step {farthest['step']:,}"
+        lines.append(f"  largest deviation from the weights: {farthest['samples']:+.2f} samples ({where})")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in plan["warnings"])])
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.001 or not share else f"{100 * share:.2g}%"

@@ -1,0 +1,172 @@
+"""What `data prepare` does."""
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import SourceContext, Texts, Tokenizer
+from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent, Stdlib, Text
+from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
+from forge_data.loading.entropy import unigram_entropy
+from forge_data.order.cursor import differences_of
+from forge_data.preparation.prepare import tokenise
+from forge_data.sources.parts import Records
+from forge_data.storage.partial import remove_left
+from forge_data.store.manifest import MANIFEST
+from forge_data.store.reader import StoreSource
+
+Report = Callable[[str], None]
+SOURCES: dict[str, type[RecordComponent]] = {"jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "huggingface": HuggingFace}
+
+
+def prepare(
+    source: str | None,
+    path: str | None,
+    out: Path,
+    tokenizer: str,
+    *,
+    vocab_size: int = 4096,
+    eos: str | None = None,
+    workers: int | None = None,
+    report: Report,
+    **options: Any,
+) -> dict[str, Any]:
+    """Writes one store.
+
+    Args:
+        source: name of a component; by default what the files are by their names.
+        path: of the corpus.
+        out: the new store.
+        tokenizer: `bpe` (trained), `bytes`, `tiktoken:NAME`, a `tokenizer.json`, or a `.model` of sentencepiece; for
+            records of ids the one that made them, or `none`.
+        vocab_size: of a tokenizer that is trained.
+        eos: the token that ends a document; of records of ids with tokenizer `none`, its id.
+        workers: at a time.
+        report: told about progress.
+        options: fields of the component; those that are None are left at their defaults.
+
+    Raises:
+        DataError: bad input or a directory that cannot be written.
+    """
+    chosen = {key: value for key, value in options.items() if value is not None}
+    texts = _texts(source, path, chosen)
+    remove_left(out)
+    request = _request(source or source_of(str(path)), texts, tokenizer, vocab_size, eos, chosen)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        return _finished(out, request, report)
+    context = SourceContext(out.parent / f".{out.name}.work", None, 1, report, (texts,))
+    ids = isinstance(texts, Records) and texts.wanted.ids
+    made = _tokenizer(tokenizer, vocab_size, eos, context, ids)
+    end = (made.eos if made else _id(eos)) if ids else None
+    what = getattr(texts, "what", str(path))
+    store = tokenise(texts, made, out, source=what, workers=workers, report=report, eos=end, request=request)
+    return _answer(out, store)
+
+
+def _request(
+    source: str, texts: Texts, tokenizer: str, vocab_size: int, eos: str | None, options: dict[str, Any]
+) -> dict[str, str]:
+    """What the store depends on, by names for messages; workers are not among it."""
+    found = {"source": source, "corpus": texts.fingerprint, "tokenizer": tokenizer, "eos": str(eos)}
+    found |= {name: str(value) for name, value in sorted(options.items())}
+    if tokenizer == "bpe":
+        found["vocab_size"] = str(vocab_size)
+    elif Path(tokenizer).is_file():
+        found["tokenizer"] = f"sha256 {sha256(Path(tokenizer).read_bytes()).hexdigest()}"
+    return found
+
+
+def _finished(out: Path, request: dict[str, str], report: Report) -> dict[str, Any]:
+    """The answer for a store that is there already, if it was made from the same.
+
+    Raises:
+        DataError: it was not, or it is no store; names the differences.
+    """
+    exists = f"{out} exists and is not empty; choose another place or remove it"
+    if not (out / MANIFEST).is_file():
+        raise DataError(exists)
+    store = StoreSource(out)
+    made = store.manifest.request
+    if made is None:
+        raise DataError(f"{exists}: it is a store that does not say what it was prepared from")
+    if differences := differences_of(made, request):
+        listed = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in differences.items())
+        raise DataError(f"{exists}: it is a finished store of something else: {listed}")
+    report(f"{out} is complete: it was prepared from the same corpus with the same settings")
+    return _answer(out, store)
+
+
+def _answer(out: Path, store: StoreSource) -> dict[str, Any]:
+    return {
+        "path": str(out),
+        "tokens": store.tokens,
+        "documents": store.documents,
+        "vocab_size": store.vocab_size,
+        "unigram_entropy": unigram_entropy([store.counts()]),
+        "fingerprint": store.fingerprint,
+    }
+
+
+def source_of(path: str) -> str:
+    """Name of the source that reads files of these names.
+
+    Raises:
+        DataError: several kinds of files, or none that is known.
+    """
+    from forge_data.sources.record_formats import FORMATS
+
+    directory = Path(path)
+    if directory.is_dir() and any((directory / name).exists() for name in ("dataset_dict.json", "state.json")):
+        return "huggingface"
+    suffixes = {name: form.suffixes for name, form in FORMATS.items()} | {"text": (".txt", ".md")}
+    names = [file.name for file in directory.rglob("*")] if directory.is_dir() else [path]
+    found = {name for name, ends in suffixes.items() if any(file.endswith(ends) for file in names)}
+    if len(found) > 1:
+        raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(found))}); choose one by --source")
+    return found.pop() if found else "text"
+
+
+def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Texts:
+    if source != "stdlib" and path is None:
+        raise DataError("say where the text is: --path FILE, DIRECTORY, PATTERN or URL")
+    chosen = source or source_of(str(path))
+    allowed = {
+        "stdlib": ("split",),
+        "text": ("split", "skip"),
+        "huggingface": ("split", "skip", "text", "ids", "subset", "dataset_split"),
+    }
+    for option in options:
+        if option not in allowed.get(chosen, ("split", "skip", "text", "ids")):
+            raise DataError(f"source {chosen!r} has no {option.replace('_', ' ')}; remove --{option.replace('_', '-')}")
+    if chosen == "stdlib":
+        return Stdlib(**{"split": "all", **options}).texts()
+    if chosen == "text":
+        return Text(path=str(path), **options).texts()
+    if chosen not in SOURCES:
+        raise DataError(f"unknown source {chosen!r}; known: text, stdlib, {', '.join(SOURCES)}")
+    return SOURCES[chosen](path=str(path), **options).records()
+
+
+def _tokenizer(name: str, vocab_size: int, eos: str | None, context: SourceContext, ids: bool) -> Tokenizer | None:
+    if ids and name in ("none", "bpe"):
+        return None  # there is no text to train one on
+    if name == "bytes":
+        return Bytes().build(context)
+    named: dict[str, Any] = {} if eos is None else {"eos": eos}
+    if name.startswith("tiktoken:"):
+        return Tiktoken(encoding=name.removeprefix("tiktoken:"), **named).build(context)
+    if name.endswith(".model"):
+        return SentencePiece(path=name, **named).build(context)
+    if name != "bpe":
+        return Bpe(path=name, **named).build(context)
+    from forge_data.tokenizers.bpe import trained
+
+    return trained(Bpe(vocab_size=vocab_size, **named), context)
+
+
+def _id(eos: str | None) -> int | None:
+    if eos is not None and not eos.isdigit():
+        raise DataError(f"--eos {eos} is no id; records of ids without a tokenizer need the id of the end of document")
+    return None if eos is None else int(eos)

@@ -1,0 +1,63 @@
+"""Held-out rows, each read exactly once, with the same number of batches on every rank."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from forge_core.batch import Batch
+from forge_core.errors import DataError
+from forge_core.protocols.data import Source
+from forge_data.loading.assemble import Assembler
+from forge_data.loading.buffers import Buffers
+from forge_data.loading.rows import Rows
+from forge_data.packing.concatenate import Concatenated, Packing
+
+
+class HeldOut:
+    """The `EvaluationSet` of one source, cut as training data is; every token but the first of a document or row is
+    predicted once.
+
+    The last row may be short; what it lacks, and rows that only fill up the last batches, carry no label and have the
+    sample number -1 when they are nothing but filler.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        length: int,
+        masked: bool,
+        vocab_size: int | None,
+        packing: Callable[[Source, int], Packing] = Concatenated,
+    ) -> None:
+        if source.tokens < 2:
+            raise DataError(f"evaluation set {name!r} ({source.name}) has {source.tokens} tokens: nothing to predict")
+        self.name = name
+        self.source = source
+        self.tokens = source.tokens
+        self.text_bytes: int | None = getattr(source, "text_bytes", None)
+        self._packing = packing(source, length)
+        self.rows = self._packing.ragged
+        self._assembler = Assembler([self._packing], length, masked, vocab_size)
+        self._buffers = Buffers()
+
+    def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
+        """This rank's share, in order; batch b of all ranks together holds rows [b n m, (b + 1) n m)."""
+        together = ranks * micro_batch
+        for first in range(0, self.rows, together):
+            numbers = np.arange(first + rank * micro_batch, first + (rank + 1) * micro_batch)
+            full = numbers[numbers < self._packing.rows]
+            rows = Rows.take(self._buffers, micro_batch, self._assembler.length, self._assembler.masked)
+            self._assembler.fill(rows, 0, np.zeros_like(full), full)
+            for row in range(len(full), micro_batch):
+                filled = 0
+                if numbers[row] < self.rows:
+                    cut, labelled = self._assembler.cut_last(0)
+                    rows.fill(np.array([row]), cut)
+                    filled = labelled + 1
+                rows.pad(row, filled)
+            samples = tuple(number if number < self.rows else -1 for number in numbers.tolist())
+            batch = rows.batch(0, micro_batch, samples)
+            del rows  # else its memory would count as held while the next batch looks for free memory
+            yield batch
+            del batch

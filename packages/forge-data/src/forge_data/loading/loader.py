@@ -1,0 +1,110 @@
+"""Opens what a recipe reads: the stream of its training data and its held-out sets."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import StatefulIterable, StreamedSource, Tokenizer
+from forge_data.components.section import Data
+from forge_data.loading.evaluation import HeldOut
+from forge_data.loading.foreign_loader import ForeignStream
+from forge_data.loading.open_sources import Opened, build, context_of, open_sources, refuse_tokenizers
+from forge_data.loading.reader import Reading, packing_for
+from forge_data.loading.stream import MixedStream
+from forge_data.loading.workers import Recipe
+
+Report = Callable[[str], None]
+
+
+def _silent(message: str) -> None:
+    """Says nothing."""
+
+
+def open_stream(
+    data: Data,
+    *,
+    workspace: Path,
+    seed: int,
+    global_batch: int,
+    micro_batch: int,
+    rank: int = 0,
+    ranks: int = 1,
+    report: Report = _silent,
+    vocab_size: int | None = None,
+) -> MixedStream | ForeignStream:
+    """Opens the training data of a recipe; text is tokenised into `workspace` the first time.
+
+    Args:
+        data: the recipe's `[data]` table.
+        workspace: where prepared data is kept; safe to share between processes.
+        seed: of the job; `data.seed` goes before it.
+        global_batch: rows per optimizer step over all ranks.
+        micro_batch: rows of one `Batch`.
+        rank, ranks: of the data axis.
+        report: called with progress messages.
+        vocab_size: of the model; a source with a larger id is refused.
+
+    Returns:
+        The `MixedStream`; or, where the only source is a foreign loader, the `ForeignStream` that reads it.
+
+    Raises:
+        ForgeError: something cannot be read as what it claims to be, or the sizes do not fit each other.
+    """
+    if not 0 <= rank < ranks or micro_batch < 1 or global_batch < 1:
+        raise DataError(f"rank {rank} of {ranks} with micro_batch {micro_batch} and global_batch {global_batch} makes no sense")
+    if global_batch % (ranks * micro_batch):
+        portion = f"{ranks * micro_batch} = {ranks} data ranks x micro_batch {micro_batch}"
+        raise DataError(
+            f"global_batch {global_batch} is no multiple of {portion}; change train.micro_batch or the number of ranks"
+        )
+    shape = {"rank": rank, "ranks": ranks, "global_batch": global_batch, "micro_batch": micro_batch}
+    opened = open_sources(data, context_of(data, workspace, report, **shape), vocab_size)
+    if any(isinstance(source, StatefulIterable) for source in opened.sources.values()):
+        return _foreign(data, opened, shape)
+    reading = Reading(
+        data,
+        opened,
+        seed=seed if data.seed is None else data.seed,
+        global_batch=global_batch,
+        vocab_size=vocab_size,
+        workspace=workspace,
+        report=report,
+    )
+    recipe = Recipe.of(reading, workspace) if data.loader_workers else None
+    return MixedStream(reading, micro_batch=micro_batch, rank=rank, ranks=ranks, recipe=recipe)
+
+
+def _foreign(data: Data, opened: Opened, shape: Mapping[str, int]) -> ForeignStream:
+    """The stream of the only source, which is a loader itself."""
+    chosen = {"phases": data.phases, "loader_workers": data.loader_workers, "epochs": data.epochs}
+    ((label, loader),) = opened.sources.items()
+    if settings := [f"data.{name}" for name, value in chosen.items() if value]:
+        raise DataError(f"source {label!r} is a loader of its own, which does not know {', '.join(settings)}; remove them")
+    return ForeignStream(loader, label, **shape)  # type: ignore[arg-type]
+
+
+def evaluation(
+    data: Data,
+    *,
+    workspace: Path,
+    report: Report = _silent,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, HeldOut]:
+    """Opens the held-out sets of `[data.evaluation]`, by name; rows are made as those of training are.
+
+    `tokenizer` is that of the training data, as its stream says; sets that another one made are refused.
+
+    Raises:
+        DataError: as `open_stream`; or a set is a stream, which has no end that every rank could agree on.
+    """
+    if not data.evaluation:
+        return {}
+    context = context_of(data, workspace, report)
+    sources = {name: build(component, name, context, vocab_size) for name, component in data.evaluation.items()}
+    if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
+        raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
+    refuse_tokenizers(sources, context.tokenizer or tokenizer)
+    packing = packing_for(data, workspace, report)
+    masked, length = data.documents == "mask", data.sequence_length
+    return {name: HeldOut(name, source, length, masked, vocab_size, packing(name)) for name, source in sources.items()}

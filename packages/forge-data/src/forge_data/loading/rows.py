@@ -1,0 +1,104 @@
+"""Model inputs of some rows in one piece of memory, and the batches that are cut from it."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forge_core.batch import IGNORE, PADDING, Batch, Sources
+from forge_data.loading.buffers import Buffers
+from forge_data.packing import labels as label_shift
+from forge_data.packing.concatenate import Cut, places
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Rows:
+    """Tokens and labels (N, T) int64, positions and documents (N, T) int32, the latter two None where rows are not masked.
+
+    All four lie behind each other in one array of bytes, which may be shared between processes.
+    """
+
+    def __init__(self, memory: np.ndarray, count: int, length: int, masked: bool) -> None:
+        """`memory` has at least `size_of(count, length, masked)` bytes, uint8."""
+        shape, size = (count, length), count * length
+        self.tokens = memory[: 8 * size].view(np.int64).reshape(shape)
+        self.labels = memory[8 * size : 16 * size].view(np.int64).reshape(shape)
+        self.positions = memory[16 * size : 20 * size].view(np.int32).reshape(shape) if masked else None
+        self.documents = memory[20 * size : 24 * size].view(np.int32).reshape(shape) if masked else None
+
+    @staticmethod
+    def size_of(count: int, length: int, masked: bool) -> int:
+        """Bytes of memory."""
+        return count * length * (24 if masked else 16)
+
+    @classmethod
+    def take(cls, buffers: Buffers, count: int, length: int, masked: bool) -> "Rows":
+        """Rows in memory that nobody uses."""
+        return cls(buffers.take((cls.size_of(count, length, masked),), np.uint8), count, length, masked)
+
+    def fill(self, at: np.ndarray, cut: Cut) -> None:
+        """Writes rows `at` (N,) int64 from N windows."""
+        label_shift.shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
+        if self.positions is not None and self.documents is not None:
+            self.positions[at], self.documents[at] = places(cut)
+        if cut.filled is not None:
+            for row in np.flatnonzero(cut.filled < self.labels.shape[1]).tolist():
+                self.pad(int(at[row]), int(cut.filled[row]))
+
+    def pad(self, row: int, column: int) -> None:
+        """Marks a row as padding from a column on; the last token before it has no label either."""
+        self.tokens[row, column:] = 0
+        self.labels[row, max(column - 1, 0) :] = IGNORE
+        if self.positions is not None and self.documents is not None:
+            self.positions[row, column:] = np.arange(self.positions.shape[1] - column)
+            self.documents[row, column:] = PADDING
+
+    def batches(
+        self, micro_batch: int, first: int, pin: bool = False, sources: "tuple[tuple[str, ...], np.ndarray] | None" = None
+    ) -> list[Batch]:
+        """Batches of `micro_batch` rows that share the rows' memory; row i is sample `first` + i.
+
+        With `pin`, in page-locked memory of torch's own allocator instead, which waits for copies to the device before it
+        gives memory out again; the rows' memory is free at once. `sources` are the names of all, and the number of each
+        row's.
+        """
+        parts = self.tensors(pin)
+        names, origins = (sources[0], _tensor(sources[1].copy(), pin)) if sources else ((), None)
+        found = []
+        for start in range(0, len(self.tokens), micro_batch):
+            stop = start + micro_batch
+            batch = self.batch(start, stop, tuple(range(first + start, first + stop)), parts)
+            found.append(batch if origins is None else replace(batch, sources=Sources(names, origins[start:stop])))
+        return found
+
+    def tensors(self, pin: bool = False) -> "tuple[Tensor, Tensor, Tensor | None, Tensor | None]":
+        """(tokens, labels, positions, documents)."""
+        positions = None if self.positions is None else _tensor(self.positions, pin)
+        documents = None if self.documents is None else _tensor(self.documents, pin)
+        return _tensor(self.tokens, pin), _tensor(self.labels, pin), positions, documents
+
+    def batch(
+        self,
+        start: int,
+        stop: int,
+        samples: tuple[int, ...],
+        parts: "tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None" = None,
+    ) -> Batch:
+        """Rows [start, stop) as a batch; `parts` are the rows' `tensors`."""
+        tokens, labels, positions, documents = parts or self.tensors()
+        return Batch(
+            tokens=tokens[start:stop],
+            labels=labels[start:stop],
+            positions=None if positions is None else positions[start:stop],
+            documents=None if documents is None else documents[start:stop],
+            samples=samples,
+        )
+
+
+def _tensor(array: np.ndarray, pin: bool) -> "Tensor":
+    import torch
+
+    shared = torch.from_numpy(array)
+    return shared.pin_memory() if pin else shared

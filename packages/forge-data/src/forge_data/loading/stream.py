@@ -1,0 +1,255 @@
+"""One rank's share of a run: batches for a cursor.
+
+Step s consumes a fixed range of samples of one global sequence. Rank r of n takes the r-th n-th of its rows, cut into
+micro-batches. So ranks, micro-batch and loader workers change who reads a sample, never which samples a step has.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from forge_core.batch import Batch
+from forge_core.errors import DataError
+from forge_core.protocols.data import Cursor, StreamedSource
+from forge_data.loading.buffers import Buffers
+from forge_data.loading.entropy import token_counts, unigram_entropy
+from forge_data.loading.reader import Reading
+from forge_data.loading.rows import Rows
+from forge_data.loading.streaming import refuse_ranks
+from forge_data.loading.workers import Crew, Recipe
+from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
+from forge_data.order.phases import batch_faults, lr_scale_at, refuse_faults
+from forge_data.store.checksums import FirstEpoch
+
+_log = logging.getLogger(__name__)
+
+
+class MixedStream:
+    """The `Stream` of a recipe's sources, as one rank reads it.
+
+    Attributes:
+        tokenizer: of the recipe, or the copy that a store carries.
+        fingerprint: of everything that fixes the order of samples.
+        tokens: in all sources together, each counted once; streams, whose length is unknown, count nothing.
+        steps: until the stream ends, or None. Samples of the last epoch that fill no global batch are left out.
+    """
+
+    def __init__(self, reading: Reading, *, micro_batch: int, rank: int, ranks: int, recipe: Recipe | None = None) -> None:
+        """`recipe` opens the same sources in loader workers; needed where `data.loader_workers` is not 0."""
+        self.reading, self.data = reading, reading.data
+        self.tokenizer = reading.opened.tokenizer
+        self.labels, self.sources = reading.labels, reading.sources
+        self.samples = reading.samples
+        self.tokens = sum(getattr(source, "tokens", 0) for source in self.sources)
+        self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
+        self._recipe = recipe
+        self._iterator: object = None
+        self._identities: dict[int, tuple[dict[str, Any], str]] = {}
+        self.fingerprint = fingerprint_of(reading.identity_at(None))
+        end = reading.end()
+        self.steps = None if end is None else reading.timeline.steps_in(end)
+        self._refuse_sizes(end)
+
+    def start(self) -> Cursor:
+        """The cursor of step 0."""
+        return self._cursor(0, {})
+
+    def from_cursor(self, cursor: Cursor) -> Iterator[tuple[list[Batch], Cursor]]:
+        """Per optimizer step: this rank's micro-batches and the cursor after them.
+
+        Raises:
+            DataError: at once, when the cursor belongs to other data; names the difference.
+        """
+        sample, timeline = sample_of(cursor), self.reading.timeline
+        step = timeline.steps_in(sample)
+        for difference in refuse_other(cursor, self.reading.identity_at(step), self.data.changed):
+            _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
+        if timeline.first_of(step) != sample:
+            raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
+        return self._steps_from(step, self._own_positions(cursor, step))
+
+    def lr_scale(self, step: int) -> float:
+        """Factor of the phases on the learning rate of a step."""
+        return lr_scale_at(self.data.phases, step)
+
+    def tokens_at(self, step: int) -> int:
+        """Positions of the global batch of a step, with or without a label."""
+        span = self.reading.timeline.span_at(step)
+        return span.rows * span.length
+
+    def batches_at(self, step: int) -> int:
+        """Micro-batches of this rank in a step."""
+        return self._shape(step)[0] // self.micro_batch
+
+    def mix(self, step: int) -> dict[str, tuple[int, float]]:
+        """Tokens of each source that the first `step` steps read, and how many the weights ask for."""
+        timeline, unit = self.reading.timeline, self.reading.unit
+        samples = timeline.first_of(step)
+        pairs = zip(timeline.draws(samples), timeline.planned(samples), strict=True)
+        return {label: (drawn * unit, float(asked * unit)) for label, (drawn, asked) in zip(self.labels, pairs, strict=True)}
+
+    def describe(self, steps: int | None = None) -> Mapping[str, Any]:
+        """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time."""
+        timeline = self.reading.timeline
+        draws = timeline.draws(timeline.first_of(steps)) if steps is not None else None
+        mixture = timeline.segments[0].mixture
+        sources = []
+        for index, (label, source) in enumerate(zip(self.labels, self.sources, strict=True)):
+            rows = self.samples.rows[index]
+            entry: dict[str, Any] = {
+                "label": label,
+                "source": source.name,
+                "fingerprint": source.fingerprint,
+                "tokens": getattr(source, "tokens", None),
+                "rows": rows,
+                "share": mixture.shares[index] / mixture.period,
+            }
+            if summary := getattr(self.reading.packings[index], "summary", None):
+                entry["packing"] = summary
+            if draws is not None:
+                read = {"samples": draws[index], "tokens_read": draws[index] * self.reading.unit}
+                entry |= read | {"epochs": None if rows is None else draws[index] / rows}
+            sources.append(entry)
+        return {
+            "fingerprint": self.fingerprint,
+            "sequence_length": self.data.sequence_length,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "sources": sources,
+        }
+
+    def entropy(self) -> float | None:
+        """Unigram entropy of the mixture in nats per token, ends of documents included; None when it has a stream."""
+        counted = [source for source in self.sources if not isinstance(source, StreamedSource)]
+        if len(counted) < len(self.sources):
+            return None
+        mixture = self.reading.timeline.segments[0].mixture
+        shares = [share / mixture.period for share in mixture.shares]
+        return unigram_entropy([token_counts(source) for source in counted], shares)
+
+    def _steps_from(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[list[Batch], Cursor]]:
+        make = self._made_ahead if self.data.loader_workers else self._made_here
+        with closing(self._checksums(step)) as checksums:
+            for rows, after in make(step, positions):
+                batches = rows.batches(self.micro_batch, self._first_row(step), _on_cuda(), self._sources(step))
+                del rows  # else its memory would count as held while the next step looks for free memory
+                step += 1
+                cursor = self._cursor(step, after)
+                checksums.reached(self._tokens_of(cursor["draws"]))
+                yield batches, cursor
+                del batches
+
+    def _checksums(self, step: int) -> FirstEpoch:
+        """What compares this rank's files from a step on."""
+        timeline = self.reading.timeline
+        draws = dict(zip(self.labels, timeline.draws(timeline.first_of(step)), strict=True))
+        sources = dict(zip(self.labels, self.sources, strict=True)) if self.data.verify else {}
+        return FirstEpoch(sources, self._tokens_of(draws), self.rank, self.ranks)
+
+    def _tokens_of(self, draws: Mapping[str, int]) -> dict[str, int]:
+        return {label: drawn * self.reading.unit for label, drawn in draws.items()}
+
+    def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
+        """(rows of this rank, positions of its readers after them) of each step."""
+        buffers = Buffers()
+        self.reading.seek(positions)
+        self._iterator = iterator = object()
+        while self.steps is None or step < self.steps:
+            if self.reading.streams and self._iterator is not iterator:
+                raise DataError("streamed sources are read by one iterator at a time, and a newer one took over; open them again")
+            own, length = self._shape(step)
+            buffers.drop_others((Rows.size_of(own, length, self.reading.masked),))
+            rows = Rows.take(buffers, own, length, self.reading.masked)
+            self.reading.fill(rows, step, self.rank * own, (self.rank + 1) * own)
+            after = self.reading.positions(self._readers())
+            yield rows, after
+            del rows
+            step += 1
+
+    def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
+        """The same by worker processes, `prefetch` steps ahead, and as many as there are workers: each makes another step."""
+        assert self._recipe is not None, "loader workers need the recipe"
+        readers = self._readers() if self.reading.streams else None
+        with Crew(self._recipe, self.data.loader_workers, self.reading, readers, positions) as crew:
+            ahead, lead = step, max(self.data.prefetch, self.data.loader_workers)
+            while self.steps is None or step < self.steps:
+                while ahead < step + lead and (self.steps is None or ahead < self.steps):
+                    own, length = self._shape(ahead)
+                    crew.ask(ahead, self.rank * own, own, length)
+                    ahead += 1
+                yield crew.collect()
+                step += 1
+
+    def _shape(self, step: int) -> tuple[int, int]:
+        """(rows of this rank, tokens of a row) of a step."""
+        span = self.reading.timeline.span_at(step)
+        return span.rows // self.ranks, span.length
+
+    def _readers(self) -> range:
+        """Virtual readers of this rank."""
+        each = self.reading.readers // self.ranks
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def _sources(self, step: int) -> tuple[tuple[str, ...], np.ndarray] | None:
+        """Of this rank's rows in a step, where there are several sources to tell apart."""
+        if len(self.labels) == 1:
+            return None
+        own = self._shape(step)[0]
+        return self.labels, self.reading.rows_of(step, self.rank * own, (self.rank + 1) * own)[0]
+
+    def _first_row(self, step: int) -> int:
+        return self.reading.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
+
+    def _own_positions(self, cursor: Cursor, step: int) -> dict[str, Any]:
+        """Positions of this rank's virtual readers; a cursor of one rank of several may lack them."""
+        mine = [str(number) for number in self._readers()] if self.reading.streams else []
+        held = cursor.get("readers", {})
+        found: dict[str, Any] = {self.labels[source]: {} for source in self.reading.streams}
+        for label in found if step else ():
+            known = held.get(label, {})
+            if missing := [number for number in mine if number not in known]:
+                raise DataError(
+                    f"the cursor has no position for readers {', '.join(missing)} of the stream {label!r}: it is of one rank of "
+                    "several; keep forge_data.order.cursor.merged of the cursors of all ranks"
+                )
+            found[label] = {number: known[number] for number in mine}
+        return found
+
+    def _refuse_sizes(self, end: int | None) -> None:
+        faults = list(batch_faults(self.data, self.reading.global_batch, self.ranks, self.micro_batch))
+        refuse_faults(faults)
+        if self.steps == 0:
+            limit = (
+                f"data.epochs = {self.data.epochs} gives" if self.data.epochs is not None else "max_epochs of the sources give"
+            )
+            raise DataError(
+                f"{limit} {end} samples, fewer than one global batch of {self.reading.global_batch}; lower train.global_batch "
+                "or data.sequence_length, or raise the number of epochs"
+            )
+        if self.reading.streams:
+            refuse_ranks(self.ranks, self.reading.readers)
+
+    def _cursor(self, step: int, positions: Mapping[str, Any]) -> Cursor:
+        timeline = self.reading.timeline
+        sample = timeline.first_of(step)
+        readers = positions if self.reading.streams else None
+        identity, fingerprint = self._identity(step)
+        return cursor_at(sample, self.labels, timeline.draws(sample), identity, readers, fingerprint)
+
+    def _identity(self, step: int) -> tuple[dict[str, Any], str]:
+        """The identity at a step and its fingerprint: worked out where a stage or phase begins, not at every step."""
+        begun = self.reading.begun(step)
+        if begun not in self._identities:
+            identity = self.reading.identity_at(step)
+            self._identities[begun] = identity, fingerprint_of(identity)
+        return self._identities[begun]
+
+
+def _on_cuda() -> bool:
+    """Whether batches will be copied to a CUDA device: then page-locked memory makes the copy asynchronous."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,0 +1,141 @@
+"""A loader worker: makes rows in shared memory until the process that asks for them goes away.
+
+Called as `python -m forge_data.loading.worker_main MESSAGES MEMORY` with two inherited sockets: messages both ways, and
+descriptors of the memory that a message announces. Every message but those is answered by (kind, content, traceback).
+"""
+
+import contextlib
+import importlib.util
+import io
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forge_core.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge_data.loading.reader import Reading
+
+
+def main() -> None:
+    """Serves one crew."""
+    # The trainer decides when to stop: a signal to the whole group must not end the data of its last step.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    messages: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    memory = socket.socket(fileno=int(sys.argv[2]))
+    threading.Thread(target=_end_with, args=(memory.fileno(),), daemon=True).start()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _serve(messages, memory)
+    os._exit(0)  # nothing is left to flush; a source's threads may never end
+
+
+def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
+    reading: Any = None
+    arrays: dict[int, np.ndarray] = {}
+    while True:
+        received = messages.recv_bytes()
+        try:
+            if reading is None:
+                reading, answer = _open(received)
+            else:
+                kind, *arguments = pickle.loads(received)  # noqa: S301 from the process that started this one
+                if kind == "map":
+                    _map(arrays, memory, *arguments)
+                    continue
+                if kind == "seek":
+                    reading.seek(*arguments)
+                    continue
+                answer = _fill(reading, arrays, *arguments)
+        except BaseException as error:  # noqa: BLE001 whatever a source raises is raised again by the trainer
+            refused = isinstance(error, ForgeError)
+            said = str(error) if refused else f"{type(error).__name__}: {error}"
+            messages.send(("refused" if refused else "failed", said, traceback.format_exc()))
+            continue
+        messages.send(("ok", answer, ""))
+
+
+def _open(received: bytes) -> "tuple[Reading, str]":
+    """What the trainer reads, opened here too, and the fingerprint that shows it."""
+    content = io.BytesIO(received)
+    paths, files = pickle.load(content)  # noqa: S301 as above
+    sys.path[:] = paths
+    _load_files(files)
+    recipe = pickle.load(content)  # noqa: S301 as above
+    from forge_data.loading.open_sources import context_of, open_sources
+    from forge_data.loading.reader import Reading
+    from forge_data.order.cursor import fingerprint_of
+
+    def quiet(message: str) -> None:
+        """The trainer has said it."""
+
+    reading = Reading(
+        recipe.data,
+        open_sources(recipe.data, context_of(recipe.data, recipe.workspace, quiet), recipe.vocab_size),
+        seed=recipe.seed,
+        global_batch=recipe.global_batch,
+        vocab_size=recipe.vocab_size,
+        workspace=recipe.workspace,
+        report=quiet,
+    )
+    return reading, fingerprint_of(reading.identity_at(None))
+
+
+def _load_files(files: Mapping[str, str]) -> None:
+    """Modules of components that a recipe names by file, under the name that pickle looks for."""
+    for name, path in files.items():
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is not a Python file")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+def _map(arrays: dict[int, np.ndarray], memory: socket.socket, slot: int, size: int, kept: frozenset[int]) -> None:
+    _, descriptors, _, _ = socket.recv_fds(memory, 1, 1)
+    for gone in arrays.keys() - kept:
+        del arrays[gone]
+    arrays[slot] = np.frombuffer(mmap.mmap(descriptors[0], size), dtype=np.uint8)
+    os.close(descriptors[0])
+
+
+def _fill(
+    reading: "Reading",
+    arrays: Mapping[int, np.ndarray],
+    slot: int,
+    count: int,
+    length: int,
+    step: int,
+    start: int,
+    stop: int,
+    at: int,
+    readers: range,
+) -> dict[str, dict[str, Any]]:
+    from forge_data.loading.rows import Rows
+
+    if stop > start:
+        reading.fill(Rows(arrays[slot], count, length, reading.masked), step, start, stop, at)
+    return reading.positions(readers)
+
+
+def _end_with(descriptor: int) -> None:
+    """Ends this process when the other end of a socket is closed, also in the middle of a read that never returns."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # hang-ups are always reported
+    poll.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Loader workers, seen from the process that trains: it says which rows of which step it wants, and waits for them.
+
+Workers are plain `python -m forge_data.loading.worker_main` processes: no fork of a process with threads or a device, no need for a
+`__main__` guard, and no torch in them. Rows travel in anonymous shared memory, which no limit on /dev/shm concerns and
+which is gone when the processes are. A worker keeps no state but the readers of streams, whose positions come back with
+every answer; so what a cursor says is what was consumed, however far the workers are ahead.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.components.section import Data
+from forge_data.components.sources import Store
+from forge_data.loading.buffers import Buffers
+from forge_data.loading.reader import Reading
+from forge_data.loading.rows import Rows
+from forge_data.order.cursor import fingerprint_of
+from forge_data.store.reader import StoreSource
+
+_PATIENCE = 2.0
+"""Seconds that a worker has to end by itself."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a worker opens, so that it finds the same samples; small and picklable.
+
+    Attributes:
+        data: where text was tokenised, its store takes the place of the text.
+        fingerprint: that the worker must come to as well.
+    """
+
+    data: Data
+    workspace: Path
+    seed: int
+    global_batch: int
+    vocab_size: int | None
+    fingerprint: str
+
+    @classmethod
+    def of(cls, reading: Reading, workspace: Path) -> "Recipe":
+        """The recipe that `reading` was made from.
+
+        Raises:
+            DataError: a source cannot be described to another process.
+        """
+        opened, data = reading.opened, reading.data
+        components: list[Any] = list(data.sources)
+        for place, (label, source), most in zip(opened.places, opened.sources.items(), opened.max_epochs, strict=True):
+            if isinstance(source, StoreSource):
+                weight = getattr(components[place], "weight", 1.0)
+                components[place] = Store(path=str(source.path), label=label, weight=weight, max_epochs=most)
+        only_stores = all(isinstance(source, StoreSource) for source in opened.sources.values())
+        own = replace(
+            data, sources=components, tokenizer=None if only_stores else data.tokenizer, evaluation={}, loader_workers=0
+        )
+        fingerprint = fingerprint_of(reading.identity_at(None))
+        made = cls(own, workspace, reading.seed, reading.global_batch, reading.vocab_size, fingerprint)
+        for component in (*components, own.tokenizer):
+            if type(component).__module__ == "__main__":
+                raise DataError(
+                    f"{type(component).__name__} is defined in the script that runs, which a loader worker cannot import; "
+                    "put it into a module, or set data.loader_workers = 0"
+                )
+        return made
+
+    def dump(self) -> bytes:
+        """As the first message to a worker: where modules lie, the files of components that are no module, and the recipe."""
+        components = (*self.data.sources, self.data.tokenizer)
+        modules = {type(component).__module__ for component in components if component is not None}
+        files = {name: sys.modules[name].__file__ for name in modules if name.startswith("forge_file_")}
+        content = io.BytesIO()
+        pickle.dump((sys.path, files), content)
+        try:
+            pickle.dump(self, content)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DataError(f"the data cannot be described to a loader worker ({error}); set data.loader_workers = 0") from error
+        return content.getvalue()
+
+
+@dataclass
+class _Worker:
+    """One process, the rows or readers that it makes, and the ways to it."""
+
+    number: int
+    process: "subprocess.Popen[bytes]"
+    messages: "Connection[Any, Any]"
+    memory: socket.socket
+
+
+class Crew:
+    """Some workers that make the rows of one rank; a context manager that ends them.
+
+    They take turns: each makes whole steps. Only where there are streams do all of them make a part of every step, because
+    a virtual reader, which goes on from row to row, belongs to one of them.
+    """
+
+    def __init__(
+        self, recipe: Recipe, workers: int, reading: Reading, readers: range | None, positions: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """
+        Args:
+            recipe: what to open.
+            workers: how many; with streams, no more than this rank has virtual readers.
+            reading: the same in this process, for its sizes.
+            readers: virtual readers of this rank; None without streams.
+            positions: of these readers.
+        """
+        self.reading = reading
+        self._count = workers if readers is None else min(workers, len(readers))
+        self._readers = readers
+        self._buffers = Buffers(self._share)
+        self._slots: dict[int, int] = {}
+        self._made = 0
+        self._asked: deque[tuple[Rows, list[_Worker]]] = deque()
+        self._recipe, self._positions = recipe, positions
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        content = self._recipe.dump()
+        try:
+            self._workers = [_start(number) for number in range(self._count)]
+            for worker in self._workers:
+                worker.messages.send_bytes(content)
+            for worker in self._workers:
+                if self._receive(worker) != self._recipe.fingerprint:
+                    raise DataError("the data changed while they were opened: a loader worker finds others; start again")
+                worker.messages.send(("seek", self._positions))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def ask(self, step: int, first: int, count: int, length: int) -> None:
+        """Has rows [first, first + count) of the global batch of a step made, in memory that nobody uses."""
+        size = Rows.size_of(count, length, self.reading.masked)
+        self._buffers.drop_others((size,))
+        memory = self._buffers.take((size,), np.uint8)
+        slot, parts = self._slots[id(memory)], self._parts(step, first, count)
+        for worker, start, stop, readers in parts:
+            self._send(worker, ("fill", slot, count, length, step, start, stop, start - first, readers))
+        self._asked.append((Rows(memory, count, length, self.reading.masked), [worker for worker, *_ in parts]))
+
+    def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
+        """Waits for the rows that were asked for first; also the positions of this rank's readers after them.
+
+        Raises:
+            DataError: a worker refused its data; the message ends with the worker's traceback.
+            RuntimeError: a worker failed otherwise, or died.
+        """
+        positions: dict[str, dict[str, Any]] = {}
+        rows, workers = self._asked.popleft()
+        for worker in workers:
+            for label, found in self._receive(worker).items():
+                positions.setdefault(label, {}).update(found)
+        return rows, positions
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for worker in self._workers:
+            worker.messages.close()
+            worker.memory.close()
+        for worker in self._workers:
+            try:
+                worker.process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        self._workers = []
+
+    def _parts(self, step: int, first: int, count: int) -> list[tuple[_Worker, int, int, range]]:
+        """Who makes which rows [start, stop) of a step, with which readers."""
+        if self._readers is None:
+            return [(self._workers[step % self._count], first, first + count, range(0))]
+        rows, parts = self.reading.timeline.span_at(step).rows, []
+        for worker in self._workers:
+            bounds = (worker.number, worker.number + 1)
+            own = range(*(self._readers.start + len(self._readers) * bound // self._count for bound in bounds))
+            start, stop = (reader * rows // self.reading.readers for reader in (own.start, own.stop))
+            parts.append((worker, start, stop, own))
+        return parts
+
+    def _share(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """New anonymous memory that every worker maps too."""
+        descriptor = _anonymous()
+        try:
+            os.ftruncate(descriptor, shape[0])
+            array = np.frombuffer(mmap.mmap(descriptor, shape[0]), dtype=dtype)
+            self._made += 1
+            self._slots = {key: slot for key, slot in self._slots.items() if key in self._buffers.held()}
+            self._slots[id(array)] = self._made
+            for worker in self._workers:
+                self._send(worker, ("map", self._made, shape[0], frozenset(self._slots.values())))
+                socket.send_fds(worker.memory, [b"m"], [descriptor])
+        finally:
+            os.close(descriptor)
+        return array
+
+    def _send(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+        try:
+            worker.messages.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            while True:  # through its last answers to the error that it sent, or to the end of the line
+                self._receive(worker)
+
+    def _receive(self, worker: _Worker) -> Any:
+        try:
+            kind, content, trace = worker.messages.recv()
+        except (EOFError, ConnectionResetError) as error:
+            worker.process.wait()
+            code = worker.process.returncode
+            raise RuntimeError(f"loader worker {worker.number} {ended_how(code)}") from error
+        if kind == "ok":
+            return content
+        text = f"{content}\n\nraised in loader worker {worker.number}:\n{trace}"
+        raise DataError(text) if kind == "refused" else RuntimeError(text)
+
+
+def ended_how(code: int) -> str:
+    """What the exit code of a worker that died tells, for messages."""
+    if code == -signal.SIGBUS:
+        return f"was killed by signal {-code} (SIGBUS): a file that it had mapped was cut off while it was read; restore it"
+    return f"was killed by signal {-code}; was memory short?" if code < 0 else f"ended with code {code}"
+
+
+def _start(number: int) -> _Worker:
+    ours, theirs = socket.socketpair()
+    memory, their_memory = socket.socketpair()
+    with theirs, their_memory:
+        passed = (theirs.fileno(), their_memory.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "forge_data.loading.worker_main", *(str(descriptor) for descriptor in passed)],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_first_paths())},
+        )
+    return _Worker(number, process, Connection(ours.detach()), memory)
+
+
+def _first_paths() -> Iterable[str]:
+    """Where the worker finds this package; the rest of sys.path follows with the first message."""
+    return (path for path in sys.path if path)
+
+
+def _anonymous() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("forge-data")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

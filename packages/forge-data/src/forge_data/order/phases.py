@@ -1,0 +1,182 @@
+"""Phases of a run: which weights, lengths and batch sizes hold from which step on. Nothing here imports torch or numpy."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from forge_core.errors import ConfigError, Fault, did_you_mean
+from forge_data.components.section import Data, Phase
+from forge_data.order.weights import Weight, exact_of
+
+STAIRS = 32
+"""Weights move over a ramp in at most so many equal stairs, each of them with exact shares."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps [step, step of the next stage) have everything in common.
+
+    Attributes:
+        step: the first one.
+        weights: of every source of the recipe, in their order.
+        length: tokens of a row.
+        batch: rows of a step over all ranks.
+        stair: a stair of a ramp of weights.
+    """
+
+    step: int
+    weights: tuple[Weight, ...]
+    length: int
+    batch: int
+    stair: bool = False
+
+
+def labels_of(data: Data) -> list[str]:
+    """The name of every source in phases and logs: its `label`, else that of its component, numbered from the second on."""
+    labels: list[str] = []
+    for index, component in enumerate(data.sources):
+        label = getattr(component, "label", None) or type(component).__name__.lower()
+        labels.append(f"{label}-{index + 1}" if label in labels else label)
+    return labels
+
+
+def stages_of(data: Data, global_batch: int) -> list[Stage]:
+    """The stages of a run without an end, from step 0 on; `data` has no faults."""
+    labels = labels_of(data)
+    stages = [Stage(0, base_weights(data), data.sequence_length, global_batch)]
+    for phase in data.phases:
+        before = stages[-1]
+        after = Stage(
+            phase.start + phase.ramp,
+            tuple(phase.weights.get(label, weight) for label, weight in zip(labels, before.weights, strict=True)),
+            phase.sequence_length or before.length,
+            phase.global_batch or before.batch,
+        )
+        stages += [*_stairs(phase, before, after), after]
+    return stages
+
+
+def base_weights(data: Data) -> tuple[float, ...]:
+    """Weights of the sources before the first phase."""
+    return tuple(float(getattr(component, "weight", 1.0)) for component in data.sources)
+
+
+def used(data: Data) -> list[bool]:
+    """Whether each source has a weight above 0 at some time."""
+    return [any(stage.weights[index] for stage in stages_of(data, 1)) for index in range(len(data.sources))]
+
+
+def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
+    """Factor of the phases on the learning rate of a step; the first step of a phase has it already."""
+    scale = 1.0
+    for phase in phases:
+        if phase.lr_scale is None or step < phase.start:
+            continue
+        done = min(1.0, (step - phase.start + 1) / (phase.ramp + 1))
+        scale = phase.lr_scale if done == 1.0 else scale + (phase.lr_scale - scale) * done
+    return scale
+
+
+def _stairs(phase: Phase, before: Stage, after: Stage) -> Iterator[Stage]:
+    """Stairs from the shares before to those after, each as high as the line in its middle, exactly."""
+    count = min(phase.ramp, STAIRS)
+    old, new = _normalised(before.weights), _normalised(after.weights)
+    if count and old == new:
+        yield Stage(phase.start, before.weights, after.length, after.batch)
+        return
+    for stair in range(count):
+        way = Fraction(2 * stair + 1, 2 * count)
+        weights = tuple(was + (is_now - was) * way for was, is_now in zip(old, new, strict=True))
+        yield Stage(phase.start + phase.ramp * stair // count, weights, after.length, after.batch, stair=True)
+
+
+def _normalised(weights: Sequence[Weight]) -> list[Fraction]:
+    exact = [exact_of(weight) for weight in weights]
+    total = sum(exact) or Fraction(1)
+    return [weight / total for weight in exact]
+
+
+def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> list[Fault]:
+    """Everything that is wrong with the phases; `max_steps` of the run, where it is known."""
+    faults = [fault for index, phase in enumerate(data.phases) for fault in _own_faults(data, index, phase, max_steps)]
+    for index, (first, second) in enumerate(pairwise(data.phases), 1):
+        if second.start < first.start + max(first.ramp, 1):
+            kind = f"the phase before ramps until step {first.start + first.ramp}" if first.ramp else "phases stand in order"
+            faults.append(Fault(f"data.phases.{index}.start", f"{second.start} is too early: {kind}", hint="raise it"))
+    if faults:
+        return faults
+    by_step = {stage.step: stage for stage in stages_of(data, global_batch)}
+    stages = [by_step[0], *(by_step[phase.start + phase.ramp] for phase in data.phases)]
+    for index, (phase, stage) in enumerate(zip(data.phases, stages[1:], strict=True)):
+        if phase.weights and not any(stage.weights):
+            faults.append(Fault(f"data.phases.{index}.weights", "no source has a weight above 0", hint="raise one"))
+    return [*faults, *_size_faults(data, stages)]
+
+
+def _own_faults(data: Data, index: int, phase: Phase, max_steps: int | None) -> Iterator[Fault]:
+    key, labels = f"data.phases.{index}", labels_of(data)
+    for name in phase.weights:
+        if name not in labels:
+            yield Fault(f"{key}.weights.{name}", f"no source has the label {name!r}", hint=did_you_mean(name, labels))
+    if phase.weights and len(labels) < 2:
+        yield Fault(f"{key}.weights", "a recipe with fewer than two sources has nothing to mix", hint="add [[data.sources]]")
+    settings = (phase.weights, phase.lr_scale, phase.sequence_length, phase.global_batch)
+    if not phase.weights and settings[1:] == (None, None, None):
+        yield Fault(key, "changes nothing", hint="give it weights, lr_scale, sequence_length or global_batch, or remove it")
+    elif phase.ramp and not phase.weights and phase.lr_scale is None:
+        yield Fault(f"{key}.ramp", "only weights and lr_scale move over a ramp", hint="remove it")
+    if max_steps is not None and phase.start >= max_steps:
+        yield Fault(f"{key}.start", f"step {phase.start} is never reached: the run has {max_steps} steps", hint="lower it")
+    elif max_steps is not None and phase.start + phase.ramp > max_steps:
+        yield Fault(f"{key}.ramp", f"ends at step {phase.start + phase.ramp}, the run at {max_steps}", hint="shorten it")
+
+
+def _size_faults(data: Data, stages: Sequence[Stage]) -> Iterator[Fault]:
+    """What lengths and batches do not allow; `stages` has the base and then one per phase."""
+    longest = max(stage.length for stage in stages)
+    for index, stage in enumerate(stages):
+        key = "data" if not index else f"data.phases.{index - 1}"
+        if stage.length != longest and data.packing != "concatenate":
+            what = f"packing {data.packing!r} puts documents into rows of one length; this one differs from {longest}"
+            yield Fault(f"{key}.sequence_length", what, hint="keep the length, or use packing = 'concatenate'")
+        elif longest % stage.length:
+            yield Fault(f"{key}.sequence_length", f"{stage.length} does not divide the longest length of the run, {longest}")
+        elif stage.batch * stage.length % longest:
+            need = longest // stage.length
+            what = f"{stage.batch} rows of {stage.length} tokens are no whole number of the run's longest rows ({longest})"
+            where = f"{key}.global_batch" if index else "train.global_batch"
+            yield Fault(where, what, hint=f"take a multiple of {need}")
+
+
+def batch_faults(data: Data, global_batch: int, ranks: int, micro_batch: int) -> Iterator[Fault]:
+    """Phases whose batch cannot be shared by the data ranks in whole micro-batches."""
+    for index, phase in enumerate(data.phases):
+        batch = phase.global_batch
+        if batch is not None and batch != global_batch and batch % (ranks * micro_batch):
+            portion = f"{ranks * micro_batch} = {ranks} data ranks x micro_batch {micro_batch}"
+            yield Fault(f"data.phases.{index}.global_batch", f"{batch} is no multiple of {portion}", hint="change it")
+
+
+def refuse_faults(faults: Sequence[Fault]) -> None:
+    """Raises all faults as one error.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if faults:
+        raise ConfigError(faults)
+
+
+def phases_fit(job: Any, layout: Any) -> list[Fault]:
+    """The check of a recipe: phases against sources, run, layout and model."""
+    data, train = job.data, job.train
+    found = faults_of(data, train.global_batch, train.max_steps)
+    found += batch_faults(data, train.global_batch, layout.data, train.micro_batch)
+    longest = getattr(job.model, "max_length", None)
+    for index, phase in enumerate(data.phases):
+        if longest is not None and (phase.sequence_length or 0) > longest:
+            what = f"{phase.sequence_length} tokens are more than model.max_length = {longest}"
+            found.append(Fault(f"data.phases.{index}.sequence_length", what, hint="raise model.max_length or shorten the phase"))
+    return found

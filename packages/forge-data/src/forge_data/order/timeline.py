@@ -1,0 +1,213 @@
+"""Steps, samples and sources of a whole run by arithmetic, whatever its phases change.
+
+A sample is one row of the run's longest length, its `unit`; where rows are shorter, a step cuts each sample into
+several. The run is a list of segments with constant weights. In each of them draws follow the weights within the bound
+of its mixture at every prefix (`mixture`), and each source goes on where the segment before left it. A segment ends
+where a phase or a stair of its ramp begins, or where a source has been read `max_epochs` times and its share goes to the
+others. The stairs of a ramp hand on what they owe (`ramps`), so that deviations do not add up over it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from forge_data.order.mixture import Mixture, mixture_of
+from forge_data.order.nested import Nested
+from forge_data.order.phases import Stage
+from forge_data.order.ramps import given
+from forge_data.order.weights import shares_of, tempered
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps [step, ...) of one shape: `units` samples each, cut into rows of `length` tokens.
+
+    Attributes:
+        first: number of the first sample.
+        first_row: rows of the run before it.
+        rows: of one step.
+    """
+
+    step: int
+    first: int
+    first_row: int
+    units: int
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Samples [first, ...) of constant weights.
+
+    Attributes:
+        first: number of the first sample.
+        shares: of the sources, exactly: whole numbers in the ratio of the weights.
+        mixture: how they are drawn; in a ramp by the whole number of samples that each source gives.
+        before: draws of each source until then.
+        asked: draws of each source until then that the weights ask for.
+    """
+
+    first: int
+    shares: tuple[int, ...]
+    mixture: Mixture
+    before: tuple[int, ...]
+    asked: tuple[Fraction, ...]
+
+    def asked_at(self, sample: int) -> tuple[Fraction, ...]:
+        """Draws of each source before a sample that the weights ask for."""
+        return tuple(
+            asked + Fraction((sample - self.first) * share, sum(self.shares))
+            for asked, share in zip(self.asked, self.shares, strict=True)
+        )
+
+
+class Timeline:
+    """Where every step and sample of a run lies.
+
+    Attributes:
+        unit: tokens of one sample: the longest row of the run.
+        spans: steps by shape.
+        segments: samples by mixture.
+        end: samples until every source that is still wanted is used up, or None.
+    """
+
+    def __init__(self, stages: Sequence[Stage], caps: Sequence[int | None], temperature: float = 1.0) -> None:
+        """
+        Args:
+            stages: of the run; see `phases.stages_of`.
+            caps: draws of each source after which it is used up, or None.
+            temperature: of the weights.
+        """
+        self.unit = max(stage.length for stage in stages)
+        self.caps = tuple(caps)
+        self.spans: list[Span] = []
+        self.segments: list[Segment] = []
+        self.end: int | None = None
+        self._temperature = temperature
+        self._mixtures: dict[tuple[int, ...], Mixture] = {}
+        self._owed = [Fraction(0)] * len(self.caps)
+        for stage in stages:
+            self._begin(stage)
+        # Only where weights change the even assignment begins anew.
+        changes = [place for place in range(len(stages)) if not place or stages[place].weights != stages[place - 1].weights]
+        for place, after in zip(changes, [*changes[1:], None], strict=True):
+            stop = None if after is None else self.spans[after].first
+            if self.end is None:
+                self._cut(self.spans[place].first, stop, stages[place])
+
+    def span_at(self, step: int) -> Span:
+        """The span of a step."""
+        return self.spans[bisect_right(self.spans, step, key=lambda span: span.step) - 1]
+
+    def first_of(self, step: int) -> int:
+        """Number of the first sample of a step."""
+        span = self.span_at(step)
+        return span.first + (step - span.step) * span.units
+
+    def first_row_of(self, step: int) -> int:
+        """Rows of the run before a step."""
+        span = self.span_at(step)
+        return span.first_row + (step - span.step) * span.rows
+
+    def steps_in(self, samples: int) -> int:
+        """Whole steps that the first `samples` samples fill."""
+        span = self.spans[bisect_right(self.spans, samples, key=lambda span: span.first) - 1]
+        return span.step + (samples - span.first) // span.units
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, number of the draw within that source over the whole run) of each sample (N,) int64."""
+        if len(self.segments) == 1:
+            return self.segments[0].mixture.locate(samples)
+        places = np.searchsorted(self._firsts, samples, side="right") - 1
+        sources, draws = np.empty_like(samples), np.empty_like(samples)
+        for place in np.unique(places).tolist():
+            segment, own = self.segments[place], np.flatnonzero(places == place)
+            sources[own], counted = segment.mixture.locate(samples[own] - segment.first)
+            draws[own] = counted + np.array(segment.before)[sources[own]]
+        return sources, draws
+
+    def draws(self, samples: int) -> list[int]:
+        """Draws of each source among the first `samples` samples of the run."""
+        segment = self._segment_at(samples)
+        more = segment.mixture.draws(samples - segment.first)
+        return [before + drawn for before, drawn in zip(segment.before, more, strict=True)]
+
+    def sample_of(self, source: int, draw: int) -> int | None:
+        """The sample that is draw number `draw` of a source; None when it never comes."""
+        for segment, after in pairwise([*self.segments, None]):
+            assert segment is not None
+            if after is not None and after.before[source] <= draw:
+                continue
+            if not segment.mixture.shares[source]:
+                return None
+            sample = segment.first + segment.mixture.sample_of(source, draw - segment.before[source])
+            return sample if self.end is None or sample < self.end else None
+        return None
+
+    def planned(self, samples: int) -> tuple[Fraction, ...]:
+        """Draws of each source that the weights ask for among the first `samples` samples, exactly."""
+        return self._segment_at(samples).asked_at(samples)
+
+    @cached_property
+    def _firsts(self) -> np.ndarray:
+        return np.array([segment.first for segment in self.segments])
+
+    def _segment_at(self, sample: int) -> Segment:
+        return self.segments[bisect_right(self.segments, sample, key=lambda segment: segment.first) - 1]
+
+    def _begin(self, stage: Stage) -> None:
+        """Adds the span of a stage, which goes on with the samples where the last one stopped."""
+        pieces = self.unit // stage.length
+        first = first_row = 0
+        if self.spans:
+            last = self.spans[-1]
+            first = last.first + (stage.step - last.step) * last.units
+            first_row = last.first_row + (stage.step - last.step) * last.rows
+        self.spans.append(Span(stage.step, first, first_row, stage.batch // pieces, stage.batch, stage.length))
+
+    def _cut(self, first: int, stop: int | None, stage: Stage) -> None:
+        """Adds the segments of samples [first, stop), one more for every source that is used up on the way."""
+        if not stage.stair:
+            self._forget()
+        while stop is None or first < stop:
+            before = tuple(self.draws(first)) if self.segments else (0,) * len(self.caps)
+            asked = self.planned(first) if self.segments else (Fraction(0),) * len(self.caps)
+            left = [None if cap is None else cap - drawn for cap, drawn in zip(self.caps, before, strict=True)]
+            if self.segments and any(share and rest == 0 for share, rest in zip(self.segments[-1].shares, left, strict=True)):
+                self._forget()  # a source was used up, which can be owed nothing more
+            own = tuple(0.0 if rest == 0 else weight for weight, rest in zip(stage.weights, left, strict=True))
+            if not any(own):
+                self.end = first
+                return
+            shares = shares_of(tempered(own, self._temperature))
+            counts = self._given(shares, stop - first) if stage.stair and stop is not None else None
+            # A stair is read once, so a table of it would only cost time.
+            mixture = self._mixture(shares) if counts is None else Nested(counts)
+            self.segments.append(Segment(first, shares, mixture, before, asked))
+            limited = [(i, rest) for i, rest in enumerate(left) if rest and mixture.shares[i]]
+            drawn = mixture.draws(stop - first) if limited and stop is not None else None
+            if not limited or (drawn is not None and all(drawn[i] <= rest for i, rest in limited)):
+                return
+            # Until the first source has made the last draw that is left to it.
+            first += 1 + min(mixture.sample_of(i, rest - 1) for i, rest in limited)
+
+    def _given(self, shares: Sequence[int], samples: int) -> list[int]:
+        """Samples of each source in a stair, and what it leaves owing to the next."""
+        owed = [debt + Fraction(samples * share, sum(shares)) for debt, share in zip(self._owed, shares, strict=True)]
+        found = given(owed, samples)
+        self._owed = [debt - count for debt, count in zip(owed, found, strict=True)]
+        return found
+
+    def _forget(self) -> None:
+        self._owed = [Fraction(0)] * len(self.caps)
+
+    def _mixture(self, shares: tuple[int, ...]) -> Mixture:
+        if shares not in self._mixtures:
+            self._mixtures[shares] = mixture_of(shares)
+        return self._mixtures[shares]

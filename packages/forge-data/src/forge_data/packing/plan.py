@@ -1,0 +1,218 @@
+"""Packings that keep documents whole: a plan, made once and memory-mapped, says which documents share a row.
+
+A plan is a directory of three files and a description. Row r has pieces [firsts[r], firsts[r + 1]); piece p is tokens
+[starts[p], starts[p] + lengths[p]) of the source. A piece is a whole document, or, of a document longer than a row, one
+full row of it or what is left at its end. Documents are planned in portions, so that memory does not grow with the corpus.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_core.protocols.data import Source
+from forge_data.packing.best_fit import best_fit
+from forge_data.packing.concatenate import Cut
+from forge_data.packing.portions import refuse_falling
+from forge_data.sources.document_ends import blocks_of
+from forge_data.storage.partial import Partial
+from forge_data.storage.workspace_lock import locked
+
+VERSION = 1
+PORTION = 1 << 20
+"""Documents that are planned together."""
+
+_WINDOW = 1 << 24
+_GOES_ON = np.uint32(1 << 31)
+"""Set in the length of a piece whose document goes on in another row."""
+_FILES = {"firsts": "<u8", "starts": "<u8", "lengths": "<u4"}
+
+
+class Planned:
+    """The rows of a plan, as a `Packing`; rows that are not full are padded with token 0, which has no label.
+
+    Attributes:
+        summary: documents, pieces, rows, tokens, truncated documents, and the share of padding.
+    """
+
+    def __init__(self, source: Source, length: int, path: Path) -> None:
+        self.source = source
+        self.length = length
+        self.summary: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        self.rows = self.ragged = int(self.summary["rows"])
+        self._firsts, self._starts, self._lengths = (_mapped(path / name, dtype) for name, dtype in _FILES.items())
+        self._refuse_damage()
+
+    def cut(self, numbers: np.ndarray) -> Cut:
+        """The windows of rows `numbers` (N,) int64."""
+        first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
+        counts = after - first
+        rows = np.repeat(np.arange(len(numbers)), counts)
+        heads = np.cumsum(counts) - counts
+        pieces = np.arange(len(rows)) + np.repeat(first - heads, counts)
+        stored = self._lengths[pieces]
+        lengths = (stored & ~_GOES_ON).astype(np.int64)
+        stops = np.cumsum(lengths)
+        stops -= np.repeat((stops - lengths)[heads], counts)  # columns, counted in each row anew
+        windows = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
+        whole = stored < _GOES_ON
+        return Cut(windows, rows[whole], stops[whole], stops[heads + counts - 1])
+
+    def cut_last(self) -> tuple[Cut, int]:
+        """Never needed: no row is left over."""
+        raise AssertionError("a plan has no short last row")
+
+    def token_at(self, number: int, column: int) -> int:
+        """Where in the source the token in a column of a row lies."""
+        pieces = slice(int(self._firsts[number]), int(self._firsts[number + 1]))
+        stops = np.cumsum(self._lengths[pieces] & ~_GOES_ON)
+        piece = min(int(np.searchsorted(stops, column, side="right")), len(stops) - 1)
+        before = int(stops[piece - 1]) if piece else 0
+        return int(self._starts[pieces][piece]) + column - before
+
+    def _refuse_damage(self) -> None:
+        """Compares the files with their description: all of them, or blocks of large ones.
+
+        Raises:
+            ValueError: they differ; says how.
+        """
+        pieces = int(self.summary["pieces"])
+        if (len(self._firsts), len(self._starts), len(self._lengths)) != (self.rows + 1, pieces, pieces):
+            raise ValueError("a file has another size than it was written with")
+        if int(self._firsts[0]) or int(self._firsts[-1]) != pieces:
+            raise ValueError("its rows do not hold all pieces")
+        for start, stop in blocks_of(self.rows, whole=False):
+            firsts = self._firsts[start : stop + 1]
+            if (firsts[1:] <= firsts[:-1]).any():
+                raise ValueError("a row begins behind the next one")
+        for start, stop in blocks_of(pieces, whole=False):
+            begins, lengths = self._starts[start:stop], self._lengths[start:stop] & ~_GOES_ON
+            tokens = np.uint64(self.source.tokens)
+            if int(lengths.max()) > self.length or ((begins > tokens) | (begins + lengths > tokens)).any():
+                raise ValueError("a piece lies outside the tokens")
+
+    def _read(self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
+        read, tokens = self.source.read, self.source.tokens
+        # A piece that fills a row brings the token after it along: the last label, where the document goes on.
+        stops = np.minimum(starts + lengths + (lengths == self.length), tokens)
+        places = zip(rows.tolist(), columns.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        windows = np.zeros((count, self.length + 1), dtype=read(0, 1).dtype)
+        for row, column, start, stop in places:
+            windows[row, column : column + stop - start] = read(start, stop)
+        return windows
+
+
+def planned(source: Source, length: int, mode: str, workspace: Path, label: str) -> Planned:
+    """The packing `best_fit` or `pad` of a source; the plan is made the first time.
+
+    Raises:
+        DataError: the workspace cannot be written, or a plan in it is damaged.
+    """
+    key = blake2b(f"{VERSION}/{source.fingerprint}/{length}/{mode}".encode(), digest_size=8).hexdigest()
+    path = workspace / f"packed-{label}-{key}".replace("/", "-")
+    if not (path / "plan.json").exists():
+        with locked(workspace):
+            if not (path / "plan.json").exists():
+                _write(source, length, mode, path)
+    try:
+        return Planned(source, length, path)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and it is made again") from error
+
+
+def pieces_of(source: Source, length: int, portion: int = PORTION) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
+    """Pieces of a source, portion by portion: (starts, lengths, whether the document goes on, documents), in order."""
+    done, begun = 0, 0
+    held: list[np.ndarray] = []
+    for start in range(0, source.tokens, _WINDOW):
+        stop = min(start + _WINDOW, source.tokens)
+        held.append(source.ends(start, stop))
+        done += len(held[-1])
+        if done < portion and stop < source.tokens:
+            continue
+        listed = np.concatenate(held)
+        refuse_falling(listed, begun, source)
+        ends = listed.astype(np.int64)
+        if len(ends):
+            yield (*_pieces(np.concatenate([[begun], ends[:-1]]), ends, length), len(ends))
+            begun = int(ends[-1])
+        done, held = 0, []
+
+
+def _pieces(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    sizes = ends - begins
+    if int(sizes.max()) <= length:
+        return begins, sizes, np.zeros(len(sizes), dtype=bool)
+    counts = -(-sizes // length)
+    document = np.repeat(np.arange(len(sizes)), counts)
+    offsets = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
+    left = sizes[document] - offsets
+    return begins[document] + offsets, np.minimum(left, length), left > length
+
+
+def _write(source: Source, length: int, mode: str, path: Path) -> None:
+    try:
+        owned = Partial(path, directory=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; choose another workspace") from error
+    partial = owned.path
+    try:
+        summary = _write_files(source, length, mode, partial)
+        (partial / "plan.json").write_text(json.dumps(summary), encoding="utf-8")
+        for file in partial.iterdir():
+            _sync(file)
+        if path.exists():
+            shutil.rmtree(path)  # without plan.json: nobody reads it
+        partial.rename(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error
+    finally:
+        owned.close()
+
+
+def _write_files(source: Source, length: int, mode: str, folder: Path) -> dict[str, Any]:
+    rows = pieces = documents = truncated = tokens = 0
+    with ExitStack() as stack:
+        firsts, starts, sizes = (stack.enter_context((folder / name).open("wb")) for name in _FILES)
+        firsts.write(np.zeros(1, dtype="<u8").tobytes())
+        for begins, lengths, goes_on, count in pieces_of(source, length):
+            row_of, used = best_fit(lengths, length) if mode == "best_fit" else (np.arange(len(lengths)), len(lengths))
+            order = np.argsort(row_of, kind="stable")
+            after = np.cumsum(np.bincount(row_of, minlength=used)) + pieces
+            firsts.write(after.astype("<u8").tobytes())
+            starts.write(begins[order].astype("<u8").tobytes())
+            sizes.write((lengths.astype(np.uint32) | goes_on * _GOES_ON)[order].astype("<u4").tobytes())
+            rows, pieces, documents = rows + used, pieces + len(lengths), documents + count
+            truncated += int((goes_on & ~np.concatenate([[False], goes_on[:-1]])).sum())  # the first piece of each
+            tokens += int(lengths.sum())
+    return {
+        "version": VERSION,
+        "packing": mode,
+        "length": length,
+        "documents": documents,
+        "pieces": pieces,
+        "rows": rows,
+        "tokens": tokens,
+        "truncated_documents": truncated,
+        "efficiency": tokens / (rows * length),
+        "padding": 1 - tokens / (rows * length),
+    }
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,36 @@
+"""`python -m forge_data.preparation.worker DIRECTORY`: tokenises parts of a job for another process.
+
+Reads numbers of parts from standard input, one a line, and answers each with a line of JSON. It ends with its input, so
+it does not outlive who started it by more than one part. A process of its own, and not one of `multiprocessing`, because
+that would import the user's script again, which may be a training run.
+"""
+
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from forge_core.errors import DataError
+from forge_data.preparation.parts import read_job, tokenise_part
+from forge_data.tokenizers.restore import restore
+
+
+def main() -> None:
+    """Works until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; whoever started this one decides
+    directory = Path(sys.argv[1])
+    job = read_job(directory)
+    content = directory / "tokenizer.json"
+    tokenizer = None if job.wanted.ids else restore(content.read_bytes(), job.tokenizer_eos, str(content))
+    for line in sys.stdin:
+        try:
+            answer = {"done": asdict(tokenise_part(directory, job, int(line), tokenizer))}
+        except DataError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

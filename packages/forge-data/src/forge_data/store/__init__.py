@@ -1,0 +1,1 @@
+"""The token store, Forge's own format: reader, writer, manifest and checksums."""

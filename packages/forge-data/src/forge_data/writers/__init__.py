@@ -1,0 +1,1 @@
+"""Formats of others that tokens are written to."""
