@@ -1,1 +1,0 @@
-"""Text, and records of ids, to token stores."""
