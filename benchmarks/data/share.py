@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from forge_core.registry import Registry
-from forge_parallel.launcher import Launch
+from forge_parallel.launch.environment import Launch
 from forge_train.assemble import assemble
 from forge_train.directory import claim, run_directory
 from forge_train.loop import fit

@@ -31,14 +31,14 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.clipping import clip
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile
-from forge_parallel.model import ParallelModel
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
 from forge_train import presets
 
 RIVALS = {rival.__name__: rival for rival in (rivals.transformers, rivals.torchtitan)}

@@ -32,9 +32,9 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
-from forge_parallel.topology import Topology
-from forge_parallel.traffic import Traffic
-from forge_parallel.transforms.expert import Expert
+from forge_parallel.dryrun.traffic import Traffic
+from forge_parallel.experts.transform import Expert
+from forge_parallel.placement.topology import Topology
 
 
 class Border(TorchDispatchMode):

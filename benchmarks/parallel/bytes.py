@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.transforms.context import ContextParallel, Kind
 from forge_train.assemble import transforms_of
 from forge_train.recipe import load
 

@@ -23,7 +23,7 @@ def child(recipe: str) -> None:
     from pathlib import Path
 
     from forge_core.registry import Registry
-    from forge_parallel.launcher import Launch
+    from forge_parallel.launch.environment import Launch
     from forge_train.directory import claim, run_directory
     from forge_train.recipe import load
 

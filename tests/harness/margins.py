@@ -43,7 +43,7 @@ class Margins:
         import numpy
         import torch
 
-        from forge_parallel.parity import TOLERANCE, Difference
+        from forge_parallel.verify.parity import TOLERANCE, Difference
         from harness import closeness
 
         assert_close, allclose, accepted = torch.testing.assert_close, numpy.testing.assert_allclose, Difference.accepted

@@ -9,8 +9,8 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, compare, measure
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, compare, measure
 from models.variants import SIZES, VARIANTS
 
 every = pytest.mark.parametrize("name", VARIANTS)

@@ -13,7 +13,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile
-from forge_parallel.parity import Case, compare, measure
+from forge_parallel.verify.parity import Case, compare, measure
 
 CPU = torch.device("cpu")
 EXPERTS = MoE(experts=4, shared=1, ffn_dim=24, router=SigmoidTopK(), losses=Losses(sequence=0.1, z=0.01))

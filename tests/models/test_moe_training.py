@@ -9,16 +9,16 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
-from forge_parallel.boxes import Box, local_box
+from forge_parallel.build.initial_weights import fill
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Recompute
-from forge_parallel.init import fill
-from forge_parallel.parity import Case, compare, measure, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.boxes import Box, local_box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
 
 CPU = torch.device("cpu")
 ROUTER = SigmoidTopK(bias_rate=0.01, bias_schedule="warmup", bias_steps=10)

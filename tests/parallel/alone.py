@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from forge_parallel.parity import Case, Measurement
+from forge_parallel.verify.parity import Case, Measurement
 
 _KNOWN: dict[bytes, Measurement] = {}
 

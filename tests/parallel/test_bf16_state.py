@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
-from forge_parallel.boxes import Box
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Precision
-from forge_parallel.gather import full
 from forge_parallel.optim import rounding
 from forge_parallel.optim.rounding import chunks, noise, rounded
-from forge_parallel.parity import Case, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.boxes import Box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.gather import full
+from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 

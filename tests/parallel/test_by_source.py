@@ -15,12 +15,12 @@ from forge_core.batch import Batch, Sources
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
-from forge_parallel.parity import Case, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from parallel.pipelines import decoder_case, realized
 from parallel.tiny import VOCAB, Tiny, cross_entropy

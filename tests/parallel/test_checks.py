@@ -21,7 +21,7 @@ from forge_parallel.checks import (
     sequence_can_be_cut,
 )
 from forge_parallel.components.transforms import Compile, ContextParallel, Expert, Float8, Recompute, Shard, Tensor
-from forge_parallel.proven import FEATURES, unproven
+from forge_parallel.verify.proven import FEATURES, unproven
 
 
 def job(global_batch: int = 8, micro_batch: int = 2, compute: str = "fp32", **transforms: Any) -> SimpleNamespace:
@@ -178,5 +178,5 @@ def test_experts_apart_are_compiled_with_recomputation_as_a_whole_only(layout: s
 
 
 def test_checks_import_no_torch() -> None:
-    code = "import sys, forge_parallel.checks, forge_parallel.plan, forge_parallel.launcher; assert 'torch' not in sys.modules"
+    code = "import sys, forge_parallel.checks, forge_parallel.build.plan, forge_parallel.launch.environment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

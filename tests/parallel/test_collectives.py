@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_parallel.collectives import Copy, Gather, GatherWide, Join, Ranks, Scatter, Sum, all_to_all
+from forge_parallel.placement.collectives import Copy, Gather, GatherWide, Join, Ranks, Scatter, Sum, all_to_all
 from harness.pool import World
 
 SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]

@@ -25,17 +25,17 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.prediction import Prediction
 from forge_models.components.routers import SigmoidTopK
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, Measurement, compare, measure
+from forge_parallel.context.transform import ContextParallel, Kind
+from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import Kind as Dispatcher
+from forge_parallel.float8.transform import Float8
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.proven import FEATURES, GPU_RUNS, LARGE_RUNS, RUNS, SLOW_RUNS, SLOW_TEST, TEST, is_proven
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.context import ContextParallel, Kind
-from forge_parallel.transforms.expert import Expert
-from forge_parallel.transforms.expert import Kind as Dispatcher
-from forge_parallel.transforms.float8 import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.verify.parity import Case, Measurement, compare, measure
+from forge_parallel.verify.proven import FEATURES, GPU_RUNS, LARGE_RUNS, RUNS, SLOW_RUNS, SLOW_TEST, TEST, is_proven
 from harness.closeness import below
 from harness.pool import World
 from parallel.alone import alone as once

@@ -14,20 +14,20 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.rope import Rope
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.components.transforms import ContextParallel
-from forge_parallel.gather import gathered
-from forge_parallel.parity import Case, Measurement, compare, measure
+from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.traffic import Traffic
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor as TensorParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor as TensorParallel
+from forge_parallel.verify.gather import gathered
+from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from parallel.alone import alone
 from parallel.tiny import Tiny

@@ -11,8 +11,8 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, Measurement, compare, measure
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from parallel.alone import alone
 

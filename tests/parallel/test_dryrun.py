@@ -18,26 +18,26 @@ from forge_models.components.moe import Losses, MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.prediction import Prediction
 from forge_models.components.routers import SigmoidTopK
-from forge_parallel.clipping import clip
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, Interleaved, OneForwardOneBackward, ZeroBubbleV
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.dryrun.balanced_routing import chance
 from forge_parallel.dryrun.estimate import Workload, dry_run, dry_runs
-from forge_parallel.dryrun.even import chance
-from forge_parallel.dryrun.ledger import Ledger
-from forge_parallel.dryrun.world import fake_world
-from forge_parallel.memory import held_after
+from forge_parallel.dryrun.fake_world import fake_world
+from forge_parallel.dryrun.memory_trace import Ledger
+from forge_parallel.dryrun.traffic import Traffic
+from forge_parallel.experts.transform import Expert
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.traffic import Traffic
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.context import ContextParallel
-from forge_parallel.transforms.expert import Expert
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.verify.memory import held_after
 from harness.pool import World
 from parallel.tiny import DIM, LAYERS, VOCAB, TiedTiny, Tiny, cross_entropy
 

@@ -21,22 +21,22 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import Hash, SigmoidTopK
-from forge_parallel.clipping import clip
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.gather import gathered
-from forge_parallel.observers import begin
-from forge_parallel.parity import Case, Measurement, compare, share, synthetic
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.experts.transform import Expert, Kind
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.replicas import Drift, drifted
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.context import ContextParallel
-from forge_parallel.transforms.expert import Expert, Kind
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
+from forge_parallel.step.step_statistics import begin
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.verify.gather import gathered
+from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
+from forge_parallel.verify.replicas import Drift, drifted
 from harness.pool import World
 
 VOCAB, ROWS, STEPS = 61, 8, 5

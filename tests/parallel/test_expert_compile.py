@@ -13,13 +13,13 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile, Expert, Recompute, Shard
-from forge_parallel.parity import Case, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 
 EXPERTS = MoE(experts=4, shared=1, ffn_dim=24, router=SigmoidTopK(bias_rate=0.1), losses=Losses(global_batch=0.1, z=0.01))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_parallel import proven
-from forge_parallel.proven import FEATURES, is_proven
-from forge_parallel.proven_experts import EXPERT_RUNS, LARGE_EXPERT_RUNS, SLOW_EXPERT_RUNS
+from forge_parallel.verify import proven
+from forge_parallel.verify.proven import FEATURES, is_proven
+from forge_parallel.verify.proven_experts import EXPERT_RUNS, LARGE_EXPERT_RUNS, SLOW_EXPERT_RUNS
 from harness.pool import World
 from parallel.test_compositions import WITH_FEW, _name, equals_one_process, layout_of
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher
 from forge_models.moe.dispatch import LocalDispatch
-from forge_parallel.collectives import Ranks
 from forge_parallel.experts.dispatchers import Everyone, Exchange
 from forge_parallel.experts.route import Route
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.expert import Expert
+from forge_parallel.experts.transform import Expert
+from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.topology import Topology
 from harness.pool import World
 
 WIDTH, HIDDEN = 4, 6

@@ -16,11 +16,11 @@ from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK
 from forge_models.context import RouterContext
 from forge_models.moe.dispatch import LocalDispatch
-from forge_parallel.model import ParallelModel
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.expert import Expert, Kind
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.experts.transform import Expert, Kind
+from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from harness.pool import World
 

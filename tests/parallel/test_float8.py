@@ -19,24 +19,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.boxes import local_box
+from forge_parallel.build.context import Context
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components import pipeline as schedules
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Pipeline
 from forge_parallel.components.transforms import Float8
-from forge_parallel.context import Context
+from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.float8 import library
-from forge_parallel.parity import Case, Measurement, compare, measure, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.float8.transform import Float8 as Transformed
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor as TensorParallel
 from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.context import ContextParallel
-from forge_parallel.transforms.float8 import Float8 as Transformed
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor as TensorParallel
+from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
 from parallel.alone import alone

@@ -21,20 +21,20 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.moe.experts import Experts
+from forge_parallel.build.context import Context
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Float8
-from forge_parallel.context import Context
 from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.experts.transform import Expert
 from forge_parallel.float8 import library
-from forge_parallel.parity import Case, Measurement, compare, measure, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.expert import Expert
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor as TensorParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor as TensorParallel
+from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
 

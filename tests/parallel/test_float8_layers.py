@@ -12,14 +12,14 @@ from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
-from forge_parallel import shares
+from forge_parallel.build.context import Context
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.transforms import Float8
-from forge_parallel.context import Context
 from forge_parallel.float8 import layers, library
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.tensor import Tensor as TensorParallel
+from forge_parallel.placement import shares
+from forge_parallel.placement.topology import Topology
+from forge_parallel.tensor.transform import Tensor as TensorParallel
 from models.variants import VARIANTS
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from forge_parallel.foreign.dimensions import UNKNOWN, dimension_of, named_argum
 from forge_parallel.foreign.example import example_for
 from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.styles import rules_of
-from forge_parallel.gather import gathered
+from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from parallel.foreign import BUILDERS
 

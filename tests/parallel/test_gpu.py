@@ -19,22 +19,22 @@ from forge_core.specs import Init, TensorSpec
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.moe.experts import Experts
-from forge_parallel.attention import flash_cpu, flex_blocks
-from forge_parallel.boxes import Box
-from forge_parallel.clipping import clip
+from forge_parallel.build.initial_weights import fill
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Float8
+from forge_parallel.context import flash_cpu, flex_blocks
 from forge_parallel.float8 import library
-from forge_parallel.init import fill
-from forge_parallel.model import ParallelModel
-from forge_parallel.parity import Case, Measurement, compare, measure, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.proven import GPU_RUNS
-from forge_parallel.realization import Blueprint, Restore, realize
-from forge_parallel.replicas import drifted
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.boxes import Box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
+from forge_parallel.verify.proven import GPU_RUNS
+from forge_parallel.verify.replicas import drifted
 from harness.pool import World
 from parallel.test_compositions import equals_one_process, layout_of, measured
 from parallel.tiny import VOCAB, Tiny, cross_entropy

@@ -195,7 +195,7 @@ class Batched(Plain):
 
 
 def test_e5_running_statistics_under_dp_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_parallel.topology import Topology
+    from forge_parallel.placement.topology import Topology
 
     monkeypatch.setattr(Topology, "of", classmethod(lambda cls, layout, device: cls(layout, device, 0)))
     for layout in ("dp2", "hsdp2x1"):

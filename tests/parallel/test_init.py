@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.specs import Init, TensorSpec
-from forge_parallel import init
-from forge_parallel.boxes import Box
-from forge_parallel.init import BLOCK, fill
+from forge_parallel.build import initial_weights as init
+from forge_parallel.build.initial_weights import BLOCK, fill
+from forge_parallel.placement.boxes import Box
 
 NORMAL = TensorSpec((None, None), Init("normal", 0.02), "matrix")
 

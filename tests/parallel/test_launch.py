@@ -3,7 +3,7 @@
 import pytest
 
 from forge_core.errors import LayoutError
-from forge_parallel.launcher import Launch, first_host, launch
+from forge_parallel.launch.environment import Launch, first_host, launch
 
 TORCHRUN = {
     "RANK": "3",

@@ -17,22 +17,22 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Init, TensorSpec
-from forge_parallel import init
-from forge_parallel.bootstrap import alone
-from forge_parallel.boxes import Box
+from forge_parallel.build import initial_weights as init
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, _allocate, realize
 from forge_parallel.checks import compositions_are_proven
-from forge_parallel.clipping import clip
 from forge_parallel.components import transforms as components
 from forge_parallel.components.optimizers import AdamW
+from forge_parallel.launch.process_group import alone
 from forge_parallel.optim.adamw import AdamW as FusedAdamW
 from forge_parallel.optim.adamw_bf16 import AdamWBf16
-from forge_parallel.parity import Case, Measurement, compare, measure
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, _allocate, realize
-from forge_parallel.reduce import squared_norm
-from forge_parallel.topology import Topology
+from forge_parallel.placement.boxes import Box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.reduce import squared_norm
 from forge_parallel.transforms import shard
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from parallel.tiny import LAYERS, VOCAB, Tiny, cross_entropy
 

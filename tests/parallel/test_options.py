@@ -16,8 +16,8 @@ from forge_parallel.checks import compositions_are_proven, features, options_are
 from forge_parallel.components.pipeline import Interleaved, ZeroBubbleV
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.components.transforms import Expert, Recompute, Shard
-from forge_parallel.proven import FEATURES, OPTION_TEST, is_proven
-from forge_parallel.proven_options import (
+from forge_parallel.verify.proven import FEATURES, OPTION_TEST, is_proven
+from forge_parallel.verify.proven_options import (
     EXPERT_OPTION_RUNS,
     LARGE_EXPERT_OPTION_RUNS,
     LARGE_OPTION_RUNS,

@@ -17,7 +17,7 @@ from forge_parallel.components.transforms import Compile, Recompute
 from forge_parallel.foreign.describe import find_blocks
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
-from forge_parallel.gather import gathered
+from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from parallel.foreign import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied
 

@@ -12,8 +12,8 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, Measurement, compare, measure, synthetic
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.pool import World
 from parallel.alone import alone
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy

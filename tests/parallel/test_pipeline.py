@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
+from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.gather import gathered
-from forge_parallel.parity import Case, Measurement, compare, share, synthetic
-from forge_parallel.pipeline import ties
-from forge_parallel.plan import Plan
-from forge_parallel.step import Evaluation, Step
+from forge_parallel.pipeline import tied_weights as ties
+from forge_parallel.step.step import Evaluation, Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.gather import gathered
+from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
 from harness.pool import World, WorldFailed
 from parallel.alone import alone as once
 from parallel.cuttable import Frozen, PartTiny, Silent, Stray, Strided, Wide

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from forge_core.layout import Layout
-from forge_parallel.parity import Case, compare, share, synthetic
-from forge_parallel.step import Step
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor
+from forge_parallel.verify.parity import Case, compare, share, synthetic
 from harness.pool import World
 from parallel.pipelines import decoder_case, measured, realized
 

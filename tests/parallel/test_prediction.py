@@ -12,14 +12,14 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.prediction import Prediction
-from forge_parallel import proven
 from forge_parallel.checks import features
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.pipeline.cut import Cut
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.proven import FEATURES, PREDICTION_RUNS, SLOW_PREDICTION_RUNS
+from forge_parallel.pipeline.stages import Cut
+from forge_parallel.verify import proven
+from forge_parallel.verify.proven import FEATURES, PREDICTION_RUNS, SLOW_PREDICTION_RUNS
 from forge_train.recipe import load
 from harness.pool import World
 from parallel.test_compositions import DECODER, _name, equals_one_process, layout_of

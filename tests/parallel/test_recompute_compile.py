@@ -11,16 +11,16 @@ from torch._dynamo.utils import counters
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.precision import DTYPES
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile, Recompute
-from forge_parallel.memory import held_after
-from forge_parallel.parity import Case, compare, measure, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.precision import DTYPES
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.memory import held_after
+from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
 from harness.closeness import assert_no_farther
 from harness.pool import World
 

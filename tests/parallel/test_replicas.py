@@ -10,19 +10,19 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
-from forge_parallel.boxes import local_box
-from forge_parallel.clipping import clip
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.replicas import Drift, digest, drifted
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.context import ContextParallel
-from forge_parallel.transforms.expert import Expert
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.experts.transform import Expert
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.verify.parity import Case, share, synthetic
+from forge_parallel.verify.replicas import Drift, digest, drifted
 from harness.pool import World
 
 DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32)

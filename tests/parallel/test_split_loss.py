@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_core import logits as chunking
-from forge_parallel.collectives import Ranks
-from forge_parallel.dryrun.ledger import Ledger
-from forge_parallel.shares import chunk
+from forge_parallel.dryrun.memory_trace import Ledger
+from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.shares import chunk
 from forge_parallel.tensor.loss import SplitCrossEntropy, _SplitCrossEntropy
 from harness.pool import World
 

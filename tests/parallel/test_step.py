@@ -9,16 +9,16 @@ from torch.nn import functional as F
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.layout import Layout
-from forge_parallel.clipping import clip
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.gather import full
-from forge_parallel.model import ParallelModel
-from forge_parallel.parity import Case, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.gather import full
+from forge_parallel.verify.parity import Case, share, synthetic
 from harness.closeness import below
 from harness.pool import World
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy

@@ -15,18 +15,18 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
-from forge_parallel.boxes import local_box
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.gather import gathered
-from forge_parallel.parity import Case, Measurement, compare, measure, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_parallel.tensor.rules import Role, rules
-from forge_parallel.topology import Topology
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.verify.gather import gathered
+from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.closeness import below
 from harness.pool import World
 from models.variants import SIZES, VARIANTS

@@ -9,14 +9,14 @@ import torch
 
 from forge_core.errors import LayoutError
 from forge_core.layout import Layout
-from forge_parallel.bootstrap import start, stop
-from forge_parallel.launcher import launch
-from forge_parallel.owner import owns
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.topology import Topology
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.launch.environment import launch
+from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.watch import PeerFailure
+from forge_parallel.placement.owner import owns
+from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.watch import PeerFailure
 from harness.pool import World
 from parallel.tiny import TiedTiny
 
@@ -117,7 +117,7 @@ def _waited_for_the_others(hurried: bool) -> tuple[str, float, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("forge_parallel.bootstrap").addHandler(handler)
+    logging.getLogger("forge_parallel.launch.process_group").addHandler(handler)
     began = time.monotonic()
     try:
         start(launch(os.environ), timeout=60 if hurried else 1, patience=0.3, hurry=lambda: hurried)

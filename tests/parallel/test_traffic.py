@@ -7,7 +7,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
-from forge_parallel.traffic import KINDS, NAMESPACES, SILENT, Flow, Traffic, axis_of
+from forge_parallel.dryrun.traffic import KINDS, NAMESPACES, SILENT, Flow, Traffic, axis_of
 from harness.pool import World
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_parallel.bootstrap import start, stop
-from forge_parallel.launcher import launch
-from forge_parallel.watch import PeerFailure, Sight, Watch, is_broken_connection
+from forge_parallel.launch.environment import launch
+from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.watch import PeerFailure, Sight, Watch, is_broken_connection
 from harness.pool import World
 
 
@@ -21,7 +21,7 @@ def _open(timeout: float, patience: float) -> tuple[Watch, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("forge_parallel.watch").addHandler(handler)
+    logging.getLogger("forge_parallel.launch.watch").addHandler(handler)
     watch = Watch.open(where, patience, timeout)
     watch._grace = 60  # seconds until the watch would end this process
     return watch, said
@@ -185,7 +185,7 @@ def test_who_is_late() -> None:
 def test_many_late_ranks_are_counted() -> None:
     failure = PeerFailure("x", 75)
     assert failure.exit_code == 75 and PeerFailure.exit_code == 5
-    from forge_parallel.watch import _several
+    from forge_parallel.launch.watch import _several
 
     assert _several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
 

@@ -9,8 +9,8 @@ import torch
 
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
-from forge_parallel.gather import full
-from forge_parallel.launcher import Launch, launch
+from forge_parallel.launch.environment import Launch, launch
+from forge_parallel.verify.gather import full
 from forge_train.assemble import assemble
 from forge_train.directory import run_directory
 from forge_train.loop import fit

@@ -15,7 +15,7 @@ from forge_ckpt.saving.world import Alone
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
-from forge_parallel.gather import full
+from forge_parallel.verify.gather import full
 from forge_train.band import LOOK, WINDOW, Band
 from forge_train.health import SPAN, Health
 from forge_train.loop import fit
@@ -90,7 +90,7 @@ class Poison(Hook):
             return
         name = next(name for name, _ in run.model.tensors() if "embed" in name)
         held = dict(run.model.tensors()) if self.where == "weight" else run.optimizer.state()[self.where]
-        from forge_parallel.boxes import local_box
+        from forge_parallel.placement.boxes import local_box
 
         box = local_box(held[name])
         if 60 in range(box.offset[0], box.offset[0] + box.local.shape[0]):

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.gather import full
-from forge_parallel.parity import Case, share, synthetic
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.launch.watch import Watch
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.watch import Watch
+from forge_parallel.verify.gather import full
+from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.hooks import Evaluate
 from forge_train.stop import Stop
 from harness.pool import World

@@ -8,7 +8,7 @@ import torch
 
 from forge_ckpt.store.locate import locate
 from forge_core.registry import Registry
-from forge_parallel.gather import full
+from forge_parallel.verify.gather import full
 from forge_train.loop import fit
 from forge_train.weights import ForgeWeights
 from harness.pool import World

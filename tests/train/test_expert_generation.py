@@ -10,9 +10,9 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.generation.generate import generate
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.topology import Topology
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
 from forge_train.hooks.sample import SAMPLES
 from harness.pool import World
 from train.runs import train

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from forge_core.layout import Layout
-from forge_parallel.watch import Watch
+from forge_parallel.launch.watch import Watch
 from forge_train.checks import evaluate_has_sets
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused

@@ -16,9 +16,9 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Registry
 from forge_models.hf.families import FAMILIES
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.topology import Topology
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
 from forge_train.recipe import load
 
 ROOT = Path(__file__).parents[2]

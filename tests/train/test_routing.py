@@ -13,17 +13,17 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.parity import Case, share, synthetic
+from forge_parallel.experts.transform import Expert
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.transforms.expert import Expert
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor
+from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.routing import Routing
 from forge_train.hooks.routing import ROUTING
 from forge_train.report.heat import heat

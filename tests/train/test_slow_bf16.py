@@ -11,7 +11,7 @@ from rich.console import Console
 
 from forge_core.machine import processor
 from forge_core.registry import Registry
-from forge_parallel.launcher import Launch
+from forge_parallel.launch.environment import Launch
 from forge_train import matrix_speed
 from forge_train.assemble import assemble
 from forge_train.cli import main

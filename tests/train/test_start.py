@@ -19,7 +19,7 @@ from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
-from forge_parallel.launcher import Launch
+from forge_parallel.launch.environment import Launch
 from forge_train import takeover
 from forge_train.assemble import assemble
 from forge_train.checkpoints import Checkpoints

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from forge_parallel.launcher import launch
+from forge_parallel.launch.environment import launch
 from forge_train.commands.run import start
 from forge_train.logs import logging_of
 from harness.pool import World

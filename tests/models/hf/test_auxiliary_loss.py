@@ -21,9 +21,9 @@ from forge_models.hf.reader import Folder
 from forge_models.moe.layer import ExpertLayer, Totals
 from forge_models.moe.losses import pooled
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.parity import Case, Measurement, compare, measure
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, tokens

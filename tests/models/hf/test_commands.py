@@ -19,10 +19,10 @@ from forge_models.generation.sampling import GREEDY
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
-from forge_parallel.gather import full
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.topology import Topology
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
+from forge_parallel.verify.gather import full
 from forge_train import inference
 from forge_train.commands import convert as command
 from forge_train.from_hf import filled

@@ -10,11 +10,11 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Init, Specs, TensorSpec
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 
 assert find_spec("forge_models") is None
 assert find_spec("forge_data") is None

@@ -3,7 +3,7 @@
 import os
 
 from forge_core.errors import LayoutError
-from forge_parallel.launcher import launch
+from forge_parallel.launch.environment import launch
 
 
 def alone(command: str) -> None:

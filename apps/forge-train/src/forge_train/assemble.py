@@ -22,14 +22,14 @@ from forge_core.machine.cores import threads_per_process
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation, open_stream
-from forge_parallel.launcher import Launch
-from forge_parallel.model import ParallelModel
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan, default_transforms
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.plan import Plan, default_transforms
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_train.agreement import Agreement
 from forge_train.checkpoints import Checkpoints, restore_hooks
 from forge_train.components.trackers import Jsonl

@@ -20,8 +20,8 @@ from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.redact import redacted
 from forge_data.order.cursor import merged
-from forge_parallel.finite import not_finite
-from forge_parallel.model import ParallelModel
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.verify.finite import not_finite
 from forge_train.health import Health
 from forge_train.resuming import anchors
 from forge_train.run import Run

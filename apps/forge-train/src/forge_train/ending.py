@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_core.errors import ForgeError
-from forge_parallel.watch import PeerFailure, Watch, is_broken_connection
+from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from forge_train.stop import Interrupted
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -15,10 +15,10 @@ from forge_core.protocols.convert import Weights
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
 from forge_train.assemble import pipeline_of, rank_zero_first, transforms_of
 from forge_train.directory import run_directory
 from forge_train.hooks.evaluate import perplexity

@@ -11,11 +11,11 @@ import torch
 from forge_core.protocols.data import Cursor, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
-from forge_parallel.clipping import clip
-from forge_parallel.model import ParallelModel
-from forge_parallel.step import Step, StepResult
-from forge_parallel.topology import Topology
-from forge_parallel.watch import Watch
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.launch.watch import Watch
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step, StepResult
 from forge_train.health import Health
 from forge_train.job import Job
 from forge_train.stop import Stop

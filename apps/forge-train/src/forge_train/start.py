@@ -9,9 +9,9 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
-from forge_parallel.boxes import local_box
-from forge_parallel.init import fill
-from forge_parallel.model import ParallelModel
+from forge_parallel.build.initial_weights import fill
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.placement.boxes import local_box
 from forge_train.from_hf import IGNORE, KEY
 
 

@@ -12,10 +12,10 @@ from forge_core.component import fields_of
 from forge_core.errors import Fault
 from forge_core.features import undeclared, used
 from forge_core.layout import Layout, divisors
+from forge_parallel.build.plan import AXIS_DEFAULTS, default_transforms
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.components.transforms import ContextParallel, Expert, Shard, Tensor
-from forge_parallel.plan import AXIS_DEFAULTS, default_transforms
-from forge_parallel.proven import FEATURES, unproven
+from forge_parallel.verify.proven import FEATURES, unproven
 
 IMPLEMENTED = frozenset({"compile", "context", "expert", "float8", "recompute", "shard", "tensor"})
 """Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
@@ -163,7 +163,7 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
 
 
 def features(job: Any, layout: Layout) -> set[str]:
-    """Features of `forge_parallel.proven` that a job uses, plus transforms by name that it does not know."""
+    """Features of `forge_parallel.verify.proven` that a job uses, plus transforms by name that it does not know."""
     sizes = layout.sizes()
     found = used(Parallel, sizes, sizes) | used(Precision, _values(Precision, job.precision), sizes)
     found |= set(job.transforms) - set(DEFAULTS)  # those are features of their axes

@@ -1,6 +1,6 @@
 """Rules about a model and a layout, asked of the model's `outline()` before it is built: what ranks would refuse later.
 
-The arithmetic is in `forge_parallel.shares`, which the strategies themselves ask.
+The arithmetic is in `forge_parallel.placement.shares`, which the strategies themselves ask.
 """
 
 import re
@@ -10,8 +10,8 @@ from typing import Any
 from forge_core.errors import Fault, PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Outline
-from forge_parallel import shares
 from forge_parallel.components.transforms import ContextParallel, Float8, Tensor
+from forge_parallel.placement import shares
 
 
 def outline_of(job: Any) -> Outline | None:

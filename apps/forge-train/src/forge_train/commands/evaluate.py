@@ -25,8 +25,8 @@ def evaluate(
     from forge_core.console import Console
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_parallel import bootstrap
-    from forge_parallel.launcher import launch
+    from forge_parallel.launch import process_group as bootstrap
+    from forge_parallel.launch.environment import launch
     from forge_train.evaluating import recipe_for, scores
     from forge_train.inference import opened
 

@@ -9,7 +9,7 @@ from forge_core.console import Console
 from forge_train.completion import Recipe
 
 if TYPE_CHECKING:
-    from forge_parallel.parity import Measurement
+    from forge_parallel.verify.parity import Measurement
 
 
 def parity(
@@ -30,8 +30,8 @@ def parity(
     """
     from forge_core.errors import ForgeError
     from forge_core.layout import Layout
-    from forge_parallel.parity import TOLERANCE, compare
-    from forge_parallel.spawn import spawn
+    from forge_parallel.launch.spawn import spawn
+    from forge_parallel.verify.parity import TOLERANCE, compare
     from forge_train.recipe import load
 
     console = Console(as_json=as_json)
@@ -90,7 +90,7 @@ def rank(
 
     from forge_core.layout import Layout
     from forge_core.registry import Registry
-    from forge_parallel.parity import Case, measure
+    from forge_parallel.verify.parity import Case, measure
     from forge_train.assemble import pipeline_of, transforms_of
     from forge_train.recipe import load
 
@@ -115,6 +115,6 @@ def rank(
 
 
 def _measurement(raw: dict[str, Any]) -> "Measurement":
-    from forge_parallel.parity import Measurement
+    from forge_parallel.verify.parity import Measurement
 
     return Measurement(**raw)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from forge_core.registry import Registry
-    from forge_parallel.launcher import Launch
-    from forge_parallel.watch import Watch
+    from forge_parallel.launch.environment import Launch
+    from forge_parallel.launch.watch import Watch
     from forge_train.agreement import Agreement
     from forge_train.logs import RunLog
     from forge_train.recipe import Resolved
@@ -34,7 +34,7 @@ def run(
     Alone, under torchrun or under srun. The run lives in runs/<job.name> (or --job.dir=PATH): resolved recipe, numbers,
     logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
     """
-    from forge_parallel.launcher import launch
+    from forge_parallel.launch.environment import launch
     from forge_train.logs import logging_of
     from forge_train.stop import Signals
 
@@ -69,9 +69,9 @@ def start(
             return cause.exit_code
         unread = cause
 
-    from forge_parallel import bootstrap
     from forge_parallel.components.sections import Parallel
-    from forge_parallel.watch import Watch
+    from forge_parallel.launch import process_group as bootstrap
+    from forge_parallel.launch.watch import Watch
     from forge_train.agreement import Agreement, Refused
     from forge_train.ending import conclude, tell_launcher
 
@@ -112,7 +112,7 @@ def _train(
     """Exit code of the run on this rank."""
     from rich.console import Console
 
-    from forge_parallel import bootstrap
+    from forge_parallel.launch import process_group as bootstrap
     from forge_train.assemble import assemble
     from forge_train.directory import run_directory
     from forge_train.ending import tell_launcher

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forge_parallel.replicas import drifted
+from forge_parallel.verify.replicas import drifted
 from forge_train.hooks.periodic import Periodic
 from forge_train.stop import TrainingError
 

@@ -74,7 +74,7 @@ class Float8(Component):
 
     def build(self) -> "Transform":
         from forge_parallel.float8.library import check_installed
-        from forge_parallel.transforms.float8 import Float8 as Transformed
+        from forge_parallel.float8.transform import Float8 as Transformed
 
         check_installed()
         gathers = self.all_gather is not False
@@ -99,7 +99,7 @@ class Tensor(Component):
             raise ValueError("asynchronous = true overlaps the exchanges of sequence parallelism: keep sequence_parallel = true")
 
     def build(self) -> "Transform":
-        from forge_parallel.transforms.tensor import Tensor as Transformed
+        from forge_parallel.tensor.transform import Tensor as Transformed
 
         return Transformed(self.sequence_parallel, self.asynchronous)
 
@@ -124,7 +124,7 @@ class ContextParallel(Component):
     `parallel.cp` has to divide the heads."""
 
     def build(self) -> "Transform":
-        from forge_parallel.transforms.context import ContextParallel as Transformed
+        from forge_parallel.context.transform import ContextParallel as Transformed
 
         return Transformed(self.kind)
 
@@ -156,7 +156,7 @@ class Expert(Component):
             raise ValueError(f"dispatcher = '{self.dispatcher}' knows no nodes: leave out ranks_per_node, or use 'hierarchical'")
 
     def build(self) -> "Transform":
-        from forge_parallel.transforms.expert import Expert as Transformed
+        from forge_parallel.experts.transform import Expert as Transformed
 
         return Transformed(self.dispatcher, self.ranks_per_node, self.overlap)
 

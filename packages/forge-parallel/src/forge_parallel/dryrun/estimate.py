@@ -21,20 +21,20 @@ from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
-from forge_parallel.boxes import local_box
-from forge_parallel.clipping import clip
-from forge_parallel.dryrun.bound import Bound, bounds
-from forge_parallel.dryrun.even import evenly
-from forge_parallel.dryrun.ledger import GRADIENTS, Ledger, held
-from forge_parallel.dryrun.world import Weightless, fake_world
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.dryrun.balanced_routing import evenly
+from forge_parallel.dryrun.fake_world import Weightless, fake_world
+from forge_parallel.dryrun.lower_bounds import Bound, bounds
+from forge_parallel.dryrun.memory_trace import GRADIENTS, Ledger, held
+from forge_parallel.dryrun.traffic import Flow, Traffic
 from forge_parallel.experts.stack import stacks
-from forge_parallel.model import ParallelModel
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.plan import Phase, Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.step import Step
-from forge_parallel.topology import Topology
-from forge_parallel.traffic import Flow, Traffic
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
 
 
 @dataclass(frozen=True)

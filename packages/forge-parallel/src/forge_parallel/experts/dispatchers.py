@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.protocols.model import ExpertDispatcher
-from forge_parallel.collectives import GatherWide, Ranks, all_gather, all_to_all, evenly
 from forge_parallel.experts.route import Arrive, Collect, Route, depart
+from forge_parallel.placement.collectives import GatherWide, Ranks, all_gather, all_to_all, evenly
 
 Run = Callable[[Tensor, Tensor], Tensor]
 

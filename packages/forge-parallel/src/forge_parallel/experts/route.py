@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_parallel.collectives import Ranks, all_to_all_single, functional
+from forge_parallel.placement.collectives import Ranks, all_to_all_single, functional
 
 
 def on_host(counts: Tensor) -> Any:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-from forge_parallel.shares import FLOAT8_MULTIPLE as MULTIPLE
+from forge_parallel.placement.shares import FLOAT8_MULTIPLE as MULTIPLE
 
 E4M3 = torch.float8_e4m3fn
 

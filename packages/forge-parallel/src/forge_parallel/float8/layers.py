@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from forge_core.errors import PlanError
 from forge_core.specs import Dim, Matrix, Specs
-from forge_parallel.shares import collapsed, float8_experts_refusal, float8_refusal
+from forge_parallel.placement.shares import collapsed, float8_experts_refusal, float8_refusal
 
 
 def candidates(specs: Specs) -> tuple[str, ...]:

@@ -25,8 +25,8 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import amax_to_scale
 
 from forge_core.errors import ForgeError
-from forge_parallel.collectives import Ranks
-from forge_parallel.shares import FLOAT8_MULTIPLE as MULTIPLE
+from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.shares import FLOAT8_MULTIPLE as MULTIPLE
 
 functional = torch.ops._c10d_functional
 

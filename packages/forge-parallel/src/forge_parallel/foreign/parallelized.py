@@ -23,8 +23,9 @@ from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
-from forge_parallel.boxes import local_box
-from forge_parallel.clipping import clip
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.foreign.describe import describe
 from forge_parallel.foreign.example import Example, example_for
@@ -32,16 +33,15 @@ from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
-from forge_parallel.gather import gathered
-from forge_parallel.model import ParallelModel
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.runner import Runner
-from forge_parallel.plan import Plan
-from forge_parallel.realization import Blueprint, realize
-from forge_parallel.reduce import squared_norm, world_sum
-from forge_parallel.topology import Topology
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.reduce import squared_norm, world_sum
+from forge_parallel.tensor.transform import Tensor as TensorParallel
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.transforms.tensor import Tensor as TensorParallel
+from forge_parallel.verify.gather import gathered
 
 Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
 """(the module's output, the batch) -> sum over the batch's valid tokens."""

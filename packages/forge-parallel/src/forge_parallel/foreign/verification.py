@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_iter
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_parallel.build.plan import Phase
 from forge_parallel.foreign.draws import Draws, random_numbers_kept
 from forge_parallel.foreign.example import Example, call, example_for, shares
 from forge_parallel.foreign.forked import forked
 from forge_parallel.foreign.parallelized import Parallelized, parallelize, prepare
-from forge_parallel.gather import gathered
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import BALANCED
-from forge_parallel.plan import Phase
+from forge_parallel.verify.gather import gathered
 
 TOLERANCE = 1e-6
 """Largest accepted error, relative to a tensor's largest element. Modules that compute a norm or a softmax in fp32 whatever their

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from forge_core.errors import PlanError
-from forge_parallel.boxes import local_box
+from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.foreign.recording import recorded
-from forge_parallel.model import ParallelModel
+from forge_parallel.placement.boxes import local_box
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.boxes import Box, local_box
 from forge_parallel.optim.adamw import DECAYED
 from forge_parallel.optim.rounding import chunks, key_of, noise, rounded
+from forge_parallel.placement.boxes import Box, local_box
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

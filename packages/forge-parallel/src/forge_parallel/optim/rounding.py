@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from forge_parallel.boxes import Box
+from forge_parallel.placement.boxes import Box
 
 CHUNK = 1 << 22
 """Elements that are worked on at a time: the extra memory is some tens of MiB whatever the tensor."""

@@ -15,7 +15,7 @@ from forge_core.layout import Layout
 
 if TYPE_CHECKING:
     from forge_core.protocols.model import Optimizer
-    from forge_parallel.model import ParallelModel
+    from forge_parallel.build.parallel_model import ParallelModel
 
 WAYS = ("elementwise", "gathers")
 

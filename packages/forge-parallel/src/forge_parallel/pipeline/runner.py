@@ -14,8 +14,8 @@ from torch import Tensor
 from forge_core.batch import Batch
 from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import LossTerms, Objective
-from forge_parallel.model import ParallelModel
-from forge_parallel.pipeline.stage import Stage
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.pipeline.torch_stage import Stage
 
 
 @dataclass

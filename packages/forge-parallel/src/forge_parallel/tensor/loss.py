@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
 from forge_core.logits import block_rows, chunk_rows
-from forge_parallel.collectives import Ranks, all_gather
+from forge_parallel.placement.collectives import Ranks, all_gather
 
 
 @dataclass(frozen=True)

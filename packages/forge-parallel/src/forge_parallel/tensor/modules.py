@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge_parallel.collectives import Copy, Gather, Join, Ranks, Scatter, Sum, all_gather
+from forge_parallel.placement.collectives import Copy, Gather, Join, Ranks, Scatter, Sum, all_gather
 from forge_parallel.tensor.rules import Role
 
 SEQUENCE = 1

@@ -11,7 +11,7 @@ from enum import Enum
 
 from forge_core.errors import PlanError
 from forge_core.specs import Dim, ModuleSpec, Specs, TensorSpec
-from forge_parallel.shares import CUT, heads_refusal, stream_refusal
+from forge_parallel.placement.shares import CUT, heads_refusal, stream_refusal
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 

@@ -17,12 +17,12 @@ import torch._functorch.config as functorch
 from torch import nn
 
 from forge_core.protocols.model import Transform
+from forge_parallel.build.plan import Phase
 from forge_parallel.experts.stack import apart
-from forge_parallel.plan import Phase
 from forge_parallel.transforms.recompute import inside
 
 if TYPE_CHECKING:
-    from forge_parallel.context import Context
+    from forge_parallel.build.context import Context
 
 
 @dataclass(frozen=True)

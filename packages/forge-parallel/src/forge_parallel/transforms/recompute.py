@@ -15,10 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import Transform
-from forge_parallel.plan import Phase
+from forge_parallel.build.plan import Phase
 
 if TYPE_CHECKING:
-    from forge_parallel.context import Context
+    from forge_parallel.build.context import Context
 
 aten = torch.ops.aten
 

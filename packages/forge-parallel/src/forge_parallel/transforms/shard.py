@@ -21,12 +21,12 @@ from torch.distributed.tensor import Shard as Cut
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import Transform
-from forge_parallel.bootstrap import alone
+from forge_parallel.build.plan import Phase
 from forge_parallel.experts.stack import apart
-from forge_parallel.plan import Phase
+from forge_parallel.launch.process_group import alone
 
 if TYPE_CHECKING:
-    from forge_parallel.context import Context
+    from forge_parallel.build.context import Context
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""Initial weights as a function of (seed, global name), the same for every layout on one device type.
+
+A global tensor is flattened and cut into blocks of `BLOCK` elements. Each block has its own counter-based random
+stream, so a rank draws only the blocks that its shard touches and no rank ever holds the full tensor. On CPU the stream
+is numpy's Philox with the tensor's 128-bit key and the block as counter; on CUDA torch's Philox, seeded per block.
+(torch's CPU generator is no choice here: it keeps 32 bits of a seed, too few for the blocks of a large model.)
+"""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from math import prod
+
+import numpy as np
+import torch
+
+from forge_core.specs import Init, TensorSpec
+from forge_parallel.placement.boxes import Box
+
+BLOCK = 1 << 16
+"""Elements drawn from one random stream."""
+
+SLAB = 1 << 20
+"""Elements drawn at a time, so that the extra memory is a few megabytes whatever the tensor."""
+
+Draw = Callable[[int, int], torch.Tensor]
+"""(first, last) flat element -> fp32 draws of a unit normal for [first, last)."""
+
+
+def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device | None = None) -> None:
+    """Fills `box.local` with what `spec.init` says, in fp32, then rounded to the tensor's dtype.
+
+    `device` is where numbers are drawn, if not where they are kept: its random stream decides what they are.
+    """
+    if spec.stacked:
+        for row in range(box.local.shape[0]):
+            part = Box(box.shape[1:], box.offset[1:], box.local[row])
+            _fill(part, spec.init, f"{name}[{box.offset[0] + row}]", seed, device)
+    else:
+        _fill(box, spec.init, name, seed, device)
+
+
+def _fill(box: Box, init: Init, name: str, seed: int, device: torch.device | None) -> None:
+    if init.kind == "normal":
+        _scatter(box.local, box.shape, box.offset, 0, init.std, _stream(seed, name, device or box.local.device))
+    else:
+        box.local.fill_(1.0 if init.kind == "ones" else 0.0)
+
+
+def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], base: int, std: float, draw: Draw) -> None:
+    """Fills `local`, the box at `offset` of a tensor of `shape` whose first flat element is number `base`."""
+    if local.numel() == 0:
+        return
+    if local.dim() == 0:
+        local.copy_(draw(base, base + 1)[0] * std)
+        return
+    width = prod(shape[1:])
+    if width > SLAB:
+        for row in range(local.shape[0]):
+            _scatter(local[row], shape[1:], offset[1:], base + (offset[0] + row) * width, std, draw)
+        return
+    inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+    step = max(1, SLAB // width)
+    for row in range(0, local.shape[0], step):
+        rows = min(step, local.shape[0] - row)
+        first = base + (offset[0] + row) * width
+        drawn = draw(first, first + rows * width).view(rows, *shape[1:])
+        local[row : row + rows].copy_(drawn[:, *inner] * std)
+
+
+def _stream(seed: int, name: str, device: torch.device) -> Draw:
+    key = blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+
+    def cpu(block: int) -> torch.Tensor:
+        philox = np.random.Philox(key=int.from_bytes(key, "little"), counter=[0, 0, block, 0])
+        return torch.from_numpy(np.random.Generator(philox).standard_normal(BLOCK, dtype=np.float32))
+
+    def cuda(block: int) -> torch.Tensor:
+        digest = blake2b(key + block.to_bytes(8, "little"), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.empty(BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
+
+    one = cuda if device.type == "cuda" else cpu
+
+    def draw(first: int, last: int) -> torch.Tensor:
+        start = first // BLOCK
+        blocks = [one(block) for block in range(start, (last - 1) // BLOCK + 1)]
+        return torch.cat(blocks)[first - start * BLOCK : last - start * BLOCK]
+
+    return draw

@@ -1,0 +1,185 @@
+"""What `realize` returns: the only thing that a step or an optimizer accepts."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from forge_core.batch import Batch
+from forge_core.errors import PlanError
+from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.model import NamedTensor
+from forge_core.specs import Specs
+from forge_parallel.build.context import Context
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.precision import cast_parameters
+from forge_parallel.pipeline import tied_weights as ties
+from forge_parallel.pipeline.stages import Cut
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.owner import owns
+from forge_parallel.placement.topology import Topology
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model laid out over ranks, with every tensor filled. Only `realize` makes one.
+
+    Attributes:
+        parts: what this rank runs, in order; one unless a pipeline is cut.
+        contexts: what strategies were told about each part.
+        specs: how the whole model describes itself, by global name.
+        shapes: global shape of every parameter of the whole model.
+        plan: what was applied, in order.
+        topology: this rank's place.
+        compute: dtype of parameters in forward and backward.
+        cut: which stages the parts are; None without a pipeline.
+    """
+
+    parts: tuple[nn.Module, ...]
+    contexts: tuple[Context, ...]
+    specs: Specs
+    shapes: Mapping[str, tuple[int, ...]]
+    plan: Plan
+    topology: Topology
+    compute: torch.dtype
+    cut: Cut | None = None
+
+    @cached_property
+    def everything(self) -> Mapping[str, torch.Tensor]:
+        """Live parameters and persistent buffers of this rank by name, tied copies on stages of their own included.
+
+        Collected while every parameter is sharded: later a module may show a gathered copy in its place.
+        """
+        self.reshard()
+        return dict(named for part in self.parts for named in (*part.named_parameters(), *_persistent_buffers(part)))
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        copies = self.cut.copies if self.cut is not None else frozenset()
+        return tuple((name, tensor) for name, tensor in self.everything.items() if name not in copies)
+
+    @property
+    def part(self) -> nn.Module:
+        """The whole model as this rank runs it.
+
+        Raises:
+            PlanError: under a pipeline there is no single module; use `parts`.
+        """
+        if self.cut is not None:
+            raise PlanError(
+                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank has "
+                "the whole of it: use .parts, or a layout with pp = 1"
+            )
+        return self.parts[0]
+
+    @property
+    def scores(self) -> bool:
+        """Whether this rank has the last part, where losses are."""
+        return self.cut is None or self.cut.last
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Global name and live tensor of every local parameter and persistent buffer; a tied copy is not repeated."""
+        yield from self._tensors
+
+    def trainable(self) -> list[NamedTensor]:
+        """Every local parameter that takes a gradient, once."""
+        return [
+            NamedTensor(name, tensor, self.specs.tensors[name].group)
+            for name, tensor in self._tensors
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        ]
+
+    def reshard(self) -> None:
+        """Frees gathered parameters. After a forward without backward they would linger, and the next one use them."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    @contextmanager
+    def inference(self, whole_sequences: bool = False) -> Iterator[None]:
+        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind.
+
+        With `whole_sequences` every rank has the whole residual stream, so that forwards may have any length.
+        """
+        training = [module for part in self.parts for module in part.modules() if module.training]
+        for part in self.parts:
+            part.eval()
+        self._whole_sequences(whole_sequences)
+        try:
+            with torch.no_grad(), self.computing():
+                yield
+        finally:
+            self._whole_sequences(False)
+            for module in training:
+                module.training = True
+            self.reshard()
+
+    def _whole_sequences(self, on: bool) -> None:
+        for transform in self.plan.transforms:
+            for part in self.parts:
+                transform.whole_sequences(part, on)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The local boxes of all parameters and buffers under `model/<global name>`, for a checkpoint."""
+        for name, tensor in self.tensors():
+            yield self.piece(f"model/{name}", tensor)
+
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        """The local box of a tensor of the model or of its optimizer's state."""
+        box = local_box(tensor)
+        return Piece(name, box.shape, box.offset, box.local, owns(tensor, self.topology) and box.local.numel() > 0)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Spans forwards and backwards: parameters have the compute dtype inside."""
+        with ExitStack() as casts:
+            for part in self.parts:
+                if not isinstance(part, FSDPModule):
+                    casts.enter_context(cast_parameters(part, self.compute))
+            yield
+
+    def at_step(self, step: int, steps: int) -> None:
+        """Tells parts whose loss changes over a run that optimizer step `step` of `steps` comes next."""
+        for part in self.parts:
+            if callable(tell := getattr(part, "at_step", None)):
+                tell(step, steps)
+
+    def refresh(self) -> None:
+        """Gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
+        ties.refresh(self)
+
+    def local_batch(self, batch: Batch, horizon: int = 0) -> Batch:
+        """This rank's share of what its data rank read, on the device; with labels of `horizon` tokens beyond the next one."""
+        batch = batch.to(str(self.topology.device)).looking_ahead(horizon)
+        for transform in self.plan.transforms:
+            batch = transform.local_batch(batch, self.contexts[0])
+        return batch
+
+    def before_micro_batch(self, last: bool) -> None:
+        """Tells every strategy that a micro-batch begins, and whether it is the step's last one."""
+        for transform in self.plan.transforms:
+            for part in self.parts:
+                transform.before_micro_batch(part, last)
+
+    def after_backward(self) -> None:
+        """Tells every strategy that the step's last backward is over: gradients are complete afterwards."""
+        for transform in reversed(self.plan.transforms):
+            for part, context in zip(self.parts, self.contexts, strict=True):
+                transform.after_backward(part, context)
+        ties.add_gradients(self)
+
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, counted once over all ranks and ties."""
+        owned = sum(local_box(p).local.numel() for _, p, _ in self.trainable() if owns(p, self.topology))
+        count = torch.tensor(owned, dtype=torch.int64, device=self.topology.device)
+        return int(self.topology.all_reduce(count))
+
+
+def _persistent_buffers(part: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    kept = part.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in part.named_buffers() if name in kept)

@@ -1,0 +1,1 @@
+"""Which rank holds what: coordinates, meshes, boxes of tensors, owners, and the collectives between them."""

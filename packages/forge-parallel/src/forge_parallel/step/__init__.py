@@ -1,0 +1,1 @@
+"""One optimizer step: forward, backward, reductions, clipping, statistics."""

@@ -1,0 +1,159 @@
+"""One optimizer step up to the update: count, forward and backward, reduce.
+
+The loss is the sum over all valid tokens of the step, over every rank and micro-batch, divided by their number. It is the
+same number in every layout, and so are its gradients.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from forge_core.batch import Batch
+from forge_core.protocols.model import LossTerms, Objective, Observer
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.pipeline.runner import Runner
+from forge_parallel.step.loss_by_source import shares, sources_of, sums_by_source
+from forge_parallel.step.reduce import speaks, squared_norm, valid_tokens, world_sum
+from forge_parallel.step.step_statistics import begin, finish, observers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, the same on every rank; scalars on the device, so nothing waits until `numbers` is called.
+
+    Attributes:
+        loss: mean over valid tokens, in nats; 0 when there are none.
+        tokens: valid tokens.
+        norm: 2-norm of the whole gradient before clipping.
+        skip: 1 where loss or norm is not finite: the update must not happen; else 0.
+        stop: number of ranks that asked to stop.
+        metrics: the objective's further sums, per valid token.
+        sources: names of the data's sources, where a run mixes several.
+        by_source: (2, sources) fp64, loss and valid tokens of each; zeros where the objective does not count rows.
+    """
+
+    loss: torch.Tensor
+    tokens: torch.Tensor
+    norm: torch.Tensor
+    skip: torch.Tensor
+    stop: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    sources: tuple[str, ...] = ()
+    by_source: torch.Tensor | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers on the host: the step's one synchronisation, made at the first call. See also `by_source.shares`."""
+        return dict(self._host)
+
+    @cached_property
+    def _host(self) -> dict[str, float]:
+        named = {
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "grad_norm": self.norm,
+            "skipped": self.skip,
+            "stop": self.stop,
+        } | self.metrics
+        values = torch.stack([value.double() for value in named.values()])
+        if self.by_source is None:
+            return dict(zip(named, values.tolist(), strict=True))
+        found = torch.cat((values, self.by_source.flatten())).tolist()
+        alone, rest, count = found[: len(named)], found[len(named) :], len(self.sources)
+        numbers = dict(zip(named, alone, strict=True))
+        return numbers | shares(self.sources, rest[:count], rest[count:], numbers["tokens"])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Token-weighted mean loss over all ranks, in nats, and the number of valid tokens behind it."""
+
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Runs a model on the micro-batches of one optimizer step."""
+
+    model: ParallelModel
+    objective: Objective
+
+    def __call__(self, batches: Sequence[Batch], stop: bool = False) -> StepResult:
+        """Leaves complete gradients in `.grad` and returns the step's numbers.
+
+        Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
+        """
+        topology = self.model.topology
+        moved = [self.model.local_batch(batch, self.model.specs.horizon) for batch in batches]
+        tokens = valid_tokens(moved, topology)
+        divisor = tokens.clamp(min=1)
+        self.model.refresh()
+        begin(self._observers, self.model, moved)
+        terms, names = self._forward_backward(moved, divisor)
+        self.model.after_backward()
+        sources = sources_of(moved)
+        if speaks(self.model):
+            mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
+            rows = sums_by_source(moved, terms, topology.device)
+        else:
+            mine = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
+            rows = torch.zeros(2, len(sources), dtype=torch.float64, device=topology.device)
+        asked = torch.full((), float(stop), device=topology.device)
+        square, asks, by_source, loss, *metrics = world_sum([squared_norm(self.model), asked, rows, *mine], topology)
+        skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
+        finish(self._observers, self.model, skip)
+        means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
+        return StepResult(loss / divisor, tokens, square.sqrt(), skip, asks, means, sources, by_source if sources else None)
+
+    def _forward_backward(self, batches: Sequence[Batch], divisor: torch.Tensor) -> tuple[list[LossTerms], list[str]]:
+        """The terms of each micro-batch where they are computed, and the names of their metrics everywhere."""
+        if self._pipeline is not None:
+            terms = self._pipeline.train(batches, divisor)
+            return terms, self._pipeline.metric_names(terms)
+        terms = [self._train(batch, divisor, last=index == len(batches) - 1) for index, batch in enumerate(batches)]
+        return terms, sorted(terms[0].metrics) if terms else []
+
+    @cached_property
+    def _observers(self) -> tuple[Observer, ...]:
+        return observers(self.model)
+
+    @cached_property
+    def _pipeline(self) -> Runner | None:
+        return None if self.model.cut is None else Runner(self.model, self.objective)
+
+    def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
+        self.model.before_micro_batch(last)
+        with self.model.computing():
+            terms = self._forward(batch)
+            (terms.sum / divisor).backward()
+        return terms._replace(sum=terms.sum.detach())
+
+    def _forward(self, batch: Batch) -> LossTerms:
+        further = {} if batch.further is None else {"further": batch.further}
+        return self.model.part(
+            batch.tokens,
+            positions=batch.positions,
+            documents=batch.documents,
+            labels=batch.labels,
+            objective=self.objective,
+            **further,
+            **batch.extras,
+        )
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """Mean loss without gradients. Every rank must bring the same number of batches."""
+        topology = self.model.topology
+        total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+        self.model.refresh()
+        local = (self.model.local_batch(batch) for batch in batches)
+        with self.model.inference():
+            for terms in map(self._forward, local) if self._pipeline is None else self._pipeline.evaluate(local):
+                total += torch.stack([terms.sum.double(), terms.tokens.double()])
+        loss, count = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()
+        return Evaluation(loss / max(count, 1.0), int(count))
+
+
+def _sum(terms: Sequence[LossTerms], take: Callable[[LossTerms], torch.Tensor]) -> torch.Tensor:
+    return torch.stack([take(term).double() for term in terms]).sum()

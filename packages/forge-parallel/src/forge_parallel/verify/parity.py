@@ -1,0 +1,205 @@
+"""The gate: a layout is right when it gives the numbers that one process gives.
+
+Every rank reads other rows, with other numbers of valid tokens, packed documents, and one micro-batch without a single
+valid token. Compared are the loss, as a whole and by source of the rows, the gradient norm, every gradient, and every
+parameter after updates. In fp64 the tolerance is 1e-10; in fp32 only loss, norm and gradients are held to 2e-6 of the
+parameter's largest, since Adam turns a tiny g / |g| into a whole step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from forge_core.batch import IGNORE, Batch, Sources
+from forge_core.errors import ForgeError
+from forge_core.layout import Layout
+from forge_core.protocols.model import Objective, Optimizer, Transform
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.clipping import clip
+from forge_parallel.step.step import Step
+from forge_parallel.verify.gather import gathered
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 2e-6, "bf16": 2**-6}
+"""Largest accepted error relative to the largest element of the tensor, by the format of the state. Gradients that are kept
+in bf16 are rounded once a micro-batch, by 2^-9 each time, so that format can only be held to a few of these; its loss is
+held to fp32's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured in every layout. The first `silent` rows of a global batch have no label at all."""
+
+    build: Callable[[], nn.Module]
+    objective: Objective
+    optimizer: Callable[[ParallelModel], Optimizer]
+    vocab_size: int
+    length: int = 16
+    rows: int = 8
+    micro_batch: int = 1
+    silent: int = 1
+    steps: int = 2
+    seed: int = 0
+    grad_clip: float = 0.5
+    compute: str = "fp64"
+    state: str = "fp64"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Numbers of one layout: per step loss, norm and token count, loss and token count by source; full gradients of the first
+    step; full weights at the start and after all updates, by global name."""
+
+    loss: list[float]
+    norm: list[float]
+    tokens: list[float]
+    initial: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    by_source: list[dict[str, float]] = field(default_factory=list)
+
+
+def synthetic(case: Case, step: int) -> Batch:
+    """The global batch of one step: random tokens in packed documents, rows with very different numbers of labels.
+
+    With as many silent rows as a micro-batch has, one micro-batch is without any label.
+    """
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    shape = (case.rows, case.length)
+    tokens = torch.randint(case.vocab_size, shape, generator=generator)
+    labels = torch.randint(case.vocab_size, shape, generator=generator)
+    keep = torch.rand(shape, generator=generator) < torch.linspace(0.2, 1.0, case.rows)[:, None]
+    keep[: case.silent] = False
+    starts = torch.rand(shape, generator=generator) < 0.25
+    starts[:, 0] = False
+    documents = starts.cumsum(1).to(torch.int32)
+    index = torch.arange(case.length, dtype=torch.int32).expand(shape)
+    begins = torch.where(starts, index, torch.zeros_like(index)).cummax(1).values
+    row = torch.arange(case.rows)
+    sources = Sources(("silent", "even", "odd"), torch.where(row < case.silent, 0, 1 + row % 2))
+    labels = labels.where(keep, torch.tensor(IGNORE))
+    return Batch(tokens, labels, positions=index - begins, documents=documents, sources=sources)
+
+
+def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
+    """The micro-batches of one data rank: its contiguous rows of the global batch."""
+    rows = batch.tokens.shape[0] // ranks
+    if rows % micro_batch or batch.tokens.shape[0] % ranks:
+        raise ForgeError(f"{batch.tokens.shape[0]} rows cannot be cut into micro-batches of {micro_batch} on {ranks} data ranks")
+    first = rank * rows
+
+    def cut(tensor: torch.Tensor | None, start: int) -> torch.Tensor | None:
+        return None if tensor is None else tensor[start : start + micro_batch]
+
+    return [
+        Batch(
+            batch.tokens[start : start + micro_batch],
+            batch.labels[start : start + micro_batch],
+            cut(batch.positions, start),
+            cut(batch.documents, start),
+            sources=None
+            if (all_rows := batch.sources) is None
+            else Sources(all_rows.names, all_rows.rows[start : start + micro_batch]),
+        )
+        for start in range(first, first + rows, micro_batch)
+    ]
+
+
+def measure(
+    case: Case, layout: Layout, transforms: Iterable[Transform], device: torch.device, pipeline: Pipeline | None = None
+) -> Measurement:
+    """Runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
+    topology = Topology.of(layout, device)
+    plan = Plan.of(transforms, layout, pipeline)
+    model = realize(Blueprint.of(case.build), plan, topology, case.seed, case.compute, case.state)
+    optimizer = case.optimizer(model)
+    step = Step(model, case.objective)
+    initial = gathered(model, _weights(model))
+    gradients: dict[str, torch.Tensor] = {}
+    numbers = []
+    for index in range(case.steps):
+        batch = synthetic(case, index)
+        result = step(share(batch, topology.data_rank, topology.data_size, case.micro_batch))
+        if index == 0:
+            gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
+        clip(model, result.norm, case.grad_clip)
+        optimizer.step(result.skip)
+        optimizer.zero_grad()
+        numbers.append(result.numbers())
+    weights = gathered(model, _weights(model))
+    column = {key: [row[key] for row in numbers] for key in ("loss", "grad_norm", "tokens")}
+    by_source = [{key: value for key, value in row.items() if key.startswith(("source/", "prediction_"))} for row in numbers]
+    return Measurement(column["loss"], column["grad_norm"], column["tokens"], initial, gradients, weights, by_source)
+
+
+def _weights(model: ParallelModel) -> dict[str, torch.Tensor | None]:
+    return {name: tensor for name, tensor, _ in model.trainable()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative errors of one layout against one process; `worst` names the tensor behind the largest."""
+
+    loss: float
+    norm: float
+    gradients: float
+    weights: float
+    initial: bool
+    worst: str
+
+    def accepted(self, state: str) -> bool:
+        """Whether the gate lets the layout pass; weights count in fp64 only."""
+        limit = TOLERANCE[state]
+        compared = [self.norm, self.gradients, *([self.weights] if state == "fp64" else [])]
+        return self.initial and self.loss <= min(limit, TOLERANCE["fp32"]) and all(error <= limit for error in compared)
+
+
+def compare(reference: Measurement, other: Measurement) -> Difference:
+    """`other` against the one-process `reference`; a number that is not finite is an infinite error."""
+    gradients, worst_gradient = _largest(reference.gradients, other.gradients)
+    weights, worst_weight = _largest(reference.weights, other.weights)
+    same = reference.initial.keys() == other.initial.keys() and all(
+        torch.equal(tensor, other.initial[name]) for name, tensor in reference.initial.items()
+    )
+    same_tokens = reference.tokens == other.tokens and [*map(list, reference.by_source)] == [*map(list, other.by_source)]
+    by_source = [
+        _scalars([*mine.values()], [*theirs.values()]) for mine, theirs in zip(reference.by_source, other.by_source, strict=False)
+    ]
+    return Difference(
+        loss=max(_scalars(reference.loss, other.loss), *by_source, 0.0) if same_tokens else float("inf"),
+        norm=_scalars(reference.norm, other.norm),
+        gradients=gradients,
+        weights=weights,
+        initial=same,
+        worst=worst_gradient if gradients >= weights else worst_weight,
+    )
+
+
+def _scalars(reference: Sequence[float], other: Sequence[float]) -> float:
+    if len(reference) != len(other):
+        return float("inf")
+    # Python's floats are fp64, and torch.tensor would round them to fp32.
+    pairs = torch.tensor([*zip(reference, other, strict=True)], dtype=torch.float64)
+    return max((_relative(one, two) for one, two in pairs), default=0.0)
+
+
+def _largest(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    if reference.keys() != other.keys():
+        return float("inf"), ", ".join(sorted(reference.keys() ^ other.keys()))
+    errors = [(_relative(tensor, other[name]), name) for name, tensor in reference.items()]
+    return max(errors, default=(0.0, ""))
+
+
+def _relative(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest absolute difference relative to the largest element; infinite where anything is not finite."""
+    a, b = reference.double(), other.double()
+    if a.shape != b.shape or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return float("inf")
+    difference = (a - b).abs().max().item() if a.numel() else 0.0
+    scale = a.abs().max().item() if a.numel() else 0.0
+    return difference / scale if scale > 0 else (0.0 if difference == 0 else float("inf"))
