@@ -20,7 +20,7 @@ from forge_core.config.words import describe_shape
 from forge_core.config.write import value_text
 from forge_core.groups import GROUPS
 from forge_core.registry import Registry
-from forge_train.job import Job
+from forge_train.recipe.schema import Job
 
 
 class Components(SphinxDirective):

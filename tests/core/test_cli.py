@@ -15,8 +15,8 @@ from core.judge import accepts
 from forge_core.config.schema import json_schema
 from forge_core.registry import Registry, installed
 from forge_train import cli
-from forge_train.job import Job
-from forge_train.recipe import load
+from forge_train.recipe.load import load
+from forge_train.recipe.schema import Job
 
 Result = subprocess.CompletedProcess[str]
 PRESETS = [entry.name for entry in installed() if entry.group == "forge.presets"]

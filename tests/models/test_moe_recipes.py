@@ -12,7 +12,7 @@ from forge_models.components.moe import Losses, MoE
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_parallel.components.transforms import Tensor
 from forge_train.cli import main
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 
 
 @pytest.fixture(scope="module")

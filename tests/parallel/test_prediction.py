@@ -20,7 +20,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.stages import Cut
 from forge_parallel.verify import proven
 from forge_parallel.verify.proven import FEATURES, PREDICTION_RUNS, SLOW_PREDICTION_RUNS
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 from harness.pool import World
 from parallel.test_compositions import DECODER, _name, equals_one_process, layout_of
 

@@ -16,7 +16,7 @@ from forge_core.registry import Entry, Registry
 ROOT = Path(__file__).parents[2]
 PROJECTS = sorted(path.parent for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml"))
 SOURCES = sorted(file for project in PROJECTS for file in (project / "src").rglob("*.py"))
-LOOP = ROOT / "apps/forge-train/src/forge_train/loop.py"
+LOOP = ROOT / "apps/forge-train/src/forge_train/run/loop.py"
 LONG = 400
 
 

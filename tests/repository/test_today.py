@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "_ext"))
 import forge_today

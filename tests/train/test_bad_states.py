@@ -16,10 +16,10 @@ from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.verify.gather import full
-from forge_train.band import LOOK, WINDOW, Band
-from forge_train.health import SPAN, Health
-from forge_train.loop import fit
-from forge_train.stop import TrainingError
+from forge_train.run.health import SPAN, Health
+from forge_train.run.loop import fit
+from forge_train.run.loss_band import LOOK, WINDOW, Band
+from forge_train.run.stop import TrainingError
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 

@@ -14,9 +14,9 @@ import pytest
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
-from forge_train.job import Job
-from forge_train.planning import planned
-from forge_train.recipe import load
+from forge_train.plan.dry_run import planned
+from forge_train.recipe.load import load
+from forge_train.recipe.schema import Job
 
 REGISTRY = Registry()
 

@@ -8,7 +8,7 @@ from forge_core.config.checks import Parts, run_checks
 from forge_core.config.tree import Table
 from forge_core.errors import Caution, ConfigError, Fault
 from forge_core.registry import Entry, Registry
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 from train.runs import TINY
 
 REGISTRY = Registry()

@@ -68,7 +68,7 @@ def test_one_run_through_all_phases(recipe: Path, tmp_path: Path) -> None:
     factors: list[float] = []
     real = run.optimizer.set_factor
     run.optimizer.set_factor = lambda factor: (factors.append(factor), real(factor))[1]  # type: ignore[method-assign, func-returns-value]
-    from forge_train.loop import fit
+    from forge_train.run.loop import fit
 
     fit(run)
     assert factors == [1.0] * 3 + [0.25] * 5  # the first step of a phase already has it
@@ -94,7 +94,7 @@ def test_cursors_of_ranks_are_merged_in_the_checkpoint(world: World, recipe: Pat
 
 
 def saved_readers(recipe: Path, given: list[str]) -> Any:
-    from forge_train.loop import fit
+    from forge_train.run.loop import fit
 
     run, _ = prepared(recipe, given)
     fit(run)

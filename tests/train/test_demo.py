@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_data.loading.loader import evaluation
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_train.cli import main
-from forge_train.evaluating import Score, recipe_for, scores
-from forge_train.inference import loaded, opened
-from forge_train.recipe import load
+from forge_train.inference.evaluate import Score, recipe_for, scores
+from forge_train.inference.open import loaded, opened
+from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY, train
 

@@ -9,8 +9,8 @@ import torch
 from forge_ckpt.store.locate import locate
 from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
-from forge_train.loop import fit
-from forge_train.weights import ForgeWeights
+from forge_train.inference.forge_weights import ForgeWeights
+from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import prepared
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import ConfigError
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 
 HOOKS = '--hooks=[{name="log",every=1},{name="save"},{name="sample",prompts=["def "],max_tokens=4}]'
 FEW = ["--schedule.name=constant", "--data.sequence_length=32", "--train.micro_batch=2", "--data.evaluation={}", HOOKS]

@@ -12,9 +12,9 @@ import pytest
 
 from forge_core.component import Slot, fields_of
 from forge_train.cli import main
-from forge_train.completion import keys
-from forge_train.job import Job
-from forge_train.recipe import load
+from forge_train.commands.completion import keys
+from forge_train.recipe.load import load
+from forge_train.recipe.schema import Job
 
 Say = Callable[..., tuple[int, str]]
 

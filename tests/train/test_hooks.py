@@ -15,7 +15,6 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_parallel.launch.watch import Watch
-from forge_train.checks import evaluate_has_sets
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
 from forge_train.hooks.evaluate import EvaluateHook
@@ -23,7 +22,8 @@ from forge_train.hooks.progress import clock, count
 from forge_train.hooks.replicas import ReplicasHook
 from forge_train.hooks.sample import SampleHook
 from forge_train.hooks.save import SaveHook
-from forge_train.stop import STOPPED, Stop
+from forge_train.recipe.checks import evaluate_has_sets
+from forge_train.run.stop import STOPPED, Stop
 
 TOKENS = 512
 

@@ -17,10 +17,10 @@ from forge_core.config.validate import walk
 from forge_core.errors import CheckpointError, ConfigError
 from forge_core.groups import GROUPS
 from forge_core.registry import Registry
-from forge_train.job import Job
-from forge_train.loop import fit
-from forge_train.recipe import load
-from forge_train.resuming import compare
+from forge_train.recipe.load import load
+from forge_train.recipe.schema import Job
+from forge_train.run.loop import fit
+from forge_train.run.resume import compare
 from train.runs import TINY, prepared
 
 OURS = {"forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm", "forge-train"}

@@ -19,7 +19,7 @@ from forge_models.hf.families import FAMILIES
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_train.recipe import load
+from forge_train.recipe.load import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)])

@@ -16,8 +16,8 @@ from forge_parallel.components.pipeline import ZeroBubbleV
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_train.cli import main
-from forge_train.recipe import load
-from forge_train.start import fill_from
+from forge_train.recipe.load import load
+from forge_train.run.initial_weights import fill_from
 from harness.pool import World
 from train.runs import TINY, train
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_crosses_stages(world: World, recipe: Path, tmp_path: Path,
 
 def _until(recipe: Path, overrides: list[str], steps: int) -> dict[str, Any]:
     """Trains to step `steps` of a schedule of eight, and saves there."""
-    from forge_train.loop import fit
+    from forge_train.run.loop import fit
     from train.runs import prepared
 
     run, recorder = prepared(recipe, overrides)

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_train.plan_page import draw, listed, size
-from forge_train.planning import groups_of, planned
-from forge_train.recipe import load
+from forge_train.plan.dry_run import groups_of, planned
+from forge_train.plan.terminal import draw, listed, size
+from forge_train.recipe.load import load
 from train.runs import TINY
 from train.test_cli import ENVIRONMENT, forge
 

@@ -13,8 +13,8 @@ from forge_core.config.schema import json_schema
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
 from forge_models.flops import count
-from forge_train.job import Job
-from forge_train.recipe import load
+from forge_train.recipe.load import load
+from forge_train.recipe.schema import Job
 
 FOLDER = Path(forge_train.presets.__file__).parent
 EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))

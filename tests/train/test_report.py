@@ -14,11 +14,11 @@ from forge_core.errors import CheckpointError, DataError
 from forge_core.redact import redacted, redacted_text
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data as recipes
+from forge_train.inference.forge_weights import job_of
 from forge_train.report.chart import Line, Reference, chart, thin, ticks
 from forge_train.report.machine import machine, versions
 from forge_train.report.write import rewrite_report, write_report
 from forge_train.trackers.jsonl import JsonlTracker
-from forge_train.weights import job_of
 
 SUMMARY = {
     "name": "small <demo>",

@@ -53,7 +53,7 @@ def test_resume_inside_the_schedule_is_bitwise(recipe: Path, tmp_path: Path) -> 
         update(result)  # type: ignore[arg-type]
 
     run.update = dying  # type: ignore[method-assign]
-    from forge_train.loop import fit
+    from forge_train.run.loop import fit
 
     with pytest.raises(Crash):
         fit(run)

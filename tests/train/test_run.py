@@ -9,8 +9,8 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
-from forge_train.checkpoints import restore_hooks
-from forge_train.loop import fit
+from forge_train.run.checkpoints import restore_hooks
+from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared
 

@@ -11,8 +11,8 @@ from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
-from forge_train.inference import loaded
-from forge_train.weights import ForgeWeights
+from forge_train.inference.forge_weights import ForgeWeights
+from forge_train.inference.open import loaded
 from harness.pool import World
 from train.runs import TINY, train
 

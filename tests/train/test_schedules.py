@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
-from forge_train.checks import schedule_fits
 from forge_train.components.schedules import Constant, Cosine, Linear, MultiStep, Schedule, Wsd
+from forge_train.recipe.checks import schedule_fits
 
 EVERY = [Constant, Cosine, Linear, MultiStep, Wsd]
 
@@ -110,7 +110,7 @@ def test_a_schedule_of_a_stranger_needs_no_faults_method() -> None:
 
 def test_checks_and_components_import_no_torch() -> None:
     code = (
-        "import sys, forge_train.checks, forge_train.presets, forge_train.components.schedules as s;"
+        "import sys, forge_train.recipe.checks, forge_train.presets, forge_train.components.schedules as s;"
         "import forge_train.components.hooks, forge_train.components.trackers;"
         "s.Wsd(warmup=2).build(100);"
         "heavy = {'torch', 'numpy', 'tokenizers', 'matplotlib', 'rich'} & set(sys.modules);"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_train import stop
 from forge_train.components.hooks import Evaluate
 from forge_train.hooks.sample import SAMPLES
-from forge_train.loop import fit
-from forge_train.stop import STOPPED, Interrupted, Signals
+from forge_train.run import stop
+from forge_train.run.loop import fit
+from forge_train.run.stop import STOPPED, Interrupted, Signals
 from harness.pool import World
 from train.runs import TINY, prepared
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from forge_core.machine import processor
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
-from forge_train import matrix_speed
-from forge_train.assemble import assemble
 from forge_train.cli import main
-from forge_train.matrix_speed import SECONDS, SIZE, bf16_remark, speed
-from forge_train.recipe import load
+from forge_train.recipe.load import load
+from forge_train.report import matrix_speed
+from forge_train.report.matrix_speed import SECONDS, SIZE, bf16_remark, speed
+from forge_train.run.assemble import assemble
 from train.runs import TINY
 
 

@@ -20,15 +20,15 @@ from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
-from forge_train import takeover
-from forge_train.assemble import assemble
-from forge_train.checkpoints import Checkpoints
 from forge_train.commands.run import start
-from forge_train.directory import OWNED, RECIPE, move_aside, previous
-from forge_train.logs import logging_of
-from forge_train.loop import fit
-from forge_train.recipe import load
-from forge_train.run import Run
+from forge_train.recipe.load import load
+from forge_train.run import takeover
+from forge_train.run.assemble import assemble
+from forge_train.run.checkpoints import Checkpoints
+from forge_train.run.directory import OWNED, RECIPE, move_aside, previous
+from forge_train.run.logs import logging_of
+from forge_train.run.loop import fit
+from forge_train.run.run import Run
 from forge_train.trackers.jsonl import read
 from train.runs import TINY, digest, prepared, train
 

@@ -17,7 +17,7 @@ from forge_core.registry import Registry
 from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
-from forge_train.inference import Continuation, loaded, opened, opening, tokenizer_for
+from forge_train.inference.open import Continuation, loaded, opened, opening, tokenizer_for
 from train.runs import TINY, train
 
 TEXT = "the cat sat on the mat; the dog sat on the cat.\n" * 40

@@ -15,8 +15,8 @@ import pytest
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.components.trackers import TensorBoard, Wandb
-from forge_train.directory import RECIPE, move_aside
-from forge_train.loop import fit
+from forge_train.run.directory import RECIPE, move_aside
+from forge_train.run.loop import fit
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import read
 from train.event_files import tensorboard_scalars, wandb_records, wandb_rows

@@ -15,8 +15,8 @@ from forge_ckpt.saving.world import Alone
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
-from forge_train.checkpoints import Checkpoints
-from forge_train.loop import fit
+from forge_train.run.checkpoints import Checkpoints
+from forge_train.run.loop import fit
 from forge_train.trackers.jsonl import read
 from harness.pool import World
 from train.runs import TINY, digest, prepared, train

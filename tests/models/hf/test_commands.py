@@ -23,14 +23,14 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.gather import full
-from forge_train import inference
 from forge_train.commands import convert as command
-from forge_train.from_hf import filled
-from forge_train.inference import Continuation
-from forge_train.job import Job
-from forge_train.loop import fit
-from forge_train.start import fill_from
-from forge_train.weights import ForgeWeights
+from forge_train.inference import open as inference
+from forge_train.inference.forge_weights import ForgeWeights
+from forge_train.inference.open import Continuation
+from forge_train.recipe.from_hf import filled
+from forge_train.recipe.schema import Job
+from forge_train.run.initial_weights import fill_from
+from forge_train.run.loop import fit
 from harness.closeness import assert_no_farther
 from harness.pool import World
 from models.hf.command_line import WORDS, run, with_tokenizer

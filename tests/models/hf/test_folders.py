@@ -18,11 +18,11 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, misfits
 from forge_models.hf.reader import Folder
-from forge_train import inference
-from forge_train.from_hf import filled
-from forge_train.job import Job
-from forge_train.start import initial_weights
-from forge_train.weights import ForgeWeights, locate
+from forge_train.inference import open as inference
+from forge_train.inference.forge_weights import ForgeWeights, locate
+from forge_train.recipe.from_hf import filled
+from forge_train.recipe.schema import Job
+from forge_train.run.initial_weights import initial_weights
 from models.hf.command_line import run, with_tokenizer
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, random_model, saved, tokens

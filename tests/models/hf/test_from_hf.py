@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from forge_models.hf.reader import Folder
-from forge_train.loop import fit
+from forge_train.run.loop import fit
 from harness.pool import World
 from models.hf.test_commands import full, run
 from models.hf.zoo import random_model, saved

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import GREEDY, Sampling
 from forge_models.hf.reader import Folder
-from forge_train import inference
-from forge_train.inference import Continuation
-from forge_train.loop import fit
+from forge_train.inference import open as inference
+from forge_train.inference.open import Continuation
+from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run, with_tokenizer
 from models.hf.zoo import random_model, saved
 from train.runs import prepared

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from forge_models.hf.reader import Folder
-from forge_train.loop import fit
+from forge_train.run.loop import fit
 from harness.closeness import assert_no_farther
 from harness.pool import World
 from models.hf.command_line import run

@@ -24,7 +24,7 @@ from typer.main import get_command
 from forge_core.console import Console
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
-from forge_train.completion import OverridesCommand
+from forge_train.commands.completion import OverridesCommand
 
 GROUP = "forge.commands"
 COMPLETE = "_FORGE_TRAIN_COMPLETE"

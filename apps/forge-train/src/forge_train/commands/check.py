@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from forge_train.completion import Recipe
+from forge_train.commands.completion import Recipe
 
 
 def check(
@@ -16,7 +16,7 @@ def check(
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
     from forge_core.console import Console
     from forge_core.registry import Registry
-    from forge_train.recipe import load
+    from forge_train.recipe.load import load
 
     registry = Registry()
     console = Console(as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from forge_train.completion import OverridesCommand, Recipe
+from forge_train.commands.completion import OverridesCommand, Recipe
 
 config = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into recipes.")
 
@@ -23,7 +23,7 @@ def show(
 ) -> None:
     """The resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
     from forge_core.console import Console
-    from forge_train.recipe import load
+    from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args)
@@ -45,7 +45,7 @@ def explain(
     from forge_core.config.write import value_text
     from forge_core.console import Console
     from forge_core.registry import Registry
-    from forge_train.recipe import load
+    from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     registry = Registry()
@@ -82,7 +82,7 @@ def diff(
     from dataclasses import asdict
 
     from forge_core.console import Console
-    from forge_train.comparison import differences
+    from forge_train.recipe.compare import differences
 
     found = differences(one, other, context.args)
     console = Console(as_json=as_json)
@@ -106,7 +106,7 @@ def schema(
     from forge_core.console import Console
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.job import Job
+    from forge_train.recipe.schema import Job
 
     made = json_schema(Job, Registry())
     if output is None:

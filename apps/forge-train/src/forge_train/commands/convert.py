@@ -40,9 +40,9 @@ def convert(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.alone import alone
-    from forge_train.inference import kept_tokenizer
-    from forge_train.weights import Cast
+    from forge_train.commands.single_process import alone
+    from forge_train.inference.forge_weights import Cast
+    from forge_train.inference.open import kept_tokenizer
 
     alone("convert")
     console, registry = Console(as_json=as_json), Registry()

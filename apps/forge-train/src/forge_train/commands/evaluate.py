@@ -27,8 +27,8 @@ def evaluate(
     from forge_core.registry import Registry
     from forge_parallel.launch import process_group as bootstrap
     from forge_parallel.launch.environment import launch
-    from forge_train.evaluating import recipe_for, scores
-    from forge_train.inference import opened
+    from forge_train.inference.evaluate import recipe_for, scores
+    from forge_train.inference.open import opened
 
     registry, where, console = Registry(), launch(os.environ), Console(as_json=as_json)
     first, code = where.rank == 0, 0

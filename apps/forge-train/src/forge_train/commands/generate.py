@@ -37,8 +37,8 @@ def generate(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
-    from forge_train.alone import alone
-    from forge_train.inference import Continuation, fits, loaded, opened, opening, tokenizer_for
+    from forge_train.commands.single_process import alone
+    from forge_train.inference.open import Continuation, fits, loaded, opened, opening, tokenizer_for
 
     alone("generate")
     console, registry = Console(as_json=as_json), Registry()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from forge_core.console import Console
-from forge_train.completion import Recipe
+from forge_train.commands.completion import Recipe
 
 if TYPE_CHECKING:
     from forge_parallel.verify.parity import Measurement
@@ -32,7 +32,7 @@ def parity(
     from forge_core.layout import Layout
     from forge_parallel.launch.spawn import spawn
     from forge_parallel.verify.parity import TOLERANCE, compare
-    from forge_train.recipe import load
+    from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     if mode not in TOLERANCE:
@@ -91,8 +91,8 @@ def rank(
     from forge_core.layout import Layout
     from forge_core.registry import Registry
     from forge_parallel.verify.parity import Case, measure
-    from forge_train.assemble import pipeline_of, transforms_of
-    from forge_train.recipe import load
+    from forge_train.recipe.load import load
+    from forge_train.run.assemble import pipeline_of, transforms_of
 
     registry = Registry()
     job = load(recipe, overrides, None, registry).job

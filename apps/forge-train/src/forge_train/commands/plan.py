@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from forge_train.completion import Recipe
+from forge_train.commands.completion import Recipe
 
 
 def plan(
@@ -29,8 +29,8 @@ def plan(
     from forge_core.console import Console
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
-    from forge_train.alone import alone
-    from forge_train.recipe import load
+    from forge_train.commands.single_process import alone
+    from forge_train.recipe.load import load
 
     alone("plan")
     registry = Registry()
@@ -41,7 +41,7 @@ def plan(
     assert resolved.layout is not None, "a world was given"
     if outside := [rank for rank in ranks or () if not 0 <= rank < world]:
         raise LayoutError(f"--rank {outside[0]}: ranks of {world} processes are 0 to {world - 1}")
-    from forge_train.planning import planned
+    from forge_train.plan.dry_run import planned
 
     found = planned(resolved.job, resolved.layout, registry, per_node, tuple(dict.fromkeys(ranks or ())))
     if as_json:
@@ -49,7 +49,7 @@ def plan(
         return
     from rich.console import Console as Terminal
 
-    from forge_train.plan_page import draw
+    from forge_train.plan.terminal import draw
 
     terminal = Terminal(markup=False, highlight=False)
     draw(found, recipe, terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=160))

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from forge_core.console import Console
-from forge_train.completion import Recipe
+from forge_train.commands.completion import Recipe
 
 
 def prepare(
@@ -21,8 +21,8 @@ def prepare(
     from forge_core.registry import Registry
     from forge_data.loading.loader import evaluation
     from forge_data.loading.open_sources import context_of, open_sources
-    from forge_train.directory import claim, run_directory
-    from forge_train.recipe import load
+    from forge_train.recipe.load import load
+    from forge_train.run.directory import claim, run_directory
 
     console = Console(as_json=as_json)
     job = load(recipe, context.args, None, Registry()).job

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_train.completion import Recipe
+from forge_train.commands.completion import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
     from forge_parallel.launch.watch import Watch
-    from forge_train.agreement import Agreement
-    from forge_train.logs import RunLog
-    from forge_train.recipe import Resolved
-    from forge_train.run import Run
-    from forge_train.stop import Signals
+    from forge_train.recipe.load import Resolved
+    from forge_train.run.agreement import Agreement
+    from forge_train.run.logs import RunLog
+    from forge_train.run.run import Run
+    from forge_train.run.stop import Signals
 
 
 def run(
@@ -35,8 +35,8 @@ def run(
     logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
     """
     from forge_parallel.launch.environment import launch
-    from forge_train.logs import logging_of
-    from forge_train.stop import Signals
+    from forge_train.run.logs import logging_of
+    from forge_train.run.stop import Signals
 
     signals = Signals()
     where = launch(os.environ)
@@ -56,8 +56,8 @@ def start(
     """Resolves a recipe and trains it; the exit code of this rank. What ranks refuse before they train, rank 0 says."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.recipe import load
-    from forge_train.stop import Signals
+    from forge_train.recipe.load import load
+    from forge_train.run.stop import Signals
 
     registry, signals = Registry(), signals or Signals()
     resolved, unread = None, None
@@ -72,8 +72,8 @@ def start(
     from forge_parallel.components.sections import Parallel
     from forge_parallel.launch import process_group as bootstrap
     from forge_parallel.launch.watch import Watch
-    from forge_train.agreement import Agreement, Refused
-    from forge_train.ending import conclude, tell_launcher
+    from forge_train.run.agreement import Agreement, Refused
+    from forge_train.run.ending import conclude, tell_launcher
 
     ranks, watch = Agreement(), Watch()
     try:
@@ -113,11 +113,11 @@ def _train(
     from rich.console import Console
 
     from forge_parallel.launch import process_group as bootstrap
-    from forge_train.assemble import assemble
-    from forge_train.directory import run_directory
-    from forge_train.ending import tell_launcher
-    from forge_train.loop import fit
-    from forge_train.stop import REQUEUE, STOPPED
+    from forge_train.run.assemble import assemble
+    from forge_train.run.directory import run_directory
+    from forge_train.run.ending import tell_launcher
+    from forge_train.run.loop import fit
+    from forge_train.run.stop import REQUEUE, STOPPED
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
 
@@ -144,7 +144,7 @@ def _train(
 
 def _conclude(run: "Run", resolved: "Resolved", reason: str) -> None:
     """Writes the report."""
-    from forge_train.summary import write
+    from forge_train.report.gather import write
 
     report = write(run, resolved, reason, list(resolved.warnings))
     assert run.console is not None

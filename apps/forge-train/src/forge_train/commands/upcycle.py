@@ -22,9 +22,9 @@ def upcycle(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_models.moe.upcycle import Upcycled
-    from forge_train.alone import alone
-    from forge_train.inference import opened
-    from forge_train.recipe import load
+    from forge_train.commands.single_process import alone
+    from forge_train.inference.open import opened
+    from forge_train.recipe.load import load
 
     alone("upcycle")
     registry = Registry()

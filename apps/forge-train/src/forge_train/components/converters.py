@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from forge_core.component import Component
 
 if TYPE_CHECKING:
-    from forge_train.weights import ForgeConverter
+    from forge_train.inference.forge_weights import ForgeConverter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,6 @@ class Forge(Component):
     """Forge's checkpoints: a run's directory, a directory of checkpoints, or one checkpoint, of any layout."""
 
     def build(self) -> "ForgeConverter":
-        from forge_train.weights import ForgeConverter
+        from forge_train.inference.forge_weights import ForgeConverter
 
         return ForgeConverter()

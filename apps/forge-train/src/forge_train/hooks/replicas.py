@@ -4,7 +4,7 @@ from typing import Any
 
 from forge_parallel.verify.replicas import drifted
 from forge_train.hooks.periodic import Periodic
-from forge_train.stop import TrainingError
+from forge_train.run.stop import TrainingError
 
 
 class ReplicasHook(Periodic):

@@ -9,7 +9,7 @@ class Hook:
 
     A hook is built before the run owns its directory, where an older job may still work: it writes nothing there before `start`.
 
-    `run` is the assembled trainer (`forge_train.assemble.Run`); its documented attributes are `model`, `optimizer`,
+    `run` is the assembled trainer (`forge_train.run.assemble.Run`); its documented attributes are `model`, `optimizer`,
     `state`, `data`, `step`, `job`, `directory`, `topology`, `log(values)`.
     """
 

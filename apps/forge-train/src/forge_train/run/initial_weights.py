@@ -12,7 +12,7 @@ from forge_core.registry import Registry
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
-from forge_train.from_hf import IGNORE, KEY
+from forge_train.recipe.from_hf import IGNORE, KEY
 
 
 def initial_weights(component: Any, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | None:

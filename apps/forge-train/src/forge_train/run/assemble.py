@@ -30,25 +30,25 @@ from forge_parallel.optim import shards
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_train.agreement import Agreement
-from forge_train.checkpoints import Checkpoints, restore_hooks
 from forge_train.components.trackers import Jsonl
-from forge_train.directory import CHECKPOINTS, keep_recipe, probe
-from forge_train.health import Health
-from forge_train.job import Job
-from forge_train.matrix_speed import bf16_remark
-from forge_train.resuming import check, check_alone
-from forge_train.run import Run, State
-from forge_train.start import initial_weights
-from forge_train.stop import Stop
-from forge_train.takeover import forget, prepare_directory, refuse_fresh, remind
+from forge_train.recipe.schema import Job
+from forge_train.report.matrix_speed import bf16_remark
+from forge_train.run.agreement import Agreement
+from forge_train.run.checkpoints import Checkpoints, restore_hooks
+from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
+from forge_train.run.health import Health
+from forge_train.run.initial_weights import initial_weights
+from forge_train.run.resume import check, check_alone
+from forge_train.run.run import Run, State
+from forge_train.run.stop import Stop
+from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import JsonlTracker
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from forge_train.recipe import Resolved
+    from forge_train.recipe.load import Resolved
 
 _log = logging.getLogger(__name__)
 

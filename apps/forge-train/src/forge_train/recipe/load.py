@@ -14,8 +14,8 @@ from forge_core.config.write import to_toml
 from forge_core.errors import ConfigError, Fault, LayoutError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
-from forge_train.from_hf import filled
-from forge_train.job import Job
+from forge_train.recipe.from_hf import filled
+from forge_train.recipe.schema import Job
 
 _HEADER = "# The resolved recipe: every key with the value that it had. It stands alone and loads to the same run.\n\n"
 

@@ -12,8 +12,8 @@ from forge_train.report.machine import machine, versions
 from forge_train.report.write import write_report
 
 if TYPE_CHECKING:
-    from forge_train.recipe import Resolved
-    from forge_train.run import Run
+    from forge_train.recipe.load import Resolved
+    from forge_train.run.run import Run
 
 
 def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) -> Path:

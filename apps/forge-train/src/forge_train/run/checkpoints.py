@@ -22,10 +22,10 @@ from forge_core.redact import redacted
 from forge_data.order.cursor import merged
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.verify.finite import not_finite
-from forge_train.health import Health
-from forge_train.resuming import anchors
-from forge_train.run import Run
-from forge_train.stop import TrainingError
+from forge_train.run.health import Health
+from forge_train.run.resume import anchors
+from forge_train.run.run import Run
+from forge_train.run.stop import TrainingError
 
 
 def pieces(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_train.band import WINDOW, Band
-from forge_train.stop import TrainingError
+from forge_train.run.loss_band import WINDOW, Band
+from forge_train.run.stop import TrainingError
 
 SPAN = 100
 """Steps over which skipped ones are counted."""

@@ -20,7 +20,7 @@ from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.convert import Facts, Stored, Weights
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
-from forge_train.job import Job
+from forge_train.recipe.schema import Job
 
 PREFIX = "model/"
 TOKENIZER = "tokenizer"

@@ -10,7 +10,7 @@ from rich.text import Text
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_parallel.dryrun.estimate import Estimate
 from forge_parallel.dryrun.traffic import Flow
-from forge_train.planning import Planned
+from forge_train.plan.dry_run import Planned
 
 LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t", "efsdp": "f", "ep": "e", "etp": "w"}
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")

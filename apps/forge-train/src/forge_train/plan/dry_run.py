@@ -9,8 +9,8 @@ from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.registry import Registry
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.optim import shards
-from forge_train.assemble import pipeline_of, transforms_of
-from forge_train.job import Job
+from forge_train.recipe.schema import Job
+from forge_train.run.assemble import pipeline_of, transforms_of
 
 METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "

@@ -13,7 +13,7 @@ from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
 from forge_models.generation.sampling import Sampling
 from forge_models.generation.speculation import Tally
-from forge_train.weights import ForgeWeights, job_of
+from forge_train.inference.forge_weights import ForgeWeights, job_of
 
 FOREIGN = "config.json"
 SENTENCEPIECE = ".model"

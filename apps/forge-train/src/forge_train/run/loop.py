@@ -1,6 +1,6 @@
 """The training loop, read from top to bottom. What happens around a step is a hook; what happens in one is `Step`."""
 
-from forge_train.run import Run
+from forge_train.run.run import Run
 
 
 def fit(run: Run) -> str:

@@ -12,8 +12,8 @@ from forge_ckpt.saving.world import Alone
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
 from forge_core.protocols.ckpt import Store
-from forge_train.directory import claim, forget_previous, move_aside, previous
-from forge_train.job import Job
+from forge_train.recipe.schema import Job
+from forge_train.run.directory import claim, forget_previous, move_aside, previous
 
 _log = logging.getLogger(__name__)
 

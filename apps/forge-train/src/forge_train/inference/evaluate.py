@@ -19,13 +19,13 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_train.assemble import pipeline_of, rank_zero_first, transforms_of
-from forge_train.directory import run_directory
 from forge_train.hooks.evaluate import perplexity
-from forge_train.inference import tokenizer_for
-from forge_train.recipe import Resolved, load
-from forge_train.start import fill_from
-from forge_train.weights import table_of
+from forge_train.inference.forge_weights import table_of
+from forge_train.inference.open import tokenizer_for
+from forge_train.recipe.load import Resolved, load
+from forge_train.run.assemble import pipeline_of, rank_zero_first, transforms_of
+from forge_train.run.directory import run_directory
+from forge_train.run.initial_weights import fill_from
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
 """What says how a loss is computed. Hooks, checkpoints and the layout of the training run have no part in it."""

@@ -18,10 +18,10 @@ from forge_core.config.write import value_text
 from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, did_you_mean
 from forge_core.protocols.data import Stream
 from forge_core.registry import Registry, canonical
-from forge_train.job import Job
+from forge_train.recipe.schema import Job
 
 if TYPE_CHECKING:
-    from forge_train.recipe import Resolved
+    from forge_train.recipe.load import Resolved
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forge_core.errors import ForgeError
 from forge_core.redact import redacted_text
-from forge_train.job import Job
+from forge_train.recipe.schema import Job
 
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""

@@ -71,7 +71,7 @@ def _walked(recipe: str | None) -> "tuple[Outcome, Registry]":
     from forge_core.config.tree import DEFAULT, Table
     from forge_core.config.validate import walk
     from forge_core.registry import Registry
-    from forge_train.job import Job
+    from forge_train.recipe.schema import Job
 
     registry = Registry()
     try:

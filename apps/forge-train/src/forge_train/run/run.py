@@ -16,9 +16,9 @@ from forge_parallel.launch.watch import Watch
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step, StepResult
-from forge_train.health import Health
-from forge_train.job import Job
-from forge_train.stop import Stop
+from forge_train.recipe.schema import Job
+from forge_train.run.health import Health
+from forge_train.run.stop import Stop
 
 if TYPE_CHECKING:
     from rich.console import Console

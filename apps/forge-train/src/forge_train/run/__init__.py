@@ -1,0 +1,1 @@
+"""A training run from start to end: assembled, resumed, stepped through, saved, stopped."""
