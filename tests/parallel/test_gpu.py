@@ -36,7 +36,7 @@ from forge_parallel.verify.parity import Case, Measurement, compare, measure, sh
 from forge_parallel.verify.proven import GPU_RUNS
 from forge_parallel.verify.replicas import drifted
 from harness.pool import World
-from parallel.test_compositions import equals_one_process, layout_of, measured
+from parallel.compositions.test_compositions import equals_one_process, layout_of, measured
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -222,17 +222,17 @@ LARGE_RUNS = tuple(
 )
 """Triples of axes, on eight ranks."""
 
-OPTION_TEST = "tests/parallel/test_options.py::test_an_option_equals_one_process"
+OPTION_TEST = "tests/parallel/compositions/test_options.py::test_an_option_equals_one_process"
 
-TEST = "tests/parallel/test_compositions.py::test_a_run_equals_one_process"
-SLOW_TEST = "tests/parallel/test_compositions.py::test_the_remaining_pairs_equal_one_process"
+TEST = "tests/parallel/compositions/test_compositions.py::test_a_run_equals_one_process"
+SLOW_TEST = "tests/parallel/compositions/test_compositions.py::test_the_remaining_pairs_equal_one_process"
 
-PREDICTION_TEST = "tests/parallel/test_prediction.py::test_a_run_equals_one_process"
-SLOW_PREDICTION_TEST = "tests/parallel/test_prediction.py::test_the_remaining_pairs_equal_one_process"
+PREDICTION_TEST = "tests/parallel/compositions/test_prediction.py::test_a_run_equals_one_process"
+SLOW_PREDICTION_TEST = "tests/parallel/compositions/test_prediction.py::test_the_remaining_pairs_equal_one_process"
 
-EXPERT_TEST = "tests/parallel/test_expert_compositions.py::test_a_run_equals_one_process"
-SLOW_EXPERT_TEST = "tests/parallel/test_expert_compositions.py::test_the_remaining_pairs_equal_one_process"
-LARGE_EXPERT_TEST = "tests/parallel/test_expert_compositions.py::test_pairs_on_eight_ranks_equal_one_process"
+EXPERT_TEST = "tests/parallel/compositions/test_expert_compositions.py::test_a_run_equals_one_process"
+SLOW_EXPERT_TEST = "tests/parallel/compositions/test_expert_compositions.py::test_the_remaining_pairs_equal_one_process"
+LARGE_EXPERT_TEST = "tests/parallel/compositions/test_expert_compositions.py::test_pairs_on_eight_ranks_equal_one_process"
 
 
 EVIDENCE = (

@@ -25,7 +25,7 @@ from forge_parallel.verify.proven_options import (
     PREDICTION_OPTION_RUNS,
 )
 from harness.pool import World
-from parallel.test_compositions import _name, equals_one_process, layout_of
+from parallel.compositions.test_compositions import _name, equals_one_process, layout_of
 
 ROWS = (*OPTION_RUNS, *LARGE_OPTION_RUNS, *PREDICTION_OPTION_RUNS, *EXPERT_OPTION_RUNS, *LARGE_EXPERT_OPTION_RUNS)
 

@@ -161,7 +161,7 @@ def test_e6_every_optimizer_of_ours_says_it_and_keeps_its_word() -> None:
             component = registry.load_entry(entry)()
             assert component.shards in shards.WAYS
             assert conformance.faults(component) == []
-    lion = registry.load("forge.optimizers", f"{Path(__file__).parents[2] / 'examples' / 'plain_file' / 'mine.py'}:Lion")()
+    lion = registry.load("forge.optimizers", f"{Path(__file__).parents[3] / 'examples' / 'plain_file' / 'mine.py'}:Lion")()
     assert lion.shards == "elementwise"
     assert conformance.faults(replace(lion, lr=0.1)) == []
 

@@ -9,7 +9,7 @@ from forge_parallel.verify import proven
 from forge_parallel.verify.proven import FEATURES, is_proven
 from forge_parallel.verify.proven_experts import EXPERT_RUNS, LARGE_EXPERT_RUNS, SLOW_EXPERT_RUNS
 from harness.pool import World
-from parallel.test_compositions import WITH_FEW, _name, equals_one_process, layout_of
+from parallel.compositions.test_compositions import WITH_FEW, _name, equals_one_process, layout_of
 
 
 @pytest.mark.parametrize("run", EXPERT_RUNS, ids=_name)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from harness.pool import World
 
-FOLDER = Path(__file__).parents[2] / "examples" / "parallelize"
+FOLDER = Path(__file__).parents[3] / "examples" / "parallelize"
 
 
 def _script(name: str) -> ModuleType:

@@ -22,7 +22,7 @@ from forge_parallel.verify import proven
 from forge_parallel.verify.proven import FEATURES, PREDICTION_RUNS, SLOW_PREDICTION_RUNS
 from forge_train.recipe.load import load
 from harness.pool import World
-from parallel.test_compositions import DECODER, _name, equals_one_process, layout_of
+from parallel.compositions.test_compositions import DECODER, _name, equals_one_process, layout_of
 
 
 @pytest.mark.parametrize("run", PREDICTION_RUNS, ids=_name)

@@ -15,7 +15,7 @@ from forge_parallel.foreign import forked, parallelized
 from forge_parallel.foreign.recording import Recording
 from harness.pool import World
 from parallel.foreign import PLAN, Plain
-from parallel.test_following import ATTENTION, FUSED, Attention, Fused, Interleaved, Model
+from parallel.tensor.test_following import ATTENTION, FUSED, Attention, Fused, Interleaved, Model
 
 
 class Dropping(Plain):
