@@ -147,8 +147,8 @@ def test_the_section_is_documented_and_has_defaults() -> None:
 def test_libraries_of_extras_are_imported_on_use() -> None:
     script = (
         "import sys, forge_data.loading.loader, forge_data.sources.record_formats\n"
-        "from forge_data.tokenising import streamed, worker\n"
-        "from forge_data.commands import comparing, converting, decontaminating, detecting, inspecting, preparing, verifying\n"
+        "from forge_data.preparation import streamed_text, worker\n"
+        "from forge_data.commands import convert, decontaminate, detect, diff, inspect, prepare, verify\n"
         "names = ('pyarrow', 'datasets', 'fsspec', 'tiktoken', 'sentencepiece', 'zstandard')\n"
         "print([name for name in names if name in sys.modules])"
     )

@@ -12,7 +12,7 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_data.__main__ import main
-from forge_data.commands import recipe_data as recipes
+from forge_data.commands import recipe_data
 from forge_data.commands.diff_runs import as_text, diff, is_run
 from forge_data.loading.reader import Reading
 
@@ -83,7 +83,7 @@ def expected(one: Path, other: Path) -> tuple[int, int] | None:
     """(step, row) by making every row of both runs, as training does."""
     rows = []
     for path in (one, other):
-        found = recipes.read(path)
+        found = recipe_data.read(path)
         steps, _ = steps_of(found.data, found.train.max_steps, batch=found.train.global_batch, workspace=path.parent / "work")
         rows.append([[row[1:-1] for row in step] for step in steps])
     pairs = ((s, r) for s, step in enumerate(rows[0]) for r, row in enumerate(step) if row != rows[1][s][r])

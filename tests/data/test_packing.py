@@ -20,7 +20,7 @@ from forge_data.components.section import Data
 from forge_data.components.sources import Store
 from forge_data.components.tokenizers import Bytes
 from forge_data.loading.loader import evaluation
-from forge_data.packing import plan as pack_plan
+from forge_data.packing import plan
 from forge_data.packing.best_fit import best_fit
 from forge_data.packing.plan import Planned, pieces_of, planned
 from forge_data.store.reader import StoreSource
@@ -71,9 +71,9 @@ def test_rows_reconstruct_the_corpus_byte_for_byte(
     documents = [[100 * number + place + 1 for place in range(size - 1)] for number, size in enumerate(sizes)]
     store = StoreSource(make_store(folder.name, documents, shard_tokens=50))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack_plan, "PORTION", portion)
-        patch.setattr(pack_plan.pieces_of, "__defaults__", (portion,))
-        patch.setattr(pack_plan, "_WINDOW", 7)
+        patch.setattr(plan, "PORTION", portion)
+        patch.setattr(plan.pieces_of, "__defaults__", (portion,))
+        patch.setattr(plan, "_WINDOW", 7)
         packing = planned(store, length, mode, folder / "work", "corpus")
     stream = store.read(0, store.tokens)
     ends = set(store.ends().tolist())
@@ -140,13 +140,13 @@ def test_a_plan_is_made_once_and_mapped(make_store: Any, tmp_path: Path, monkeyp
     from forge_data.loading.loader import open_stream
 
     first = open_stream(data, workspace=tmp_path, seed=1, global_batch=2, micro_batch=1, report=said.append)
-    monkeypatch.setattr(pack_plan, "_write", lambda *_: pytest.fail("the plan was made again"))
+    monkeypatch.setattr(plan, "_write", lambda *_: pytest.fail("the plan was made again"))
     again = open_stream(data, workspace=tmp_path, seed=1, global_batch=2, micro_batch=1)
     assert again.describe()["sources"][0]["packing"] == first.describe()["sources"][0]["packing"]
     assert "120 documents in" in said[0] and "% full, 20 documents longer than a row were cut" in said[0]
-    plan = next(tmp_path.glob("packed-a-b-*"))
-    assert isinstance(Planned(StoreSource(path), 8, plan)._starts.base, np.memmap)
-    (plan / "starts").unlink()
+    kept = next(tmp_path.glob("packed-a-b-*"))
+    assert isinstance(Planned(StoreSource(path), 8, kept)._starts.base, np.memmap)
+    (kept / "starts").unlink()
     with pytest.raises(DataError, match=r"is damaged .* remove it"):
         opened(data, batch=2, workspace=tmp_path)
 

@@ -18,9 +18,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.components.sources import Jsonl
 from forge_data.components.tokenizers import Bpe
-from forge_data.preparation import parts as jobs
-from forge_data.preparation import pool as crew
-from forge_data.preparation import prepare
+from forge_data.preparation import parts, pool, prepare
 from forge_data.sources.parts import Records
 from forge_data.sources.text import text_files
 from forge_data.store.reader import StoreSource
@@ -35,7 +33,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
     """300 documents in about 20 parts."""
     monkeypatch.setattr(prepare, "SMALLEST_PART", 4000)
     monkeypatch.setattr(prepare, "_PORTION", 700)
-    monkeypatch.setattr(jobs, "CHUNK", 1500)
+    monkeypatch.setattr(parts, "CHUNK", 1500)
     rng = np.random.default_rng(3)
     lines = [json.dumps({"text": " ".join(rng.choice(WORDS, size=int(rng.integers(1, 90))))}) for _ in range(300)]
     (tmp_path / "corpus").mkdir()
@@ -131,7 +129,7 @@ def test_other_text_or_another_tokenizer_begins_anew(records: Records, tmp_path:
 KILLED = """
 import sys, time
 from pathlib import Path
-from forge_data.tokenising import prepare
+from forge_data.preparation import prepare
 from forge_data.components.sources import Jsonl
 from forge_data.tokenizers.bytes import ByteTokenizer
 prepare.SMALLEST_PART = 4000
@@ -162,7 +160,7 @@ def test_a_killed_preparation_goes_on(records: Records, tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = crew._ask, []
+    real, asked = pool._ask, []
 
     def kill(process: "subprocess.Popen[str]", number: int) -> Any:
         asked.append(number)
@@ -171,23 +169,23 @@ def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
             process.wait()
         return real(process, number)
 
-    monkeypatch.setattr(crew, "_ask", kill)
+    monkeypatch.setattr(pool, "_ask", kill)
     with pytest.raises(DataError, match=r"a worker ended \(exit code -9\) while it tokenised part \d+; was there memory enough"):
         made(records, tmp_path / "store", workers=2, processes=True)
-    monkeypatch.setattr(crew, "_ask", real)
+    monkeypatch.setattr(pool, "_ask", real)
     assert made(records, tmp_path / "store", workers=2) == made(records, tmp_path / "whole")
 
 
 ORPHANED = """
 import sys, time
 from pathlib import Path
-from forge_data.tokenising import crew, jobs
+from forge_data.preparation import parts, pool
 from forge_data.sources.parts import Part, Wanted
 ends = {"eos": None, "tokenizer_eos": 256, "vocab_size": 257}
-job = jobs.Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
+job = parts.Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
 from forge_data.tokenizers.bytes import ByteTokenizer
-jobs.write_job(Path(sys.argv[1]), job, ByteTokenizer())
-with crew.processes(Path(sys.argv[1]), 2) as (work, stop):
+parts.write_job(Path(sys.argv[1]), job, ByteTokenizer())
+with pool.processes(Path(sys.argv[1]), 2) as (work, stop):
     print(work(0).tokens, work(0).tokens, flush=True)
     time.sleep(60)
 """
@@ -232,7 +230,7 @@ def test_a_tokenizer_that_no_other_process_can_make_is_used_by_threads(
         def dump(self) -> bytes:
             return b'{"type": "mine"}'
 
-    monkeypatch.setattr(crew, "processes", lambda *_: pytest.fail("a process"))
+    monkeypatch.setattr(pool, "processes", lambda *_: pytest.fail("a process"))
     store = made(records, tmp_path / "store", Shouting(), workers=2, processes=True)
     assert b"HUND" in bytes(np.frombuffer(store["shard-00000.bin"], dtype="<u2").astype(np.uint8))
 

@@ -18,8 +18,7 @@ from forge_data.components.section import Data
 from forge_data.components.sources import Stdlib, Store, Text
 from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import evaluation, open_stream
-from forge_data.preparation import parts as jobs
-from forge_data.preparation import prepare
+from forge_data.preparation import parts, prepare
 from forge_data.sources.parts import Records, in_split
 from forge_data.sources.text import text_files
 from forge_data.store.reader import StoreSource
@@ -155,11 +154,11 @@ def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkey
 
 
 def test_long_documents_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "LONGEST_PIECE", 10)
+    monkeypatch.setattr(parts, "LONGEST_PIECE", 10)
     text = "line\nline two\n" + "x" * 25 + "\nend"
-    assert "".join(jobs.pieces(text)) == text
-    assert all(len(piece) <= 10 for piece in jobs.pieces(text))
-    assert next(iter(jobs.pieces(text))) == "line\n"
+    assert "".join(parts.pieces(text)) == text
+    assert all(len(piece) <= 10 for piece in parts.pieces(text))
+    assert next(iter(parts.pieces(text))) == "line\n"
 
 
 def test_splits_share_no_file_and_leave_none_out(corpus: Path) -> None:

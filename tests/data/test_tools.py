@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from data import foreign
 from forge_core.errors import DataError
 from forge_data.commands import convert as converting
-from forge_data.commands import diff as comparing
-from forge_data.commands import verify as verifying
+from forge_data.commands import diff, verify
 from forge_data.commands.decontaminate import decontaminate
 from forge_data.commands.detect import detect, open_any
 from forge_data.commands.ngrams import hashes, words_of
@@ -62,7 +61,7 @@ def test_every_format_keeps_every_id_and_border(tmp_path: Path, target: str, nam
     answer = convert(first, tmp_path / name, target)
     assert answer["documents"] == 4 and answer["tokens"] == 10 and answer["dtype"] == "uint16"
     again = open_any(str(tmp_path / name), dtype="uint16" if target == "bin" else None, eos=answer.get("eos"))
-    assert comparing.diff(open_any(str(first)), again)["equal"]
+    assert diff.diff(open_any(str(first)), again)["equal"]
     assert answer.get("eos", 0) == 0
     with pytest.raises(DataError, match="exists"):
         convert(first, tmp_path / name, target)
@@ -163,7 +162,7 @@ def test_text_is_no_token_file(tmp_path: Path) -> None:
 
 
 def verified(path: Path, vocab_size: int | None = None, **more: Any) -> dict[str, Any]:
-    return verifying.verify(open_any(str(path), **more), vocab_size, silent)
+    return verify.verify(open_any(str(path), **more), vocab_size, silent)
 
 
 def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +188,7 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
     foreign.megatron(tmp_path / "holes", [[[1, 0]], [[]], [[2, 0]]])
     found = verified(tmp_path / "holes")
     assert (found["faults"], found["empty_documents"]) == ([], 1)
-    assert "1 documents have no token" in verifying.as_text(found)
+    assert "1 documents have no token" in verify.as_text(found)
 
 
 def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +211,7 @@ def test_verify_counts_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     documents = [[*rng.integers(1, 900, size=12).tolist(), 0] for _ in range(400)]
     path = foreign.datatrove(tmp_path / "a.ds", [*documents, *documents[:100], *documents[:50]])
     assert verified(path)["duplicates"] == {"documents_compared": 550, "copies": 150}
-    monkeypatch.setattr(verifying, "_SAMPLED", 100)
+    monkeypatch.setattr(verify, "_SAMPLED", 100)
     sampled = verified(path)["duplicates"]
     assert sampled["documents_compared"] <= 100 and 5 < sampled["copies"] < 60
 
@@ -221,9 +220,9 @@ def test_diff_names_the_first_difference(tmp_path: Path) -> None:
     documents = [[1, 2, 0], [3, 4, 5, 0], [6, 0]]
     one = open_any(str(foreign.datatrove(tmp_path / "a.ds", documents)))
     same = open_any(str(foreign.megatron(tmp_path / "m", [[document] for document in documents], "int64")))
-    assert comparing.diff(one, same)["equal"]
+    assert diff.diff(one, same)["equal"]
     token = open_any(str(foreign.datatrove(tmp_path / "b.ds", [[1, 2, 0], [3, 9, 5, 0], [6, 0]])))
-    found = comparing.diff(one, token)
+    found = diff.diff(one, token)
     assert found["first_token"] == {
         "token": 4,
         "document": 1,
@@ -232,11 +231,11 @@ def test_diff_names_the_first_difference(tmp_path: Path) -> None:
     }
     assert found["first_border"] is None and not found["equal"]
     border = open_any(str(foreign.datatrove(tmp_path / "c.ds", [[1, 2, 0], [3, 4], [5, 0], [6, 0]])))
-    assert comparing.diff(one, border)["first_border"] == {"token": 5, "only_in": border.name}
+    assert diff.diff(one, border)["first_border"] == {"token": 5, "only_in": border.name}
     for beginning in (documents[:2], [[1, 2, 0], [3, 4]]):  # the second ends inside a document
-        shorter = comparing.diff(one, open_any(str(foreign.datatrove(tmp_path / "d.ds", beginning))))
+        shorter = diff.diff(one, open_any(str(foreign.datatrove(tmp_path / "d.ds", beginning))))
         assert shorter["first_token"] is None and shorter["first_border"] is None and not shorter["equal"]
-    assert "the beginning of the longer one" in comparing.as_text(shorter, ("a", "d"))
+    assert "the beginning of the longer one" in diff.as_text(shorter, ("a", "d"))
 
 
 TEXT = st.text(st.sampled_from("abcDE é漢.,!-  \n\u2019\u20140"), max_size=80)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from forge_core.protocols.model import AttentionCore
-from forge_models.blocks import attention_core as core
+from forge_models.blocks import attention_core
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
@@ -61,7 +61,7 @@ def sdpa_calls(monkeypatch):
         calls.append((attn_mask, is_causal))
         return real(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
 
-    monkeypatch.setattr(core.F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention_core.F, "scaled_dot_product_attention", spy)
     return calls
 
 
@@ -87,8 +87,8 @@ def test_core_equals_softmax_by_hand(window):
     documents = torch.cat([packed(3, 4)[0], packed(7)[0]])
     core = LocalAttention()
     assert isinstance(core, AttentionCore)
-    out = core(q, k, v, core.prepare(documents, 7, window, "cpu"), 0.3)
-    plain = core(q, k, v, core.prepare(None, 7, window, "cpu"), 0.3)
+    out = core(q, k, v, attention_core.prepare(documents, 7, window, "cpu"), 0.3)
+    plain = core(q, k, v, attention_core.prepare(None, 7, window, "cpu"), 0.3)
     for b in range(2):
         for h in range(4):
             for t in range(7):

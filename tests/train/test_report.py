@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forge_core.errors import CheckpointError, DataError
 from forge_core.redact import redacted, redacted_text
 from forge_core.registry import Registry
-from forge_data.commands import recipe_data as recipes
+from forge_data.commands import recipe_data
 from forge_train.inference.forge_weights import job_of
 from forge_train.report.chart import Line, Reference, chart, thin, ticks
 from forge_train.report.machine import machine, versions
@@ -177,11 +177,11 @@ def test_what_a_checkpoint_hides_is_refused_where_it_is_needed() -> None:
     sources = [{"name": "text", "path": "corpus.txt"}, {"name": "text", "path": "s3://me:secret@bucket/more.txt"}]
     config = redacted({"model": {"name": "decoder"}, "data": {"sources": sources}})
     assert job_of({"config": config}, Registry(), "model").model is not None
-    for needed in (lambda: job_of({"config": config}, Registry(), "data"), lambda: recipes.of(config, "checkpoint step-3")):
+    for needed in (lambda: job_of({"config": config}, Registry(), "data"), lambda: recipe_data.of(config, "checkpoint step-3")):
         with pytest.raises(CheckpointError, match=r"data\.sources\.1\.path is hidden there"):
             needed()
     del config["data"]["sources"][1]
-    assert recipes.of(config, "checkpoint step-3").data.sources == job_of({"config": config}, Registry(), "data").data.sources
+    assert recipe_data.of(config, "checkpoint step-3").data.sources == job_of({"config": config}, Registry(), "data").data.sources
 
 
 def test_rewriting_gives_the_same_page_and_needs_no_summary(run) -> None:

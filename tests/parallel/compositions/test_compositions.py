@@ -38,7 +38,7 @@ from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from forge_parallel.verify.proven import FEATURES, GPU_RUNS, LARGE_RUNS, RUNS, SLOW_RUNS, SLOW_TEST, TEST, is_proven
 from harness.closeness import below
 from harness.pool import World
-from parallel.alone import alone as once
+from parallel.one_process import alone as once
 
 CPU = torch.device("cpu")
 VOCAB = 61

@@ -14,7 +14,7 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
-from parallel.alone import alone
+from parallel.one_process import alone
 
 VOCAB = 61
 

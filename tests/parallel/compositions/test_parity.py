@@ -15,7 +15,7 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.pool import World
-from parallel.alone import alone
+from parallel.one_process import alone
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
 
 CPU = torch.device("cpu")

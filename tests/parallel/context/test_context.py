@@ -29,7 +29,7 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
-from parallel.alone import alone
+from parallel.one_process import alone
 from parallel.tiny import Tiny
 
 CPU = torch.device("cpu")

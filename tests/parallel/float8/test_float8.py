@@ -39,7 +39,7 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
-from parallel.alone import alone
+from parallel.one_process import alone
 
 CPU = torch.device("cpu")
 VOCAB = 61

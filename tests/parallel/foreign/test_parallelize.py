@@ -19,7 +19,7 @@ from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
-from parallel.foreign import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied
+from parallel.foreign_modules import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied
 
 
 def _tokens(rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
 from forge_parallel.foreign.weights import of_builder
-from parallel.foreign import BUILDERS
+from parallel.foreign_modules import BUILDERS
 
 
 class Scaled(nn.Module):

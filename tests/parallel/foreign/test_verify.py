@@ -14,7 +14,7 @@ from forge_parallel import parallelize, verify_layout
 from forge_parallel.foreign import forked, parallelized
 from forge_parallel.foreign.recording import Recording
 from harness.pool import World
-from parallel.foreign import PLAN, Plain
+from parallel.foreign_modules import PLAN, Plain
 from parallel.tensor.test_following import ATTENTION, FUSED, Attention, Fused, Interleaved, Model
 
 

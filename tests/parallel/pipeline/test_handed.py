@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from forge_core.errors import PlanError
 from forge_parallel import parallelize, verify_layout
 from forge_parallel.foreign.staged import stage
-from parallel.foreign import VOCAB, WIDTH, Block, Plain, llama
+from parallel.foreign_modules import VOCAB, WIDTH, Block, Plain, llama
 
 TOKENS = torch.arange(10).view(2, 5)
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

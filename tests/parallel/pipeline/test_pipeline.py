@@ -14,7 +14,7 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.pipeline import tied_weights as ties
+from forge_parallel.pipeline import tied_weights
 from forge_parallel.step.step import Evaluation, Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
@@ -22,8 +22,8 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
 from harness.pool import World, WorldFailed
-from parallel.alone import alone as once
 from parallel.cuttable import Frozen, PartTiny, Silent, Stray, Strided, Wide
+from parallel.one_process import alone as once
 from parallel.pipelines import SCHEDULES, decoder_case, measured, piped, realized
 from parallel.tiny import VOCAB, cross_entropy
 
@@ -222,7 +222,7 @@ def test_no_object_is_ever_pickled_between_stages(world: World) -> None:
 
 def _forgetful(case: Case, what: str) -> Measurement:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ties, what, lambda _: None)
+        patch.setattr(tied_weights, what, lambda _: None)
         return measured(case, "pp2")
 
 

@@ -178,5 +178,6 @@ def test_experts_apart_are_compiled_with_recomputation_as_a_whole_only(layout: s
 
 
 def test_checks_import_no_torch() -> None:
-    code = "import sys, forge_parallel.checks, forge_parallel.build.plan, forge_parallel.launch.environment; assert 'torch' not in sys.modules"
+    modules = "forge_parallel.checks, forge_parallel.build.plan, forge_parallel.launch.environment"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Init, TensorSpec
-from forge_parallel.build import initial_weights as init
+from forge_parallel.build import initial_weights
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, _allocate, realize
 from forge_parallel.checks import compositions_are_proven
@@ -98,9 +98,13 @@ def test_memory_is_the_hosts_for_parameters_only() -> None:
 def test_weights_are_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU draws other numbers than a CPU does; where shards lie must not change a run."""
     drawn: list[torch.device] = []
-    original = init._stream
-    monkeypatch.setattr(init, "_stream", lambda seed, name, device: (drawn.append(device), original(seed, name, CPU))[1])
-    init.fill(Box((3, 2), (0, 0), torch.empty(3, 2)), TensorSpec((None, None), Init("normal", 1.0), "matrix"), "w", 0, GPU)
+    original = initial_weights._stream
+    monkeypatch.setattr(
+        initial_weights, "_stream", lambda seed, name, device: (drawn.append(device), original(seed, name, CPU))[1]
+    )
+    initial_weights.fill(
+        Box((3, 2), (0, 0), torch.empty(3, 2)), TensorSpec((None, None), Init("normal", 1.0), "matrix"), "w", 0, GPU
+    )
     assert drawn == [GPU]
 
 

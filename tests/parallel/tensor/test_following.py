@@ -17,7 +17,7 @@ from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
-from parallel.foreign import BUILDERS
+from parallel.foreign_modules import BUILDERS
 
 DIM, HEADS = 8, 4
 

@@ -30,7 +30,7 @@ from forge_parallel.verify.parity import Case, Measurement, compare, measure, sy
 from harness.closeness import below
 from harness.pool import World
 from models.variants import SIZES, VARIANTS
-from parallel.alone import alone
+from parallel.one_process import alone
 from parallel.tiny import Tiny
 
 CPU = torch.device("cpu")

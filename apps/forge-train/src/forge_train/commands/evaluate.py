@@ -25,7 +25,7 @@ def evaluate(
     from forge_core.console import Console
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_parallel.launch import process_group as bootstrap
+    from forge_parallel.launch import process_group
     from forge_parallel.launch.environment import launch
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import opened
@@ -35,7 +35,7 @@ def evaluate(
     try:
         weights = opened(checkpoint, registry)
         resolved = recipe_for(weights, recipe, context.args, where.size, registry)
-        device = bootstrap.start(where, resolved.job.parallel.timeout)
+        device = process_group.start(where, resolved.job.parallel.timeout)
         found = []
         for score in scores(weights, resolved, device, registry, console.note if first else lambda _: None):
             found.append(asdict(score))
@@ -45,7 +45,7 @@ def evaluate(
                 console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
         if first and as_json:
             console.document({"checkpoint": weights.facts.origin, "step": weights.facts.step, "sets": found})
-        bootstrap.stop()
+        process_group.stop()
     except ForgeError as refusal:
         if where.size == 1:
             raise

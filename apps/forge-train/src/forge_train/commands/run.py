@@ -70,7 +70,7 @@ def start(
         unread = cause
 
     from forge_parallel.components.sections import Parallel
-    from forge_parallel.launch import process_group as bootstrap
+    from forge_parallel.launch import process_group
     from forge_parallel.launch.watch import Watch
     from forge_train.run.agreement import Agreement, Refused
     from forge_train.run.ending import conclude, tell_launcher
@@ -78,7 +78,7 @@ def start(
     ranks, watch = Agreement(), Watch()
     try:
         parallel = resolved.job.parallel if resolved else Parallel()
-        device = bootstrap.start(where, parallel.timeout, parallel.patience, hurry=lambda: bool(signals.asked))
+        device = process_group.start(where, parallel.timeout, parallel.patience, hurry=lambda: bool(signals.asked))
         watch = Watch.open(where, parallel.patience, parallel.timeout)
         if where.size > 1:
             ranks = Agreement.of_group(parallel.timeout)
@@ -112,7 +112,7 @@ def _train(
     """Exit code of the run on this rank."""
     from rich.console import Console
 
-    from forge_parallel.launch import process_group as bootstrap
+    from forge_parallel.launch import process_group
     from forge_train.run.assemble import assemble
     from forge_train.run.directory import run_directory
     from forge_train.run.ending import tell_launcher
@@ -135,7 +135,7 @@ def _train(
     watch.stop()
     if console is not None:
         _conclude(run, resolved, reason)
-    bootstrap.stop()
+    process_group.stop()
     if reason != STOPPED:
         return 0
     tell_launcher(f"{reason} after step {run.state.step}, and saved; start it again", REQUEUE)

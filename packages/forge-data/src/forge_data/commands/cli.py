@@ -54,10 +54,10 @@ def prepare(
 
     A preparation that was killed goes on where it was when the same command is given again.
     """
-    from forge_data.commands import prepare as preparing
+    from forge_data.commands import prepare
 
     options = {"text": text, "ids": ids, "subset": subset, "dataset_split": dataset_split, "split": split, "skip": skip}
-    found = preparing.prepare(
+    found = prepare.prepare(
         source, path, out, tokenizer, vocab_size=vocab_size, eos=eos, workers=workers, report=_say(as_json), **options
     )
     _answer(found, as_json)
@@ -91,9 +91,9 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte: checksums, the index of documents, every id; and count duplicates."""
-    from forge_data.commands import verify as verifying
+    from forge_data.commands import verify
 
-    found = verifying.verify(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
+    found = verify.verify(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
     if as_json:
         typer.echo(json.dumps(found))
     if found["faults"]:
@@ -101,7 +101,7 @@ def verify(
             "\n".join([f"{path} is damaged:", *(f"  {fault}" for fault in found["faults"]), "write or restore it again"])
         )
     if not as_json:
-        typer.echo(verifying.as_text(found))
+        typer.echo(verify.as_text(found))
 
 
 @app.command()
@@ -129,14 +129,14 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Write tokens and documents in another format, every id as it was."""
-    from forge_data.commands import convert as converting
+    from forge_data.commands import convert
 
     carried = None
     if tokenizer is not None:
         from forge_data.tokenizers.bpe import load
 
         carried = load(tokenizer, tokenizer_eos)
-    found = converting.convert(
+    found = convert.convert(
         _open(path, kind, dtype, eos, bos, vocab_size),
         out,
         to,
@@ -164,17 +164,16 @@ def diff(
 
     Runs are compared up to the step that both have reached, recipes up to train.max_steps.
     """
-    from forge_data.commands import diff as comparing
-    from forge_data.commands import diff_runs as comparing_runs
+    from forge_data.commands import diff, diff_runs
 
-    if comparing_runs.is_run(one) or comparing_runs.is_run(other):
-        found = comparing_runs.diff(one, other, steps, _say(as_json))
-        text = comparing_runs.as_text
+    if diff_runs.is_run(one) or diff_runs.is_run(other):
+        found = diff_runs.diff(one, other, steps, _say(as_json))
+        text = diff_runs.as_text
     elif steps is not None:
         raise DataError(f"--steps is for runs, but {one} is none: it is no recipe and has no config.toml and no checkpoint")
     else:
-        found = comparing.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
-        text = comparing.as_text
+        found = diff.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
+        text = diff.as_text
     typer.echo(json.dumps(found) if as_json else text(found, (one, other)))
     if not found["equal"]:
         raise typer.Exit(1)
@@ -193,10 +192,10 @@ def decontaminate(
     as_json: AsJson = False,
 ) -> None:
     """Find documents that share runs of words with an evaluation set."""
-    from forge_data.commands import decontaminate as decontaminating
+    from forge_data.commands import decontaminate
 
-    found = decontaminating.decontaminate(path, against, tuple(field or ()), words, out, report_to, _say(as_json))
-    typer.echo(json.dumps(found) if as_json else decontaminating.as_text(found))
+    found = decontaminate.decontaminate(path, against, tuple(field or ()), words, out, report_to, _say(as_json))
+    typer.echo(json.dumps(found) if as_json else decontaminate.as_text(found))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -209,12 +208,12 @@ def mix(
     as_json: AsJson = False,
 ) -> None:
     """What a recipe's mixture will read, before the run."""
-    from forge_data.commands import mix as mixing
+    from forge_data.commands import mix
 
     if not plan:
         raise DataError("say what to show: --plan prints tokens and epochs of every source in every phase")
-    found = mixing.mix(recipe, context.args, steps, workspace, _say(as_json))
-    typer.echo(json.dumps(found) if as_json else mixing.as_text(found))
+    found = mix.mix(recipe, context.args, steps, workspace, _say(as_json))
+    typer.echo(json.dumps(found) if as_json else mix.as_text(found))
 
 
 def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:

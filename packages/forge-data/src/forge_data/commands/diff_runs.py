@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.registry import Registry
-from forge_data.commands import recipe_data as recipes
+from forge_data.commands import recipe_data
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.reader import Reading
 from forge_data.loading.rows import Rows
@@ -78,11 +78,11 @@ def _opened(path: str, report: Callable[[str], None]) -> Run:
         facts = Registry().load("forge.converters", "forge")().build().read(folder).facts
         if not facts.recipe.get("data") or not facts.cursor:
             raise DataError(f"{path} carries weights only: nothing says what data they were trained on")
-        recipe, cursor = recipes.of(facts.recipe, f"checkpoint {path}"), facts.cursor
+        recipe, cursor = recipe_data.of(facts.recipe, f"checkpoint {path}"), facts.cursor
         workspace = facts.run / "data" if facts.run else recipe.workspace
     else:
         inside = folder / "config.toml"
-        recipe = recipes.read(inside if folder.is_dir() else path)
+        recipe = recipe_data.read(inside if folder.is_dir() else path)
         workspace = folder / "data" if folder.is_dir() else recipe.workspace
     from forge_data.loading.loader import MixedStream, open_stream
 

@@ -1,7 +1,7 @@
 """Loader workers, seen from the process that trains: it says which rows of which step it wants, and waits for them.
 
-Workers are plain `python -m forge_data.loading.worker_main` processes: no fork of a process with threads or a device, no need for a
-`__main__` guard, and no torch in them. Rows travel in anonymous shared memory, which no limit on /dev/shm concerns and
+Workers are plain `python -m forge_data.loading.worker_main` processes: no fork of a process with threads or a device, no need
+for a `__main__` guard, and no torch in them. Rows travel in anonymous shared memory, which no limit on /dev/shm concerns and
 which is gone when the processes are. A worker keeps no state but the readers of streams, whose positions come back with
 every answer; so what a cursor says is what was consumed, however far the workers are ahead.
 """

@@ -13,7 +13,7 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
-from forge_data.preparation import pool as crew
+from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, finished, write_job, write_part
 from forge_data.preparation.parts import encoded as encoded_texts
 from forge_data.preparation.progress import Progress
@@ -95,7 +95,7 @@ def tokenise(
         report(f"{what}: {len(job.parts) - len(todo)} of {len(job.parts)} parts are there already")
     progress = Progress(what, sum(job.parts[number].size for number in todo), "bytes of input", report)
     with _crew(texts, tokenizer, directory, job, workers, processes, todo) as (work, stop):
-        crew.run(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
+        pool.run(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
         parts = [finished(directory, number) for number in range(len(job.parts))]
         skipped = _skipped(parts, job.skip, report)
         note = f"{source}, {skipped} broken records left out" if skipped else source
@@ -163,19 +163,19 @@ def _crew(
     workers: int,
     wanted: bool | None,
     todo: list[int],
-) -> AbstractContextManager[tuple[crew.Work, Callable[[], None]]]:
+) -> AbstractContextManager[tuple[pool.Work, Callable[[], None]]]:
     if not isinstance(texts, Records):
         return _alone(texts, tokenizer, directory, job)
     large = len(todo) > 1 and workers > 1 and sum(job.parts[number].size for number in todo) >= PROCESSES_FROM
     if (large if wanted is None else wanted) and todo and _restorable(tokenizer, job):
-        return crew.processes(directory, min(workers, len(todo)))
-    return crew.threads(directory, job, None if job.wanted.ids else tokenizer)
+        return pool.processes(directory, min(workers, len(todo)))
+    return pool.threads(directory, job, None if job.wanted.ids else tokenizer)
 
 
 @contextmanager
 def _alone(
     texts: Texts, tokenizer: Tokenizer | None, directory: Path, job: Job
-) -> Iterator[tuple[crew.Work, Callable[[], None]]]:
+) -> Iterator[tuple[pool.Work, Callable[[], None]]]:
     """Documents that know no parts are one part, read by this process."""
     assert tokenizer is not None
     yield lambda number: write_part(directory, number, job.dtype, encoded_texts(texts, tokenizer), Skips()), lambda: None
@@ -204,7 +204,7 @@ def _skipped(parts: list[Done | None], budget: int, report: Callable[[str], None
     return skipped
 
 
-def _content(directory: Path, job: Job, number: int, work: crew.Work) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
+def _content(directory: Path, job: Job, number: int, work: pool.Work) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
     """The documents of a part in portions; a part that did not survive a crash of the machine is done again."""
     done = finished(directory, number)
     found = content_of(directory, number, job.dtype, done) if done else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
-from forge_models.hf import mla as latent
+from forge_models.hf import mla
 from forge_models.hf.family import Family
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], 
     attention = decoder.resolved_attention
     if part == "attention" and isinstance(attention, MLA):
         inner, _, end = rest.partition(".")
-        rows = latent.rows_of(attention, decoder.heads, inner)
-        rest = f"{latent.NAMES.get(inner, inner)}.{end}"
+        rows = mla.rows_of(attention, decoder.heads, inner)
+        rest = f"{mla.NAMES.get(inner, inner)}.{end}"
     return Place(shape, (f"{prefix}.{family.parts[part]}.{rest}",), rows=rows)
 
 

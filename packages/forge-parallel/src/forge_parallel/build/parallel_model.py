@@ -17,7 +17,7 @@ from forge_core.specs import Specs
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import cast_parameters
-from forge_parallel.pipeline import tied_weights as ties
+from forge_parallel.pipeline import tied_weights
 from forge_parallel.pipeline.stages import Cut
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.owner import owns
@@ -151,7 +151,7 @@ class ParallelModel:
 
     def refresh(self) -> None:
         """Gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
-        ties.refresh(self)
+        tied_weights.refresh(self)
 
     def local_batch(self, batch: Batch, horizon: int = 0) -> Batch:
         """This rank's share of what its data rank read, on the device; with labels of `horizon` tokens beyond the next one."""
@@ -171,7 +171,7 @@ class ParallelModel:
         for transform in reversed(self.plan.transforms):
             for part, context in zip(self.parts, self.contexts, strict=True):
                 transform.after_backward(part, context)
-        ties.add_gradients(self)
+        tied_weights.add_gradients(self)
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, counted once over all ranks and ties."""

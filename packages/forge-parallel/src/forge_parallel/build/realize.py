@@ -19,7 +19,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.experts.stack import stacks
-from forge_parallel.pipeline import tied_weights as ties
+from forge_parallel.pipeline import tied_weights
 from forge_parallel.pipeline.stages import Cut
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
@@ -145,7 +145,7 @@ def realize(
         parts.append(part)
         contexts.append(context)
     model = ParallelModel(tuple(parts), tuple(contexts), blueprint.specs, shapes, plan, topology, DTYPES[compute], cut)
-    ties.check(model)
+    tied_weights.check(model)
     if isinstance(source, int):
         initialize(model, source)
     else:

@@ -1,5 +1,5 @@
-"""Rows of `forge_parallel.verify.proven` for options of strategies: each value of a field that is declared as a feature, with what it
-may be used with."""
+"""Rows of `forge_parallel.verify.proven` for options of strategies: each value of a field that is declared as a feature, with
+what it may be used with."""
 
 OPTION_RUNS = tuple(
     frozenset(row.split())
