@@ -87,8 +87,8 @@ def test_core_equals_softmax_by_hand(window):
     documents = torch.cat([packed(3, 4)[0], packed(7)[0]])
     core = LocalAttention()
     assert isinstance(core, AttentionCore)
-    out = core(q, k, v, attention_core.prepare(documents, 7, window, "cpu"), 0.3)
-    plain = core(q, k, v, attention_core.prepare(None, 7, window, "cpu"), 0.3)
+    out = core(q, k, v, core.prepare(documents, 7, window, "cpu"), 0.3)
+    plain = core(q, k, v, core.prepare(None, 7, window, "cpu"), 0.3)
     for b in range(2):
         for h in range(4):
             for t in range(7):

@@ -9,7 +9,7 @@ import torch
 
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
-from forge_parallel.launch.environment import Launch, launch
+from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.verify.gather import full
 from forge_train.recipe.load import load
 from forge_train.run.assemble import assemble
@@ -94,7 +94,7 @@ class Recording:
 def prepared(recipe: Path, overrides: list[str]) -> tuple[Run, Recorder]:
     """The assembled run of this rank, recording."""
     registry = Registry()
-    where = launch(os.environ) if torch.distributed.is_initialized() else Launch()
+    where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
     resolved = load(recipe, overrides, where.size, registry)
     directory = run_directory(resolved.job)
     run = assemble(resolved, directory, where, torch.device("cpu"), registry, None)

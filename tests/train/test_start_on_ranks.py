@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from forge_parallel.launch.environment import launch
+from forge_parallel.launch.environment import read_launcher
 from forge_train.commands.run import start
 from forge_train.run.logs import logging_of
 from harness.pool import World
@@ -40,7 +40,7 @@ class Fails(Component):
 
 def _started(folder: Path, arguments: list[str], lacking: int | None = None) -> tuple[int, str]:
     """Exit code of a rank and what it said; rank `lacking` stands in another directory, without the recipe's files."""
-    where = launch(os.environ)
+    where = read_launcher(os.environ)
     os.chdir(folder / "elsewhere" if where.rank == lacking else folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(where.rank, where.size) as log:

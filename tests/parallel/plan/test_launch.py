@@ -3,7 +3,7 @@
 import pytest
 
 from forge_core.errors import LayoutError
-from forge_parallel.launch.environment import Launch, first_host, launch
+from forge_parallel.launch.environment import Launch, first_host, read_launcher
 
 TORCHRUN = {
     "RANK": "3",
@@ -24,19 +24,19 @@ SRUN = {
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
-    assert launch({}) == Launch()
-    assert launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Launch(), "inside an allocation, but alone"
+    assert read_launcher({}) == Launch()
+    assert read_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Launch(), "inside an allocation, but alone"
 
 
 def test_torchrun() -> None:
-    assert launch(TORCHRUN) == Launch(3, 8, 1, 2, "node1", 29500, "torchrun")
+    assert read_launcher(TORCHRUN) == Launch(3, 8, 1, 2, "node1", 29500, "torchrun")
 
 
 def test_bare_srun() -> None:
-    found = launch(SRUN)
+    found = read_launcher(SRUN)
     assert (found.rank, found.size, found.local_rank, found.local_size, found.address) == (5, 8, 1, 4, "gpu03")
-    assert launch(SRUN | {"SLURM_PROCID": "0"}).port == found.port, "every rank derives the same port"
-    assert launch(SRUN | {"MASTER_PORT": "4242", "MASTER_ADDR": "head"}).address == "head"
+    assert read_launcher(SRUN | {"SLURM_PROCID": "0"}).port == found.port, "every rank derives the same port"
+    assert read_launcher(SRUN | {"MASTER_PORT": "4242", "MASTER_ADDR": "head"}).address == "head"
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_first_host(nodes: str, host: str) -> None:
 )
 def test_contradictions_are_one_message(change: dict[str, str], named: str) -> None:
     with pytest.raises(LayoutError, match=named):
-        launch(TORCHRUN | change)
+        read_launcher(TORCHRUN | change)
 
 
 def test_srun_without_a_node_list_says_what_to_set() -> None:
     with pytest.raises(LayoutError, match="MASTER_ADDR"):
-        launch(SRUN | {"SLURM_JOB_NODELIST": ""})
+        read_launcher(SRUN | {"SLURM_JOB_NODELIST": ""})

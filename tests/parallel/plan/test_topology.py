@@ -11,7 +11,7 @@ from forge_core.errors import LayoutError
 from forge_core.layout import Layout
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.launch.environment import launch
+from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import start, stop
 from forge_parallel.launch.watch import PeerFailure
 from forge_parallel.placement.owner import owns
@@ -68,7 +68,7 @@ def test_a_plain_tensor_is_owned_by_rank_zero_of_every_axis() -> None:
 
 
 def _from_the_environment() -> tuple[int, float]:
-    where = launch(os.environ)
+    where = read_launcher(os.environ)
     device = start(where, timeout=30)
     total = torch.tensor(float(where.rank), device=device)
     torch.distributed.all_reduce(total)
@@ -85,7 +85,7 @@ def _wrong_address() -> str:
     os.environ["MASTER_PORT"] = "9"
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "1", "2"
     try:
-        start(launch(os.environ), timeout=1)
+        start(read_launcher(os.environ), timeout=1)
     except PeerFailure as refusal:
         assert refusal.exit_code == 5
         return str(refusal)
@@ -101,7 +101,7 @@ def test_an_address_where_nobody_listens_is_one_clear_message(world: World) -> N
 def _no_host() -> str:
     os.environ |= {"MASTER_ADDR": "no-such-host.invalid", "RANK": "1", "WORLD_SIZE": "2"}
     try:
-        start(launch(os.environ), timeout=30)
+        start(read_launcher(os.environ), timeout=30)
     except LayoutError as refusal:
         return str(refusal)
     return "no refusal"
@@ -120,7 +120,7 @@ def _waited_for_the_others(hurried: bool) -> tuple[str, float, list[str]]:
     logging.getLogger("forge_parallel.launch.process_group").addHandler(handler)
     began = time.monotonic()
     try:
-        start(launch(os.environ), timeout=60 if hurried else 1, patience=0.3, hurry=lambda: hurried)
+        start(read_launcher(os.environ), timeout=60 if hurried else 1, patience=0.3, hurry=lambda: hurried)
     except PeerFailure as refusal:
         return str(refusal), time.monotonic() - began, said
     raise AssertionError("it started alone")

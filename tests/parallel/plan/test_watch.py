@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_parallel.launch.environment import launch
+from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import start, stop
 from forge_parallel.launch.watch import PeerFailure, Sight, Watch, is_broken_connection
 from harness.pool import World
 
 
 def _open(timeout: float, patience: float) -> tuple[Watch, list[str]]:
-    where = launch(os.environ)
+    where = read_launcher(os.environ)
     start(where, timeout)
     said: list[str] = []
     handler = logging.Handler()

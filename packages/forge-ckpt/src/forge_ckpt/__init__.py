@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "Alone": "world",
-        "LocalStore": "store",
-        "load": "resume",
-        "newest": "resume",
-        "save": "saver",
+        "Alone": "saving.world",
+        "LocalStore": "store.store",
+        "load": "saving.resume",
+        "newest": "saving.resume",
+        "save": "saving.saver",
     },
 )

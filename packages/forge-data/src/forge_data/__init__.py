@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "StatefulLoader": "stateful",
-        "StoreSource": "sources.store",
-        "StoreWriter": "sources.writer",
-        "evaluation": "loader",
-        "for_transformers": "model_inputs",
-        "merged": "cursor",
-        "open_stream": "loader",
-        "permute": "order",
+        "StatefulLoader": "loading.foreign_loader",
+        "StoreSource": "store.reader",
+        "StoreWriter": "store.writer",
+        "evaluation": "loading.loader",
+        "for_transformers": "loading.model_inputs",
+        "merged": "order.cursor",
+        "open_stream": "loading.loader",
+        "permute": "order.permutation",
     },
 )

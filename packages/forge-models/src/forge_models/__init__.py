@@ -15,8 +15,8 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "Decoder": "decoder",
-        "Sampling": "sampling",
-        "generate": "generation",
+        "Sampling": "generation.sampling",
+        "generate": "generation.generate",
         "listening": "interp.tap",
         "tap": "interp.tap",
     },

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_parallel.foreign.parallelized import Parallelized as Parallelized
     from forge_parallel.foreign.parallelized import parallelize as parallelize
     from forge_parallel.foreign.verification import verify_layout as verify_layout
-    from forge_parallel.launch.environment import launch as launch
+    from forge_parallel.launch.environment import read_launcher as read_launcher
     from forge_parallel.launch.process_group import start as start
     from forge_parallel.launch.process_group import stop as stop
     from forge_parallel.pipeline.definition import Pipeline as Pipeline
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "Blueprint": "realization",
-        "ParallelModel": "model",
+        "Blueprint": "build.realize",
+        "ParallelModel": "build.parallel_model",
         "Parallelized": "foreign.parallelized",
-        "Phase": "plan",
+        "Phase": "build.plan",
         "Pipeline": "pipeline.definition",
-        "Plan": "plan",
-        "Step": "step",
-        "StepResult": "step",
-        "Topology": "topology",
-        "clip": "clipping",
-        "launch": "launcher",
+        "Plan": "build.plan",
+        "Step": "step.step",
+        "StepResult": "step.step",
+        "Topology": "placement.topology",
+        "clip": "step.clipping",
+        "read_launcher": "launch.environment",
         "parallelize": "foreign.parallelized",
-        "realize": "realization",
-        "start": "bootstrap",
-        "stop": "bootstrap",
+        "realize": "build.realize",
+        "start": "launch.process_group",
+        "stop": "launch.process_group",
         "verify_layout": "foreign.verification",
     },
 )

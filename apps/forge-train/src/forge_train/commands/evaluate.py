@@ -26,11 +26,11 @@ def evaluate(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_parallel.launch import process_group
-    from forge_parallel.launch.environment import launch
+    from forge_parallel.launch.environment import read_launcher
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import opened
 
-    registry, where, console = Registry(), launch(os.environ), Console(as_json=as_json)
+    registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first, code = where.rank == 0, 0
     try:
         weights = opened(checkpoint, registry)

@@ -34,12 +34,12 @@ def run(
     Alone, under torchrun or under srun. The run lives in runs/<job.name> (or --job.dir=PATH): resolved recipe, numbers,
     logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
     """
-    from forge_parallel.launch.environment import launch
+    from forge_parallel.launch.environment import read_launcher
     from forge_train.run.logs import logging_of
     from forge_train.run.stop import Signals
 
     signals = Signals()
-    where = launch(os.environ)
+    where = read_launcher(os.environ)
     with signals.listening(), logging_of(where.rank, where.size) as log:
         code = start(recipe, context.args, fresh, where, log, signals)
     sys.stdout.flush()

@@ -3,7 +3,7 @@
 import os
 
 from forge_core.errors import LayoutError
-from forge_parallel.launch.environment import launch
+from forge_parallel.launch.environment import read_launcher
 
 
 def alone(command: str) -> None:
@@ -12,7 +12,7 @@ def alone(command: str) -> None:
     Raises:
         LayoutError: torchrun or srun started several, each of which would do the same work and write the same files.
     """
-    where = launch(os.environ)
+    where = read_launcher(os.environ)
     if where.size > 1:
         raise LayoutError(
             f"{command} works on one process, and this is rank {where.rank} of {where.size} ({where.launcher}); "

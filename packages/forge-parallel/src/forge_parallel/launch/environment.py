@@ -25,7 +25,7 @@ class Launch:
     launcher: str = "none"
 
 
-def launch(environment: Mapping[str, str]) -> Launch:
+def read_launcher(environment: Mapping[str, str]) -> Launch:
     """Reads torchrun's or srun's variables; without either this is a world of one.
 
     Raises:
