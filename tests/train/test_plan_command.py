@@ -11,7 +11,7 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_train.plan.dry_run import groups_of, planned
+from forge_train.plan.dry_run import groups_of, modules, planned
 from forge_train.plan.terminal import draw, listed, size
 from forge_train.recipe.load import load
 from train.runs import TINY
@@ -153,3 +153,28 @@ def test_a_large_world_is_planned_in_little_memory() -> None:
     assert (
         rank["elements"] == (8_030_261_248 - 2 * tables) // 512 + 2 * 251 * 4096
     )  # 250.5 rows of each table, of which this one has 251
+
+
+@pytest.mark.parametrize(("world", "overrides"), [(1, ()), (4, ("--parallel.tp=2",)), (2, ("--parallel.pp=2",))])
+def test_every_parameter_is_shown_and_their_bytes_are_those_of_the_plan(
+    here: Path, world: int, overrides: tuple[str, ...]
+) -> None:
+    """The same figures from two roads: parameters one by one, and the dry run's sum over a real step."""
+    registry = Registry()
+    resolved = load(str(here / "tiny.toml"), overrides, world, registry)
+    assert resolved.layout is not None
+    held = modules(resolved.job, resolved.layout, registry)
+    ranks = planned(resolved.job, resolved.layout, registry, per_node=8).ranks
+    sums = {rank: sum(parameter.bytes for parameter in parameters) for rank, parameters in held.items()}
+    assert sums == {rank.rank: rank.parameters for rank in ranks}
+
+
+def test_a_parameter_says_where_it_is_and_how_it_is_placed(here: Path) -> None:
+    done = forge(here, "plan", "tiny.toml", "--world", "2", "--modules", "--json")
+    found = {parameter["name"]: parameter for parameter in json.loads(done.stdout)["parameters"]["0"]}
+    query = found["blocks.0.attention.q_proj.weight"]
+    assert query["shape"] == [16, 16] and query["local"] == [8, 16], "rows are sharded over two ranks"
+    assert query["placements"] == ["dp_shard: S(0)"] and query["dtype"] == "float32"
+    assert [name.removeprefix("FSDP") for name in query["classes"]][:3] == ["Decoder", "ModuleDict", "Block"]
+    person = forge(here, "plan", "tiny.toml", "--world", "2", "--modules")
+    assert "blocks.0.attention.q_proj.weight" in person.stdout and "Parameters of rank 0" in person.stdout

@@ -1,10 +1,17 @@
 """`forge-train plan RECIPE --world N`: what a run would hold and exchange, from one process without memory for any tensor."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forge_train.commands.completion import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console as Terminal
+
+    from forge_core.console import Console
+    from forge_core.registry import Registry
+    from forge_train.recipe.load import Resolved
 
 
 def plan(
@@ -16,6 +23,9 @@ def plan(
         list[int] | None,
         typer.Option("--rank", help="A rank to look at; may be repeated. By default one of each stage."),
     ] = None,
+    modules: Annotated[
+        bool, typer.Option("--modules", help="Show every parameter instead: its path, classes, placement and bytes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document, bytes as integers.")] = False,
 ) -> None:
     """Show what a recipe would hold and exchange on N processes, before any of them is rented.
@@ -41,15 +51,42 @@ def plan(
     assert resolved.layout is not None, "a world was given"
     if outside := [rank for rank in ranks or () if not 0 <= rank < world]:
         raise LayoutError(f"--rank {outside[0]}: ranks of {world} processes are 0 to {world - 1}")
+    chosen = tuple(dict.fromkeys(ranks or ()))
+    if modules:
+        _show_modules(resolved, registry, chosen, recipe, console, as_json)
+        return
     from forge_train.plan.dry_run import planned
 
-    found = planned(resolved.job, resolved.layout, registry, per_node, tuple(dict.fromkeys(ranks or ())))
+    found = planned(resolved.job, resolved.layout, registry, per_node, chosen)
     if as_json:
         console.document({"recipe": recipe, **found.as_json()})
         return
-    from rich.console import Console as Terminal
-
     from forge_train.plan.terminal import draw
 
+    draw(found, recipe, _terminal(160))
+
+
+def _show_modules(
+    resolved: "Resolved", registry: "Registry", ranks: tuple[int, ...], recipe: str, console: "Console", as_json: bool
+) -> None:
+    from dataclasses import asdict
+
+    from forge_train.plan.dry_run import modules
+
+    assert resolved.layout is not None
+    held = modules(resolved.job, resolved.layout, registry, ranks)
+    if as_json:
+        shown = {str(rank): [asdict(parameter) for parameter in parameters] for rank, parameters in held.items()}
+        console.document({"recipe": recipe, "layout": resolved.layout.sizes(), "parameters": shown})
+        return
+    from forge_train.plan.terminal import draw_modules
+
+    draw_modules(held, _terminal(250))
+
+
+def _terminal(width: int) -> "Terminal":
+    """Where to draw: this terminal, or `width` characters where there is none."""
+    from rich.console import Console as Terminal
+
     terminal = Terminal(markup=False, highlight=False)
-    draw(found, recipe, terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=160))
+    return terminal if terminal.is_terminal else Terminal(markup=False, highlight=False, width=width)

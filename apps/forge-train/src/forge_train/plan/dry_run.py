@@ -8,6 +8,7 @@ from typing import Any
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.registry import Registry
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
+from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
 from forge_train.recipe.schema import Job
 from forge_train.run.assemble import pipeline_of, transforms_of
@@ -94,8 +95,33 @@ def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: 
     Raises:
         ForgeError: what a run would refuse when it is assembled.
     """
-    train, transforms, pipeline = job.train, transforms_of(job, layout, registry), pipeline_of(job, layout)
-    workload = Workload(
+    transforms, pipeline, workload = transforms_of(job, layout, registry), pipeline_of(job, layout), _workload(job, layout)
+    chosen = ranks or first_ranks(layout)
+    estimates = dry_runs(workload, layout, transforms, chosen, pipeline)
+    names = tuple(transform.name for transform in sorted(transforms, key=lambda transform: transform.phase))
+    groups = groups_of(layout, per_node)
+    step = workload.micro_batches, workload.rows, workload.length
+    return Planned(layout, per_node, names, *step, groups, tuple(estimates), getattr(job.model, "moe", None) is not None)
+
+
+def first_ranks(layout: Layout) -> Sequence[int]:
+    """The first rank of each pipeline stage."""
+    return range(0, layout.world, layout.world // layout.pp)
+
+
+def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] = ()) -> dict[int, list[Placed]]:
+    """Every parameter that some ranks of `layout` hold once `job`'s model is laid out; by rank.
+
+    Raises:
+        ForgeError: what a run would refuse when it lays the model out.
+    """
+    transforms, pipeline, workload = transforms_of(job, layout, registry), pipeline_of(job, layout), _workload(job, layout)
+    return {rank: parameters_of(workload, layout, transforms, rank, pipeline) for rank in ranks or first_ranks(layout)}
+
+
+def _workload(job: Job, layout: Layout) -> Workload:
+    train = job.train
+    return Workload(
         build=job.model.build,
         objective=job.objective.build(),
         optimizer=partial(shards.build, job.optimizer),
@@ -107,12 +133,6 @@ def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: 
         # Ranks that share rows tell each other where documents begin; others keep it to themselves.
         documents=layout.cp > 1 and job.data.documents == "mask",
     )
-    chosen = ranks or range(0, layout.world, layout.world // layout.pp)
-    estimates = dry_runs(workload, layout, transforms, chosen, pipeline)
-    names = tuple(transform.name for transform in sorted(transforms, key=lambda transform: transform.phase))
-    groups = groups_of(layout, per_node)
-    step = workload.micro_batches, workload.rows, workload.length
-    return Planned(layout, per_node, names, *step, groups, tuple(estimates), getattr(job.model, "moe", None) is not None)
 
 
 def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:

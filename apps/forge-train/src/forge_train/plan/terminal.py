@@ -1,6 +1,6 @@
 """A dry run drawn in the terminal: the map of ranks, memory of a rank, traffic of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.text import Text
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_parallel.dryrun.estimate import Estimate
+from forge_parallel.dryrun.parameters import Placed
 from forge_parallel.dryrun.traffic import Flow
 from forge_train.plan.dry_run import Planned
 
@@ -16,6 +17,10 @@ LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t"
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 SHOWN = 4
 """Nodes drawn of many, and columns of many stages."""
+NOTATION = (
+    "Placements as torch writes them: S(d) is split along dimension d over the ranks of the axis, R is whole on each of them, "
+    "_S(d, n) is split within each of the n parts that a later axis makes of the same dimension."
+)
 BAR = 32
 """Characters of the longest bar."""
 
@@ -37,6 +42,21 @@ def draw(plan: Planned, recipe: str, out: Console) -> None:
             out.print(item)
     out.print()
     out.print(Text(plan.method, style="dim"))
+
+
+def draw_modules(held: Mapping[int, Sequence[Placed]], out: Console) -> None:
+    """Prints every parameter of each rank: where it is in the model, what it became, how it is placed, and its bytes."""
+    for rank, parameters in held.items():
+        total = sum(parameter.bytes for parameter in parameters)
+        out.print(Text(f"Parameters of rank {rank}, {size(total)}", style="bold"))
+        table = _table("parameter", "class", "shape", "held", "placement", "bytes")
+        for parameter in parameters:
+            shapes = ["x".join(map(str, shape)) for shape in (parameter.shape, parameter.local)]
+            placement = ", ".join(parameter.placements) or "whole"
+            table.add_row(parameter.name, " > ".join(parameter.classes), *shapes, placement, f"{parameter.bytes:,}")
+        out.print(table)
+        out.print()
+    out.print(Text(NOTATION, style="dim"))
 
 
 def _map(layout: Layout, per_node: int) -> Iterator[Text]:
@@ -167,7 +187,7 @@ def _table(first: str, *columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(first, no_wrap=True)
     for column in columns:
-        numeric = column not in ("", "the first group", "collective", "reaches")
+        numeric = column not in ("", "the first group", "collective", "reaches", "class", "placement")
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     return table
 

@@ -1,0 +1,110 @@
+"""Every parameter of a rank as strategies left it: the classes around it, how it is placed, and its bytes; without memory."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+
+from forge_core.layout import Layout
+from forge_core.protocols.model import Transform
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.dryrun.estimate import Workload
+from forge_parallel.dryrun.fake_world import Weightless, fake_world
+from forge_parallel.dryrun.memory_trace import held
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.placement.topology import Topology
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter of one rank.
+
+    Attributes:
+        name: global name.
+        classes: of the modules around it, from the part of the model to the module that holds it.
+        shape: of the whole tensor.
+        local: shape of what the rank holds.
+        placements: per mesh axis, such as `("dp_shard: Shard(dim=0)",)`; empty where the rank holds it whole.
+        dtype: such as `float32`.
+        bytes: as they lie in memory, padding of uneven shards included; 0 for a tied copy, which shares its original's.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    placements: tuple[str, ...]
+    dtype: str
+    bytes: int
+
+
+def parameters_of(
+    workload: Workload, layout: Layout, transforms: Iterable[Transform], rank: int = 0, pipeline: Pipeline | None = None
+) -> list[Placed]:
+    """What `rank` holds once the model is laid out. No step runs, so it takes a second where `dry_run` takes many.
+
+    Raises:
+        ForgeError: what a real run would refuse; or this process belongs to a process group.
+    """
+    with fake_world(layout.world, rank), ExitStack() as stack:
+        topology = Topology.of(layout, torch.device("cpu"))
+        plan = Plan.of([*transforms, _WithoutMemory(stack)], layout, pipeline)
+        model = realize(Blueprint.of(workload.build), plan, topology, _unfilled, workload.compute, workload.state)
+        return list(_placed(model))
+
+
+@dataclass(frozen=True)
+class _WithoutMemory(Transform):
+    """Last in the plan: meshes are made of real integers, and from here on no tensor gets memory."""
+
+    stack: ExitStack
+    name: str = "without_memory"
+    phase: int = max(Phase) + 1
+    axes: frozenset[str] = field(default_factory=frozenset)
+
+    def apply(self, part: nn.Module, context: Any) -> nn.Module:
+        if detect_fake_mode() is None:  # another part of a pipeline was here before
+            self.stack.enter_context(Weightless())
+        return part
+
+
+def _unfilled(_: ParallelModel) -> None:
+    """Stands for initial weights."""
+
+
+def _placed(model: ParallelModel) -> Iterable[Placed]:
+    seen: set[int] = set()
+    for part in model.parts:
+        classes = {path: type(module).__name__ for path, module in part.named_modules()}
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            first = id(parameter) not in seen
+            seen.add(id(parameter))
+            yield Placed(
+                name,
+                tuple(classes[path] for path in _around(name)),
+                tuple(parameter.shape),
+                tuple(parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape),
+                _placements(parameter),
+                str(parameter.dtype).removeprefix("torch."),
+                held([parameter]) if first else 0,
+            )
+
+
+def _around(name: str) -> list[str]:
+    """Paths of the modules around a parameter: `""`, `blocks`, `blocks.0`, ..."""
+    steps = name.split(".")[:-1]
+    return [".".join(steps[:count]) for count in range(len(steps) + 1)]
+
+
+def _placements(parameter: nn.Parameter) -> tuple[str, ...]:
+    if not isinstance(parameter, DTensor):
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or tuple(f"axis {number}" for number in range(parameter.device_mesh.ndim))
+    return tuple(f"{axis}: {placement}" for axis, placement in zip(names, parameter.placements, strict=True))
