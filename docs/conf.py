@@ -10,13 +10,13 @@ project = "Forge"
 author = "the authors of Forge"
 version = release = metadata.version("forge-core")
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "forge_components", "forge_api"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "forge_components", "forge_api", "forge_house"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Forge"
 
 myst_heading_anchors = 3  # links such as page.md#heading work as they do on a code host
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 
 default_role = "code"  # in docstrings, `name` is code
 napoleon_numpy_docstring = False
