@@ -20,7 +20,7 @@ def products(dtype: torch.dtype) -> torch.Tensor:
     return a.float().to(dtype) @ b.float().to(dtype)
 
 
-def test_another_order_of_a_sum_is_granted_and_a_wrong_element_is_not() -> None:
+def test_x1_another_order_of_a_sum_is_granted_and_a_wrong_element_is_not() -> None:
     exact, theirs = products(torch.float64), products(torch.float32)
     ours = theirs + 1e-7 * theirs * torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
     assert_no_farther(ours, theirs, exact)
@@ -75,7 +75,7 @@ def test_every_kind_of_comparison_is_noted(tmp_path: Path, monkeypatch: pytest.M
     assert len(found) == 4
 
 
-def test_what_is_close_under_one_condition_and_varies_is_listed() -> None:
+def test_x1_what_is_close_under_one_condition_and_varies_is_listed() -> None:
     margins = {"here": {"a": 0.3, "b": 0.9, "c": 0.5}, "avx2": {"a": 0.99, "b": 0.9, "c": 0.6, "d": 0.7}}
     assert list(close(margins)) == ["0.99 of a limit: a (here 0.30, avx2 0.99)", "0.70 of a limit: d (avx2 0.70)"]
 
