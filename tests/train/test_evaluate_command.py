@@ -14,7 +14,7 @@ from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_train.cli import main
 from forge_train.inference.evaluate import Score, recipe_for, scores
-from forge_train.inference.open import loaded, opened
+from forge_train.inference.open import load_model, open_weights
 from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY, train
@@ -35,8 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.no_grad()
 def reference(checkpoint: Path, recipe: Path) -> tuple[float, int]:
     """Loss and count of tokens by torch's own cross-entropy over logits of the whole model, in fp64."""
-    weights = opened(checkpoint, Registry())
-    model = loaded(weights, torch.device("cpu")).double()
+    weights = open_weights(checkpoint, Registry())
+    model = load_model(weights, torch.device("cpu")).double()
     job = load(recipe).job
     total, count = 0.0, 0
     for batch in evaluation(job.data, workspace=checkpoint.parent / "elsewhere")["held"].batches(0, 1, 3):
@@ -49,7 +49,7 @@ def reference(checkpoint: Path, recipe: Path) -> tuple[float, int]:
 def evaluated(checkpoint: Path, overrides: list[str], size: int = 1) -> list[Score]:
     """On this rank."""
     registry = Registry()
-    weights = opened(checkpoint, registry)
+    weights = open_weights(checkpoint, registry)
     resolved = recipe_for(weights, None, overrides, size, registry)
     return list(scores(weights, resolved, torch.device("cpu"), registry, lambda _: None))
 
@@ -79,7 +79,7 @@ def test_the_layout_changes_nothing(world: World, trained: Path, layout: list[st
 def test_another_recipe_brings_its_own_sets_and_not_its_model(trained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text((TINY + HELD_OUT).replace("tokens = 333", "tokens = 99").replace("dim = 16", "dim = 32"))
-    weights, registry = opened(trained / "run", Registry()), Registry()
+    weights, registry = open_weights(trained / "run", Registry()), Registry()
     resolved = recipe_for(weights, str(other), [], 1, registry)
     (found,) = scores(weights, resolved, torch.device("cpu"), registry, lambda _: None)
     assert found.tokens < 99 and resolved.job.model.dim == 16
@@ -88,7 +88,7 @@ def test_another_recipe_brings_its_own_sets_and_not_its_model(trained: Path, tmp
 def test_the_layout_of_training_is_not_asked_for(trained: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "wide.toml"
     recipe.write_text(TINY + HELD_OUT + "\n[parallel]\ntp = 2\n")
-    weights = opened(trained / "run", Registry())
+    weights = open_weights(trained / "run", Registry())
     assert str(recipe_for(weights, str(recipe), [], 1, Registry()).layout) == "1"
 
 
@@ -100,7 +100,7 @@ def test_the_layout_of_training_is_not_asked_for(trained: Path, tmp_path: Path) 
     ],
 )
 def test_what_cannot_be_evaluated_says_what_to_give(trained: Path, spoil: Callable[[dict], object], said: str) -> None:
-    weights = opened(trained / "run", Registry())
+    weights = open_weights(trained / "run", Registry())
     spoil(weights.facts.recipe)  # type: ignore[arg-type]
     with pytest.raises(ForgeError, match=said):
         recipe_for(weights, None, [], 1, Registry())

@@ -12,7 +12,7 @@ from forge_models.generation.generate import generate
 from forge_parallel.verify.gather import full
 from forge_train.cli import main
 from forge_train.inference.forge_weights import Cast
-from forge_train.inference.open import loaded, opened
+from forge_train.inference.open import load_model, open_weights
 from harness.closeness import assert_no_farther
 from models.hf.zoo import CASES, exact_logits, random_model, saved
 from train.runs import TINY, prepared, train
@@ -56,11 +56,11 @@ def test_a_checkpoint_generates_with_the_biases_that_it_has(recipe: Path, tmp_pa
     bias = run.model.part.blocks["1"].mlp.router.bias
     bias.copy_(torch.tensor([0.5, -0.25, 0.125, 1e-3]))
     run.save()
-    weights = opened(tmp_path / "run", Registry())
-    model = loaded(weights)
+    weights = open_weights(tmp_path / "run", Registry())
+    model = load_model(weights)
     assert torch.equal(model.blocks["1"].mlp.router.bias, bias)
     assert model.blocks["1"].mlp.router.updates.dtype == torch.int64
-    rounded = loaded(Cast(weights, "bfloat16"))
+    rounded = load_model(Cast(weights, "bfloat16"))
     assert rounded.blocks["1"].mlp.router.bias.dtype == torch.float32
     assert torch.equal(rounded.blocks["1"].mlp.router.bias, bias)
     run.model.part.eval()

@@ -24,7 +24,7 @@ from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, share, synthetic
-from forge_train.components.routing import Routing
+from forge_train.components.hooks import Routing
 from forge_train.hooks.routing import ROUTING
 from forge_train.report.heat import heat
 from forge_train.report.page import page

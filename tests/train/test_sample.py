@@ -12,7 +12,7 @@ from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
 from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.inference.open import loaded
+from forge_train.inference.open import load_model
 from harness.pool import World
 from train.runs import TINY, train
 
@@ -35,7 +35,7 @@ def test_samples_are_what_the_weights_generate(world: World, tmp_path: Path, siz
     directory = tmp_path / "run"
     world.run(train, size, recipe, [f"--job.dir={directory}", "--train.max_steps=3"])
     coder = ByteTokenizer()
-    model = loaded(ForgeWeights(locate(directory), Registry()))
+    model = load_model(ForgeWeights(locate(directory), Registry()))
     rows = generate(
         model,  # type: ignore[arg-type]
         [coder.encode(prompt).tolist() for prompt in PROMPTS],

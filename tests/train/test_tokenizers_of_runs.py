@@ -17,7 +17,9 @@ from forge_core.registry import Registry
 from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation.sampling import Sampling
 from forge_train.hooks.sample import SAMPLES
-from forge_train.inference.open import Continuation, loaded, opened, opening, tokenizer_for
+from forge_train.inference.continuation import Continuation
+from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.tokenizer import bos_tokens, tokenizer_for
 from train.runs import TINY, train
 
 TEXT = "the cat sat on the mat; the dog sat on the cat.\n" * 40
@@ -65,7 +67,7 @@ def test_a_tokenizer_is_read_from_its_dump(components: dict[str, Any], tmp_path:
     found = tokenizer_for(weights(), path, Registry(), lambda _: None)
     assert (found.fingerprint, found.eos) == (original.fingerprint, original.eos)
     assert found.encode("the cat sat").tolist() == original.encode("the cat sat").tolist()
-    assert opening(weights(), path) == []
+    assert bos_tokens(weights(), path) == []
 
 
 def test_a_model_of_sentencepiece_is_read_as_it_is(components: dict[str, Any], tmp_path: Path) -> None:
@@ -76,9 +78,9 @@ def test_a_model_of_sentencepiece_is_read_as_it_is(components: dict[str, Any], t
     assert found.encode("the cat sat").tolist() == original.encode("the cat sat").tolist() and found.eos == original.eos
     assert tokenizer_for(weights(special_tokens={"eos_token_id": 7}), path, Registry(), lambda _: None).eos == 7
     begins = weights(special_tokens={"bos_token_id": 1})
-    assert opening(begins, path) == []
+    assert bos_tokens(begins, path) == []
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    assert opening(begins, path) == [1]
+    assert bos_tokens(begins, path) == [1]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"type": "forge-tiktoken"}', b"\xff"])
@@ -104,9 +106,9 @@ def test_a_run_samples_and_generates(components: dict[str, Any], tmp_path: Path,
     recipe.write_text(changed + '\n[[hooks]]\nname = "sample"\nprompts = ["the cat"]\nmax_tokens = 6\ntemperature = 0\n')
     train(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3"])
     (sample,) = json.loads((tmp_path / "run" / SAMPLES).read_text())
-    held = opened(tmp_path / "run", Registry())
+    held = open_weights(tmp_path / "run", Registry())
     found = tokenizer_for(held, None, Registry(), lambda _: None)
     assert found.fingerprint == coder.fingerprint
     ends = frozenset(() if found.eos is None else (found.eos,))
-    text = "".join(Continuation(loaded(held), found, Sampling(temperature=0.0), max_tokens=6, ends=ends)("the cat"))
+    text = "".join(Continuation(load_model(held), found, Sampling(temperature=0.0), max_tokens=6, ends=ends)("the cat"))
     assert text == sample["text"]

@@ -24,9 +24,9 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.gather import full
 from forge_train.commands import convert as command
-from forge_train.inference import open as inference
+from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import ForgeWeights
-from forge_train.inference.open import Continuation
+from forge_train.inference.open import load_model
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.initial_weights import fill_from
@@ -72,7 +72,7 @@ def test_a_run_on_4_processes_becomes_a_folder_after_training(world: World, reci
     with torch.no_grad():
         assert_no_farther(ours(inputs), theirs(inputs).logits, exact_logits(theirs, inputs))
     text = theirs.generate(inputs[:1, :4], max_new_tokens=28, do_sample=False, eos_token_id=None, pad_token_id=0)
-    begun = Continuation(inference.loaded(folder), _Plain(), GREEDY, max_tokens=28)
+    begun = Continuation(load_model(folder), _Plain(), GREEDY, max_tokens=28)
     assert "".join(begun(" ".join(map(str, inputs[0, :4].tolist())))).split() == [str(token) for token in text[0, 4:].tolist()]
 
 

@@ -18,8 +18,9 @@ from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import decoder_of, misfits
 from forge_models.hf.reader import Folder
-from forge_train.inference import open as inference
 from forge_train.inference.forge_weights import ForgeWeights, locate
+from forge_train.inference.open import load_model
+from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.initial_weights import initial_weights
@@ -139,9 +140,9 @@ def test_p1_a_recipe_names_the_keys_that_it_ignores(llama: Path, tmp_path: Path)
 def test_w12_generation_ends_where_its_settings_say(llama: Path, several: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Meta's chat models end with other ids than config.json names; the file wins, also behind a conversion."""
     folder = Folder(llama)
-    coder = inference.tokenizer_for(folder, None, Registry(), lambda _: None)
-    prompt = inference.opening(folder) + coder.encode("1A").tolist()
-    made = generate(inference.loaded(folder), [prompt], max_tokens=12)[0]  # type: ignore[arg-type]
+    coder = tokenizer_for(folder, None, Registry(), lambda _: None)
+    prompt = bos_tokens(folder) + coder.encode("1A").tolist()
+    made = generate(load_model(folder), [prompt], max_tokens=12)[0]  # type: ignore[arg-type]
     end = next(token for token in made[3:] if token not in made[:3])
     ends = [96, end] if several else end
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 0.6}))
@@ -179,11 +180,11 @@ def test_w12_a_tokenizer_with_fewer_ids_is_said_and_with_more_refused() -> None:
         vocab_size = 90
 
     said: list[str] = []
-    inference.fits(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
+    check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
     assert said == ["the tokenizer has 90 ids; the last 7 of the model's 97 are padding"]
     Tokenizer.vocab_size = 97
-    inference.fits(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
+    check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
     assert len(said) == 1
     Tokenizer.vocab_size = 98
     with pytest.raises(DataError, match="the tokenizer has 98 ids, here 97; give the right one"):
-        inference.fits(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
+        check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]

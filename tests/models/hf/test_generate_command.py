@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import GREEDY, Sampling
 from forge_models.hf.reader import Folder
-from forge_train.inference import open as inference
-from forge_train.inference.open import Continuation
+from forge_train.inference.continuation import Continuation
+from forge_train.inference.open import load_model
 from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run, with_tokenizer
 from models.hf.zoo import random_model, saved
@@ -75,7 +75,7 @@ def test_every_option_of_generate_counts(tmp_path: Path, capsys: pytest.CaptureF
     folder = with_tokenizer(saved(random_model("llama", {}), tmp_path / "source"))
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = [backend.encode("1A1").ids]
-    model = inference.loaded(Folder(folder))
+    model = load_model(Folder(folder))
 
     def text(**other: Any) -> str:
         sampling = replace(SETTINGS, **other)

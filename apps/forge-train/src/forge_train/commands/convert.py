@@ -42,7 +42,7 @@ def convert(
     from forge_core.registry import Registry
     from forge_train.commands.single_process import alone
     from forge_train.inference.forge_weights import Cast
-    from forge_train.inference.open import kept_tokenizer
+    from forge_train.inference.tokenizer import write_tokenizer
 
     alone("convert")
     console, registry = Console(as_json=as_json), Registry()
@@ -56,7 +56,7 @@ def convert(
     weights = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, source, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer is None and "tokenizer" in _options(registry, to) and kept_tokenizer(origin, Path(folder), registry):
+        if tokenizer is None and "tokenizer" in _options(registry, to) and write_tokenizer(origin, Path(folder), registry):
             writer = converter(registry, to, given | {"tokenizer": folder})
         writer.write(target, weights)
     try:

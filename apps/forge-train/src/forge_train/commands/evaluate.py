@@ -28,12 +28,12 @@ def evaluate(
     from forge_parallel.launch import process_group
     from forge_parallel.launch.environment import read_launcher
     from forge_train.inference.evaluate import recipe_for, scores
-    from forge_train.inference.open import opened
+    from forge_train.inference.open import open_weights
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first, code = where.rank == 0, 0
     try:
-        weights = opened(checkpoint, registry)
+        weights = open_weights(checkpoint, registry)
         resolved = recipe_for(weights, recipe, context.args, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout)
         found = []

@@ -38,7 +38,9 @@ def generate(
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
     from forge_train.commands.single_process import alone
-    from forge_train.inference.open import Continuation, fits, loaded, opened, opening, tokenizer_for
+    from forge_train.inference.continuation import Continuation
+    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
 
     alone("generate")
     console, registry = Console(as_json=as_json), Registry()
@@ -52,19 +54,19 @@ def generate(
         min_p=min_p,
         seed=seed,
     )
-    weights = opened(checkpoint, registry)
+    weights = open_weights(checkpoint, registry)
     for note in weights.facts.notes:
         console.note(note)
     coder = tokenizer_for(weights, tokenizer, registry, console.note)
-    fits(coder, weights, console.note)
+    check_tokenizer(coder, weights, console.note)
     begun = Continuation(
-        loaded(weights),
+        load_model(weights),
         coder,
         sampling,
         max_tokens=max_tokens,
         stops=tuple(stop or ()),
         ends=_ends(weights, coder),
-        begin=opening(weights, tokenizer),
+        begin=bos_tokens(weights, tokenizer),
         prefill=prefill,
         speculate=speculate,
     )

@@ -23,7 +23,7 @@ def upcycle(
     from forge_core.registry import Registry
     from forge_models.moe.upcycle import Upcycled
     from forge_train.commands.single_process import alone
-    from forge_train.inference.open import opened
+    from forge_train.inference.open import open_weights
     from forge_train.recipe.load import load
 
     alone("upcycle")
@@ -31,7 +31,7 @@ def upcycle(
     model: Any = load(recipe, registry=registry).job.model
     if getattr(model, "moe", None) is None:
         raise ForgeError(f"{recipe} has no [model.moe], so it does not say what experts to make")
-    console, given = Console(), opened(source, registry)
+    console, given = Console(), open_weights(source, registry)
     for note in given.facts.notes:
         console.note(note)
     weights = Upcycled(given, model.moe, noise, seed)

@@ -1,9 +1,9 @@
 """Hooks as they are chosen in `[[hooks]]`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from forge_core.component import FREE, Component
 
@@ -83,3 +83,47 @@ class Save(Component):
         from forge_train.hooks.save import SaveHook
 
         return SaveHook(self, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Component):
+    """Writes how evenly experts are used: load, entropy, dropped slots and bias of every layer, and a heat map for the report."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 100
+    """Optimizer steps between two looks; the last step is always looked at."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.routing import RoutingHook
+
+        return RoutingHook(self, run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Component):
+    """Generates text from prompts: at the end of the run, and every N steps if asked; shown and kept for the report."""
+
+    key_class: ClassVar = FREE
+
+    prompts: list[str] = field(default_factory=lambda: ["The "])
+    """Texts to continue."""
+    every: Annotated[int, Ge(0)] = 0
+    """Optimizer steps between samples; 0 samples at the end only."""
+    max_tokens: Annotated[int, Gt(0)] = 96
+    """Tokens to generate for each prompt."""
+    temperature: Annotated[float, Ge(0)] = 0.8
+    """Divides the logits before sampling; 0 takes the most likely token."""
+    top_k: Annotated[int, Gt(0)] | None = None
+    """Samples among the k most likely tokens."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 0.95
+    """Samples among the most likely tokens that together have this probability."""
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    """Leaves out tokens below this fraction of the most likely one's probability."""
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    """Above 1, tokens that already occurred become less likely."""
+
+    def build(self, run: Any) -> "Hook":
+        from forge_train.hooks.sample import SampleHook
+
+        return SampleHook(self, run)

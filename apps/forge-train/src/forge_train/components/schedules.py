@@ -1,8 +1,16 @@
-"""Learning-rate schedules as they are chosen in `[schedule]`."""
+"""Learning-rate schedules as they are chosen in `[schedule]`, and their arithmetic.
 
-from collections.abc import Callable
+A run of S steps calls the function with s = 0 ... S - 1. Progress p of a decay from `start` to `stop` is
+(s - start) / (stop - start), so the first step of a decay still runs at the full rate and `floor` would be reached one
+step after the last: no step of a run has the factor 0, not even with `floor` = 0.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,6 +20,54 @@ from forge_core.errors import ConfigError, Fault
 
 Factor = Callable[[int], float]
 """Optimizer step 0, 1, ... -> factor on every group's learning rate; never 0 for a step of the run."""
+
+SHAPES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "linear": lambda p: 1.0 - p,
+        "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+        "sqrt": lambda p: math.sqrt(1.0 - p),
+        "one_minus_sqrt": lambda p: 1.0 - math.sqrt(p),
+    }
+)
+"""Decay curves: progress in [0, 1] -> what is left of the full rate; 1 at 0, 0 at 1."""
+
+
+def constant(step: int) -> float:  # noqa: ARG001 (a factor is given the step)
+    """1 at every step."""
+    return 1.0
+
+
+def decayed(shape: str, *, start: int, stop: int, floor: float) -> Factor:
+    """1 before `start`, then floor + (1 - floor) * shape(p), and `floor` from `stop` on."""
+    curve = SHAPES[shape]
+    length = stop - start
+
+    def factor(step: int) -> float:
+        if step < start:
+            return 1.0
+        if step >= stop:
+            return floor
+        return floor + (1.0 - floor) * curve((step - start) / length)
+
+    return factor
+
+
+def stepped(starts: Sequence[int], factors: Sequence[float]) -> Factor:
+    """1 before the first start, then `factors[i]` from step `starts[i]` on; starts ascend."""
+
+    def factor(step: int) -> float:
+        return ([1.0, *factors])[bisect_right(starts, step)]
+
+    return factor
+
+
+def warmed(warmup: int, after: Factor) -> Factor:
+    """(s + 1) / warmup for the first `warmup` steps, so that the first is not lost at rate 0; then `after`."""
+
+    def factor(step: int) -> float:
+        return (step + 1) / warmup if step < warmup else after(step)
+
+    return factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +102,6 @@ class Constant(Schedule):
     """The full rate after the warm-up."""
 
     def build(self, steps: int) -> Factor:
-        from forge_train.schedules import constant, warmed
-
         self.refuse(steps)
         return warmed(self.warmup, constant)
 
@@ -75,8 +129,6 @@ class Cosine(Decaying):
     """Factor that the curve reaches just after the last step, relative to the full rate."""
 
     def build(self, steps: int) -> Factor:
-        from forge_train.schedules import decayed, warmed
-
         self.refuse(steps)
         return warmed(self.warmup, decayed("cosine", start=self.warmup, stop=steps, floor=self.min_ratio))
 
@@ -91,8 +143,6 @@ class Linear(Decaying):
     """Factor that the line reaches just after the last step, relative to the full rate."""
 
     def build(self, steps: int) -> Factor:
-        from forge_train.schedules import decayed, warmed
-
         self.refuse(steps)
         return warmed(self.warmup, decayed("linear", start=self.warmup, stop=steps, floor=self.min_ratio))
 
@@ -130,8 +180,6 @@ class Wsd(Schedule):
         return faults
 
     def build(self, steps: int) -> Factor:
-        from forge_train.schedules import decayed, warmed
-
         self.refuse(steps)
         start = steps - self.decay_steps(steps)
         return warmed(self.warmup, decayed(self.shape, start=start, stop=steps, floor=self.min_ratio))
@@ -168,7 +216,5 @@ class MultiStep(Schedule):
         return faults
 
     def build(self, steps: int) -> Factor:
-        from forge_train.schedules import stepped, warmed
-
         self.refuse(steps)
         return warmed(self.warmup, stepped(self.starts(steps), self.factors))

@@ -11,7 +11,7 @@ import torch
 from forge_train.hooks.periodic import Periodic
 
 if TYPE_CHECKING:
-    from forge_train.components.routing import Routing
+    from forge_train.components.hooks import Routing
 
 _log = logging.getLogger(__name__)
 

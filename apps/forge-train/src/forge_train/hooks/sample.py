@@ -9,7 +9,7 @@ from forge_core.errors import ForgeError
 from forge_train.hooks.periodic import Periodic
 
 if TYPE_CHECKING:
-    from forge_train.components.sample import Sample
+    from forge_train.components.hooks import Sample
 
 SAMPLES = "samples.json"
 _log = logging.getLogger(__name__)

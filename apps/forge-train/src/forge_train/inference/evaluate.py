@@ -21,7 +21,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.hooks.evaluate import perplexity
 from forge_train.inference.forge_weights import table_of
-from forge_train.inference.open import tokenizer_for
+from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.assemble import pipeline_of, rank_zero_first, transforms_of
 from forge_train.run.directory import run_directory

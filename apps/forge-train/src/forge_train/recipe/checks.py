@@ -6,8 +6,7 @@ from typing import Any
 
 from forge_core.errors import Caution, Fault
 from forge_core.layout import Layout
-from forge_train.components.hooks import Evaluate, Save
-from forge_train.components.sample import Sample
+from forge_train.components.hooks import Evaluate, Sample, Save
 
 
 def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)

@@ -1,0 +1,89 @@
+"""Continues a text with a model, token by token."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from forge_core.errors import ForgeError
+from forge_core.protocols.data import Tokenizer
+from forge_models.generation.sampling import Sampling
+from forge_models.generation.speculation import Tally
+
+
+class Continuation:
+    """Continues a text, piece by piece; what cannot be shown yet is held back.
+
+    Bytes of an unfinished character and beginnings of a stop string stay inside until they are decided.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stops: Sequence[str] = (),
+        ends: frozenset[int] = frozenset(),
+        begin: Sequence[int] = (),
+        prefill: int | None = None,
+        speculate: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
+        self.max_tokens, self.prefill = max_tokens, prefill
+        self.stops, self.ends, self.begin = tuple(stops), ends, list(begin)
+        self.tokens = 0
+        self.drafts = Tally() if speculate else None
+        if speculate and (sampling.temperature != 0 or sampling.repetition_penalty != 1):
+            raise ForgeError("--speculate makes the most likely tokens; add --temperature 0, and leave out --repetition-penalty")
+        if any(not text for text in self.stops):
+            raise ForgeError("--stop takes a text that is not empty")
+
+    def __call__(self, text: str) -> Iterator[str]:
+        """The continuation of `text` in pieces."""
+        prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
+        if not prompt and self.tokenizer.eos is not None:
+            prompt = [self.tokenizer.eos]  # documents follow the end of another
+        self.tokens, shown, made = 0, 0, []
+        for token in self._new(prompt):
+            self.tokens += 1
+            if token in self.ends:
+                break
+            made.append(token)
+            whole = self.tokenizer.decode(made)
+            cut = min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=-1)
+            if cut >= 0:
+                yield whole[shown:cut]
+                return
+            ready = self._decided(whole)
+            if ready > shown:
+                yield whole[shown:ready]
+                shown = ready
+        yield self.tokenizer.decode(made)[shown:]
+
+    def _new(self, prompt: list[int]) -> Iterator[int]:
+        """The tokens behind a prompt."""
+        from forge_models.generation.generate import stream
+        from forge_models.generation.speculation import speculate
+
+        model: Any = self.model
+        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "eos": self.ends, "prefill": self.prefill}
+        if self.drafts is not None:
+            for made in speculate(model, [prompt], tally=self.drafts, **limits):
+                yield from made[0]
+            return
+        for step in stream(model, [prompt], self.sampling, **limits):
+            if step[0] is None:
+                return
+            yield step[0]
+
+    def _decided(self, whole: str) -> int:
+        """How much of a text no further token can change or cut off."""
+        end = len(whole.rstrip("\ufffd"))
+        for stop in self.stops:
+            for size in range(min(len(stop) - 1, len(whole)), 0, -1):
+                if whole.endswith(stop[:size]):
+                    end = min(end, len(whole) - size)
+                    break
+        return end
