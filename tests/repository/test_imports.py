@@ -22,6 +22,22 @@ PROVIDES = {"yaml": "pyyaml", "PIL": "pillow"}
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "datasets", "torchao", "matplotlib", "safetensors")
 
 
+READ_RECIPES = {"forge_train/recipe/checks.py", "forge_train/recipe/schema.py", "forge_train/commands/run.py"}
+"""Files of forge_train, forge_core and forge_ckpt that know what a recipe says."""
+
+
+@pytest.mark.parametrize("package", ["forge_core", "forge_ckpt", "forge_train"])
+def test_an_implementation_does_not_know_its_component(package: str) -> None:
+    """Imports inside of functions and for types count as well."""
+    folder = PROJECTS[package] / "src"
+    for file in folder.rglob("*.py"):
+        path = str(file.relative_to(folder))
+        if "components" in file.parts or path in READ_RECIPES:
+            continue
+        modules = [item.module or "" for item in ast.walk(ast.parse(file.read_text())) if isinstance(item, ast.ImportFrom)]
+        assert [name for name in modules if name.startswith("forge_") and ".components" in name] == [], path
+
+
 def sources() -> list[Path]:
     return sorted(file for project in PROJECTS.values() for file in (project / "src").rglob("*.py"))
 

@@ -106,7 +106,7 @@ class Caller(Component):
     api_key: str = ""
     address: str = ""
 
-    def build(self, run):
+    def build(self):
         assert self.api_key == "sk-hidden-1" and self.address == "s3://me:sk-hidden-2@bucket"
         return Hook()
 """

@@ -104,7 +104,7 @@ class ScriptedRun:
 
 def test_log_writes_first_due_and_last_and_waits_only_then() -> None:
     run = ScriptedRun(total=25)
-    run.go(Log(every=10).build(run))
+    run.go(Log(every=10).build())
     assert [step for step, _ in run.logged] == [1, 10, 20, 25]
     assert run.waits == [1, 10, 20, 25]
     values = run.logged[1][1]
@@ -117,13 +117,13 @@ def test_log_writes_first_due_and_last_and_waits_only_then() -> None:
 
 def test_log_leaves_out_a_rate_that_is_not_one_number() -> None:
     run = ScriptedRun(total=1, lr=None)
-    run.go(Log().build(run))
+    run.go(Log().build())
     assert "lr" not in run.logged[0][1]
 
 
 def test_log_is_silent_on_other_ranks() -> None:
     run = ScriptedRun(total=10, rank=1)
-    run.go(Log(every=5).build(run))
+    run.go(Log(every=5).build())
     assert run.logged == [] and run.waits == []
 
 
@@ -140,7 +140,7 @@ def test_throughput_leaves_out_evaluation_and_saving(order: str) -> None:
             super().save()
 
     run = Slow(total=8, every=2, step_seconds=0.005, evaluations={"held_out": Held([(3.0, 1)])})
-    hooks = [Log(every=4).build(run), Evaluate(every=2).build(run), Save().build(run)]
+    hooks = [Log(every=4).build(), Evaluate(every=2).build(), Save().build()]
     run.go(*(hooks if order == "log first" else hooks[::-1]))
     seconds = [values["step_seconds"] for _, values in run.logged if "step_seconds" in values]
     assert all(0.005 <= value < 0.05 for value in seconds), seconds  # a pause adds at least 0.075 to a step
@@ -161,7 +161,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate(last: int) -> N
     """It may have seconds, an evaluation may take minutes, and the run that resumes evaluates what is due."""
     run = ScriptedRun(total=7, every=0, evaluations={"a": Held([(2.0, 1)])})
     run.stop.agreed = True
-    run.go(Evaluate(every=3).build(run), Save().build(run), stop=last)
+    run.go(Evaluate(every=3).build(), Save().build(), stop=last)
     assert run.logged == []
     assert run.saved == [last]
     assert run.stop.reason(run.state) == STOPPED, "also after the last step, so that the evaluation is not forgotten"
@@ -169,7 +169,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_does_not_evaluate(last: int) -> N
 
 def test_h7_an_evaluation_is_left_when_asked_and_done_first_by_the_run_that_resumes() -> None:
     run = ScriptedRun(total=4, evaluations={"a": Held([(2.0, 1)] * 3)})
-    hook = Evaluate(every=2).build(run)
+    hook = Evaluate(every=2).build()
     read: list[int] = []
 
     class Slow(Held):
@@ -191,12 +191,12 @@ def test_h7_an_evaluation_is_left_when_asked_and_done_first_by_the_run_that_resu
 
     again = ScriptedRun(total=4, evaluations={"a": Held([(2.0, 1)])})
     again.state.step = 2
-    resumed = Evaluate(every=2).build(again)
+    resumed = Evaluate(every=2).build()
     resumed.load_state(hook.state())
     resumed.start(again)
     assert [step for step, _ in again.logged] == [2]
     assert resumed.state() == {}
-    fresh = Evaluate(every=2).build(again)
+    fresh = Evaluate(every=2).build()
     fresh.load_state({})
     fresh.start(again)
     assert len(again.logged) == 1
@@ -209,10 +209,10 @@ def test_samples_wait_for_the_run_that_resumes_too() -> None:
 
 def test_evaluate_every_and_at_the_end_once() -> None:
     run = ScriptedRun(total=7, evaluations={"a": Held([(2.0, 1)])})
-    run.go(Evaluate(every=3).build(run))
+    run.go(Evaluate(every=3).build())
     assert [step for step, _ in run.logged] == [3, 6, 7]
     run = ScriptedRun(total=6, evaluations={"a": Held([(2.0, 1)])})
-    run.go(Evaluate(every=3, at_start=True).build(run))
+    run.go(Evaluate(every=3, at_start=True).build())
     assert [step for step, _ in run.logged] == [0, 3, 6]
 
 
@@ -220,7 +220,7 @@ def test_evaluate_weighs_by_tokens_and_reads_its_share() -> None:
     held = Held([(10.0, 10), (90.0, 30)])
     out = io.StringIO()
     run = ScriptedRun(total=1, rank=1, evaluations={"held_out": held}, console=Console(file=out, width=120))
-    run.go(Evaluate(every=5).build(run))
+    run.go(Evaluate(every=5).build())
     ((_, values),) = run.logged
     assert values["evaluation/held_out/loss"] == 2.5  # the mean of the two batch means would be 2.0
     assert values["evaluation/held_out/perplexity"] == pytest.approx(math.exp(2.5))
@@ -231,7 +231,7 @@ def test_evaluate_weighs_by_tokens_and_reads_its_share() -> None:
 
 def test_perplexity_is_never_clipped() -> None:
     run = ScriptedRun(total=1, evaluations={"a": Held([(50.0, 1)]), "b": Held([(1000.0, 1)])})
-    run.go(Evaluate(every=1).build(run))
+    run.go(Evaluate(every=1).build())
     values = run.logged[0][1]
     assert values["evaluation/a/perplexity"] == pytest.approx(5.184705528587072e21)
     assert values["evaluation/b/perplexity"] == math.inf
@@ -239,7 +239,7 @@ def test_perplexity_is_never_clipped() -> None:
 
 def test_a_set_without_tokens_is_left_out_with_a_warning(caplog) -> None:
     run = ScriptedRun(total=1, evaluations={"empty": Held([]), "full": Held([(3.0, 3)])})
-    run.go(Evaluate(every=1).build(run))
+    run.go(Evaluate(every=1).build())
     assert set(run.logged[0][1]) == {"evaluation/full/loss", "evaluation/full/perplexity", "tokens"}
     assert "'empty'" in caplog.text
 
@@ -254,24 +254,24 @@ def test_evaluate_without_any_set_is_a_fault() -> None:
 
 def test_save_once_per_step() -> None:
     run = ScriptedRun(total=10, every=4)
-    run.go(Save().build(run))
+    run.go(Save().build())
     assert run.saved == [4, 8, 10]
     run = ScriptedRun(total=8, every=4)
-    run.go(Save().build(run))
+    run.go(Save().build())
     assert run.saved == [4, 8]
     run = ScriptedRun(total=3, every=None)
-    run.go(Save().build(run))
+    run.go(Save().build())
     assert run.saved == [3]
 
 
 def test_save_not_again_what_was_restored() -> None:
     run = ScriptedRun(total=8, every=4)
     run.state.step = 8
-    run.go(Save().build(run))
+    run.go(Save().build())
     assert run.saved == []
     run = ScriptedRun(total=8, every=4)
     run.state.step = 4
-    run.go(Save().build(run), stop=6)
+    run.go(Save().build(), stop=6)
     assert run.saved == [6]
 
 
@@ -281,7 +281,7 @@ LINE = r"\d\d:\d\d:\d\d  step {}/40 \({}%\)  loss {}  [\d.]+[kMG]? tokens/s  \d+
 def test_progress_lines_off_a_terminal() -> None:
     out = io.StringIO()
     run = ScriptedRun(total=40, step_seconds=0.001, console=Console(file=out, width=60))
-    run.go(Progress(every=10, seconds=0.0).build(run))
+    run.go(Progress(every=10, seconds=0.0).build())
     lines = out.getvalue().splitlines()
     expected = [LINE.format(1, 2, r"10\.0000"), *(LINE.format(s, s * 5 // 2, rf"{10 / s:.4f}") for s in (10, 20, 30, 40))]
     assert len(lines) == 5
@@ -293,14 +293,14 @@ def test_progress_lines_off_a_terminal() -> None:
 def test_progress_lines_keep_their_distance() -> None:
     out = io.StringIO()
     run = ScriptedRun(total=40, console=Console(file=out))
-    run.go(Progress(every=10, seconds=60.0).build(run))
+    run.go(Progress(every=10, seconds=60.0).build())
     assert [line.split("step ")[1].split("/")[0] for line in out.getvalue().splitlines()] == ["1", "40"]
 
 
 def test_progress_on_a_terminal_redraws_one_line() -> None:
     out = io.StringIO()
     run = ScriptedRun(total=5, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
-    run.go(Progress(every=1).build(run))
+    run.go(Progress(every=1).build())
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert "step 5/5" in text and "loss 2.0000" in text
 
@@ -308,7 +308,7 @@ def test_progress_on_a_terminal_redraws_one_line() -> None:
 def test_a_crash_does_not_leave_the_cursor_hidden() -> None:
     out = io.StringIO()
     run = ScriptedRun(total=5, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
-    hook = Progress(every=1).build(run)
+    hook = Progress(every=1).build()
     hook.start(run)  # and nobody calls finish
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
     hook.finish(run)
@@ -316,7 +316,7 @@ def test_a_crash_does_not_leave_the_cursor_hidden() -> None:
 
 def test_progress_is_silent_on_other_ranks() -> None:
     run = ScriptedRun(total=5)
-    run.go(Progress(every=1).build(run))
+    run.go(Progress(every=1).build())
     assert run.waits == []
 
 
@@ -324,7 +324,7 @@ def test_time_left_counts_from_the_start_of_this_process() -> None:
     out = io.StringIO()
     run = ScriptedRun(total=40, step_seconds=0.02, console=Console(file=out))
     run.state.step = 38
-    run.go(Progress(every=1, seconds=0.0).build(run))
+    run.go(Progress(every=1, seconds=0.0).build())
     assert "step 39/40" in out.getvalue()
     assert out.getvalue().splitlines()[0].endswith("0:00 left")
 

@@ -97,7 +97,7 @@ class Mine(Component):
     api_key: str = ""
     """A secret."""
 
-    def build(self, run):
+    def build(self):
         return Hook()
 
 

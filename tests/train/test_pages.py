@@ -94,7 +94,7 @@ def test_the_hook_of_the_page(plugins) -> None:
     logged: list[dict[str, float]] = []
     model = SimpleNamespace(trainable=lambda: [NamedTensor("w", torch.tensor([1.0, -7.0]), "vector")])
     run = SimpleNamespace(model=model, log=logged.append, state=SimpleNamespace(step=5))
-    hook = Registry().load("forge.hooks", "./largest.py:Largest")(every=5).build(run)
+    hook = Registry().load("forge.hooks", "./largest.py:Largest")(every=5).build()
     hook.after_step(run, None)
     run.state.step = 6
     hook.after_step(run, None)

@@ -26,6 +26,10 @@ from forge_core.protocols.run import Hook
 
 
 class Failing(Hook):
+    def check(self, run):
+        if os.environ["HOW"] == "interrupted" and run.topology.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
     def before_step(self, run):
         if run.state.step == 2 and run.topology.rank == 1:
             Path(os.environ["WHEN"]).write_text(str(time.time()))
@@ -42,9 +46,7 @@ class Failing(Hook):
 class Fails(Component):
     """Fails on rank 1."""
 
-    def build(self, run):
-        if os.environ["HOW"] == "interrupted" and run.topology.rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+    def build(self):
         return Failing()
 '''
 

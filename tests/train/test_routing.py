@@ -53,7 +53,8 @@ def made(tmp_path, router):
 @pytest.mark.parametrize("router", [SoftmaxTopK(), SigmoidTopK(bias_rate=0.5)])
 def test_numbers_are_those_of_the_step_and_the_report_shows_them(tmp_path, router):
     run, logged = made(tmp_path, router)
-    hook = Routing(every=10).build(run)
+    hook = Routing(every=10).build()
+    hook.start(run)
     hook.after_step(run, None)
     assert not logged and not (tmp_path / ROUTING).exists()  # no step was made yet
     # Load, dropped, tokens, entropy, loss: 8 tokens, 2 slots each.
@@ -87,7 +88,9 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     )
     for number in range(2):
         step(share(synthetic(case, number), topology.data_rank, topology.data_size, 1))
-    Routing(every=10).build(run).after_step(run, None)
+    hook = Routing(every=10).build()
+    hook.start(run)
+    hook.after_step(run, None)
     return logged
 
 
@@ -115,7 +118,8 @@ def test_shades_are_half_the_load():
 def test_a_dense_model_has_nothing_to_show_and_trains_on(tmp_path):
     run, logged = made(tmp_path, SoftmaxTopK())
     run.job = SimpleNamespace(model=Decoder(**SIZES))
-    hook = Routing(every=1).build(run)
+    hook = Routing(every=1).build()
+    hook.start(run)
     hook.after_step(run, None)
     hook.finish(run)
     assert not logged and not (tmp_path / ROUTING).exists()

@@ -9,7 +9,7 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
-from forge_train.run.checkpoints import restore_hooks
+from forge_train.run.hook_states import restore_hooks, states_of
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared
@@ -61,10 +61,71 @@ class Counter(Hook):
         self.count = state["count"]
 
 
-def test_a_hook_finds_its_state_by_type_and_order() -> None:
+def test_a_hook_finds_its_state_by_key_and_order() -> None:
     hooks = [Counter(), Dice(), Counter(), Counter()]
-    restore_hooks(hooks, [["Gone", {"x": 1}], ["Counter", {"count": 5}], ["Counter", {"count": 7}]])
-    assert [hook.count for hook in hooks if isinstance(hook, Counter)] == [5, 7, 0]
+    hooks[0].state_key = hooks[3].state_key = "mine:counter"
+    saved = [["Gone", {"x": 1}], ["mine:counter", {"count": 5}], ["Silent", {}], ["Counter", {"count": 7}]]
+    saved += [["mine:counter", {"count": 9}]]
+    assert restore_hooks(hooks, saved) == ["Gone"]
+    assert [hook.count for hook in hooks if isinstance(hook, Counter)] == [5, 7, 9]
+    assert [key for key, _ in states_of(hooks)] == ["mine:counter", "Dice", "Counter", "mine:counter"]
+
+
+COUNTER = """
+from dataclasses import dataclass
+from forge_core.component import Component
+from forge_core.protocols.run import Hook
+
+
+class CounterHook(Hook):
+    def __init__(self, by):
+        self.by, self.count = by, 0
+
+    def after_step(self, run, result):
+        self.count += self.by
+
+    def state(self):
+        return {"count": self.count}
+
+    def load_state(self, state):
+        self.count = state["count"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts(Component):
+    by: int = 1
+
+    def build(self):
+        return CounterHook(self.by)
+"""
+
+
+@pytest.mark.parametrize("keyed", ["by the registered name", "by the class's name, as before"])
+def test_every_hook_gets_its_state_back_and_what_is_dropped_is_said(
+    recipe: Path, tmp_path: Path, keyed: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(COUNTER)
+    name = f"name='{tmp_path}/mine.py:Counts'"
+    settings = [f"--job.dir={tmp_path / 'run'}", "--schedule.name=constant"]
+    hooks = f"--hooks=[{{{name}}}, {{name='save'}}, {{name='replicas'}}, {{{name}, by=10}}]"
+    run, _ = prepared(recipe, [*settings, hooks, "--train.max_steps=4"])
+    run.hooks[2].state = lambda: {"left": True}  # type: ignore[method-assign]
+    if keyed != "by the registered name":
+        by_class = [(type(hook).__name__, hook.state) for hook in run.hooks]
+        old = lambda _: [[name, dict(state())] for name, state in by_class]  # noqa: E731
+        monkeypatch.setattr("forge_train.run.checkpoints.states_of", old)
+    else:
+        keys = [key for key, _ in states_of(run.hooks)]
+        assert keys == ["mine.py:Counts", "forge-train:save", "forge-train:replicas", "mine.py:Counts", "Recorder"]
+    fit(run)
+    caplog.set_level("INFO")
+    again, _ = prepared(recipe, [*settings, hooks])
+    assert [hook.count for hook in (again.hooks[0], again.hooks[3])] == [4, 40]  # type: ignore[attr-defined]
+    assert again.hooks[2].state() == {"left": True}
+    assert "is dropped" not in caplog.text
+    prepared(recipe, [*settings, f"--hooks=[{{{name}}}, {{name='save'}}]"])
+    gone = ["mine.py:Counts", "forge-train:replicas"] if keyed == "by the registered name" else ["CounterHook", "ReplicasHook"]
+    assert all(f"a state of hook {key!r}" in caplog.text for key in gone)
 
 
 def test_a_checkpoint_keeps_the_state_of_hooks(recipe: Path, tmp_path: Path) -> None:

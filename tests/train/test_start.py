@@ -46,7 +46,7 @@ from forge_core.protocols.run import Hook
 class Refuses(Component):
     """A hook, or a tracker, that refuses when it is built."""
 
-    def build(self, run):
+    def build(self, run=None):
         raise ForgeError("not with me")
 
 
@@ -62,7 +62,7 @@ class Forgetful(Hook):
 class Forgets(Component):
     """A hook that refuses its own state."""
 
-    def build(self, run):
+    def build(self):
         return Forgetful()
 
 
@@ -70,7 +70,7 @@ class Forgets(Component):
 class Falls(Component):
     """A hook with a fault."""
 
-    def build(self, run):
+    def build(self):
         raise KeyError("a fault of the plugin")
 '''
 
@@ -344,7 +344,7 @@ class Waiting(Hook):
 class Waits(Component):
     """Stands still in step 4, so that others can come."""
 
-    def build(self, run):
+    def build(self):
         return Waiting()
 '''
 

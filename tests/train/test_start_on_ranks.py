@@ -24,6 +24,15 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 
 
+class Failing(Hook):
+    def __init__(self, rank, fault):
+        self.rank, self.fault = rank, fault
+
+    def check(self, run):
+        if run.topology.rank >= self.rank:
+            raise KeyError("a bug") if self.fault else ForgeError(f"not on node {run.topology.rank}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fails(Component):
     """Refuses, or falls over, from one rank on."""
@@ -31,10 +40,8 @@ class Fails(Component):
     rank: int = 1
     fault: bool = False
 
-    def build(self, run):
-        if run.topology.rank >= self.rank:
-            raise KeyError("a bug") if self.fault else ForgeError(f"not on node {run.topology.rank}")
-        return Hook()
+    def build(self):
+        return Failing(self.rank, self.fault)
 '''
 
 
@@ -72,7 +79,7 @@ def on_ranks(world: World, *arguments: Any, size: int = 2) -> list[tuple[int, st
         (["--job.dir=/proc/forge"], "the run's directory /proc/forge cannot be written"),
         (["--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
         (["--checkpoint.resume=require"], "a checkpoint to resume from is required"),
-        (["--hooks=[{name='sample',max_tokens=4}]"], "tokenizer"),
+        (["--hooks=[{name='sample',max_tokens=4}]"], "needs a tokenizer"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -38,7 +38,7 @@ class Waiting(Hook):
 class Waits(Component):
     """Makes steps slow enough to be interrupted."""
 
-    def build(self, run):
+    def build(self):
         return Waiting()
 '''
 

@@ -40,7 +40,7 @@ _TABLE = (
     Group("forge.objectives", "[objective]", (), "forge_core.protocols.Objective", "What is minimised"),
     Group("forge.sources", "[[data.sources]]", ("context",), "forge_core.protocols.Source", "Where documents come from"),
     Group("forge.tokenizers", "[data.tokenizer]", ("context",), "forge_core.protocols.Tokenizer", "Text to token ids"),
-    Group("forge.hooks", "[[hooks]]", ("run",), "forge_core.protocols.Hook", "Something that happens around a step"),
+    Group("forge.hooks", "[[hooks]]", (), "forge_core.protocols.Hook", "Something that happens around a step"),
     Group("forge.trackers", "[[trackers]]", ("run",), "forge_core.protocols.Tracker", "Where numbers are written"),
     Group("forge.stores", "[checkpoint.store]", ("path",), "forge_core.protocols.Store", "Where checkpoint files live"),
     Group("forge.converters", "--from / --to", (), "forge_core.protocols.Converter", "A format of weights"),

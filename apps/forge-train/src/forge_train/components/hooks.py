@@ -1,7 +1,7 @@
 """Hooks as they are chosen in `[[hooks]]`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -20,10 +20,10 @@ class Log(Component):
     every: Annotated[int, Gt(0)] = 10
     """Optimizer steps between two lines; the first and the last step are always written."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.log import LogHook
 
-        return LogHook(self, run)
+        return LogHook(every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Progress(Component):
     seconds: Annotated[float, Ge(0)] = 10.0
     """Least time between two lines when the output is no terminal."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.progress import ProgressHook
 
-        return ProgressHook(self, run)
+        return ProgressHook(every=self.every, seconds=self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,10 @@ class Evaluate(Component):
     at_start: bool = False
     """Also evaluate the initial weights, before the first step."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.evaluate import EvaluateHook
 
-        return EvaluateHook(self, run)
+        return EvaluateHook(every=self.every, at_start=self.at_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,20 @@ class Replicas(Component):
     every: Annotated[int, Gt(0)] = 200
     """Optimizer steps between two comparisons, of a few bytes a tensor; the last step is always compared."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.replicas import ReplicasHook
 
-        return ReplicasHook(self.every)
+        return ReplicasHook(every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save(Component):
     """Saves a checkpoint every `checkpoint.every` steps and at the end, once per step."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.save import SaveHook
 
-        return SaveHook(self, run)
+        return SaveHook()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,10 @@ class Routing(Component):
     every: Annotated[int, Gt(0)] = 100
     """Optimizer steps between two looks; the last step is always looked at."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.routing import RoutingHook
 
-        return RoutingHook(self, run)
+        return RoutingHook(every=self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,16 @@ class Sample(Component):
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Above 1, tokens that already occurred become less likely."""
 
-    def build(self, run: Any) -> "Hook":
+    def build(self) -> "Hook":
         from forge_train.hooks.sample import SampleHook
 
-        return SampleHook(self, run)
+        return SampleHook(
+            prompts=self.prompts,
+            every=self.every,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )

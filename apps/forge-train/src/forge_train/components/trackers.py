@@ -16,9 +16,9 @@ class Jsonl(Component):
     """JSON lines in `metrics.jsonl` of the run's directory; every run keeps them, named in its recipe or not."""
 
     def build(self, run: Any) -> "Tracker":
-        from forge_train.trackers.jsonl import JsonlTracker
+        from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
-        return JsonlTracker(run.directory / "metrics.jsonl")
+        return JsonlTracker(run.directory / METRICS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class TensorBoard(Component):
     def build(self, run: Any) -> "Tracker":
         from forge_train.trackers.tensorboard import TensorBoardTracker
 
-        return TensorBoardTracker(run.directory / "tensorboard", self.flush_seconds)
+        return TensorBoardTracker(run.directory / "tensorboard", flush_seconds=self.flush_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,4 +56,13 @@ class Wandb(Component):
     def build(self, run: Any) -> "Tracker":
         from forge_train.trackers.wandb import WandbTracker
 
-        return WandbTracker(self, run)
+        return WandbTracker(
+            directory=run.directory,
+            name=run.job.job.name,
+            config=run.config,
+            project=self.project,
+            entity=self.entity,
+            group=self.group,
+            tags=self.tags,
+            mode=self.mode,
+        )

@@ -3,12 +3,9 @@
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_train.hooks.periodic import Periodic
-
-if TYPE_CHECKING:
-    from forge_train.components.hooks import Evaluate
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +19,9 @@ class EvaluateHook(Periodic):
 
     leisurely = True
 
-    def __init__(self, config: "Evaluate", run: Any) -> None:
-        super().__init__(config.every)
-        self.at_start = config.at_start
+    def __init__(self, every: int = 500, at_start: bool = False) -> None:
+        super().__init__(every)
+        self.at_start = at_start
 
     def start(self, run: Any) -> None:
         """Evaluates the initial weights when asked to."""

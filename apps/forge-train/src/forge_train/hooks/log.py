@@ -2,13 +2,10 @@
 
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge_core.protocols.run import Hook
 from forge_train.hooks.clock import Stopwatch
-
-if TYPE_CHECKING:
-    from forge_train.components.hooks import Log
 
 
 class LogHook(Hook):
@@ -22,9 +19,10 @@ class LogHook(Hook):
     all ranks together, without evaluation and saving), `peak_memory` (bytes, resident memory of rank 0's process).
     """
 
-    def __init__(self, config: "Log", run: Any) -> None:
-        self.config = config
-        self.watch = Stopwatch(run)
+    watch: Stopwatch
+
+    def __init__(self, every: int = 10) -> None:
+        self.every = every
         self.first = True
 
     def start(self, run: Any) -> None:
@@ -34,7 +32,7 @@ class LogHook(Hook):
     def after_step(self, run: Any, result: Any) -> None:
         """Writes a line when one is due."""
         step = run.state.step
-        due = self.first or step % self.config.every == 0 or step >= run.job.train.max_steps
+        due = self.first or step % self.every == 0 or step >= run.job.train.max_steps
         if not due or run.topology.rank != 0:
             return
         self.first = False

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    from forge_train.components.hooks import Progress
-
 
 class ProgressHook(Hook):
     """One live line on a terminal; elsewhere a line with a time stamp at the first and last step and now and then.
@@ -21,13 +19,14 @@ class ProgressHook(Hook):
     The time left is that of the steps since this start, evaluation and saving included.
     """
 
-    def __init__(self, config: "Progress", run: Any) -> None:
-        self.config = config
+    watch: Stopwatch
+    begun: tuple[float, int]
+
+    def __init__(self, every: int = 10, seconds: float = 10.0) -> None:
+        self.every, self.seconds = every, seconds
         self.view: _Live | _Lines | None = None
-        self.watch = Stopwatch(run)
         self.loss = float("nan")
         self.rate = 0.0
-        self.begun = (perf_counter(), run.state.step)
 
     def start(self, run: Any) -> None:
         """Starts the clock and opens the live line."""
@@ -35,14 +34,14 @@ class ProgressHook(Hook):
         self.begun = (perf_counter(), run.state.step)
         if run.console is not None:
             live = run.console.is_terminal and not run.console.is_dumb_terminal
-            self.view = _Live(run.console, run.job) if live else _Lines(run.console, self.config.seconds)
+            self.view = _Live(run.console, run.job) if live else _Lines(run.console, self.seconds)
 
     def after_step(self, run: Any, result: Any) -> None:
         """Moves the line; reads the numbers when they are due."""
         if self.view is None:
             return
         step, total = run.state.step, run.job.train.max_steps
-        fresh = step % self.config.every == 0 or step in (self.begun[1] + 1, total)
+        fresh = step % self.every == 0 or step in (self.begun[1] + 1, total)
         if fresh:
             self.loss = result.numbers()["loss"]
             seconds, _, tokens = self.watch.lap()

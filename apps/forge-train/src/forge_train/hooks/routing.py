@@ -4,14 +4,11 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from forge_train.hooks.periodic import Periodic
-
-if TYPE_CHECKING:
-    from forge_train.components.hooks import Routing
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +27,17 @@ class RoutingHook(Periodic):
     The counts are those of the whole batch of all ranks; a look costs one all-reduce and waits for the device.
     """
 
-    def __init__(self, config: "Routing", run: Any) -> None:
-        super().__init__(config.every)
-        self.experts: int = getattr(getattr(run.job.model, "moe", None), "experts", 0)
+    experts: int
+
+    def __init__(self, every: int = 100) -> None:
+        super().__init__(every)
+
+    def start(self, run: Any) -> None:
+        """Looks whether the model has experts."""
+        self.experts = getattr(getattr(run.job.model, "moe", None), "experts", 0)
         if not self.experts:  # one table makes a recipe dense; its hooks need not change with it
             _log.info("the hook 'routing' has nothing to show: the model has no [model.moe]")
+        super().start(run)
 
     def act(self, run: Any) -> None:
         """Gathers the counts, which lie where each layer lives, and writes them."""

@@ -3,13 +3,11 @@
 import itertools
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from forge_core.errors import ForgeError
 from forge_train.hooks.periodic import Periodic
-
-if TYPE_CHECKING:
-    from forge_train.components.hooks import Sample
 
 SAMPLES = "samples.json"
 _log = logging.getLogger(__name__)
@@ -27,27 +25,42 @@ class SampleHook(Periodic):
 
     leisurely = True
 
-    def __init__(self, config: "Sample", run: Any) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[str] = ("The ",),
+        every: int = 0,
+        max_tokens: int = 96,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float = 0.95,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+    ) -> None:
+        super().__init__(every)
+        self.prompts, self.max_tokens = prompts, max_tokens
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self.repetition_penalty = repetition_penalty
+
+    def check(self, run: Any) -> None:
+        """Refuses a run without a tokenizer."""
         if run.data.tokenizer is None:
-            raise ForgeError("the hook 'sample' needs to read and write text: add [data.tokenizer], or leave the hook out")
-        super().__init__(config.every)
-        self.config = config
+            raise ForgeError("hook 'sample' needs a tokenizer: add [data.tokenizer], or remove the hook")
 
     def act(self, run: Any) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
         from forge_models.generation.generate import generate
         from forge_models.generation.sampling import Sampling
 
-        config, tokenizer = self.config, run.data.tokenizer
+        tokenizer = run.data.tokenizer
         sampling = Sampling(
-            repetition_penalty=config.repetition_penalty,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
+            repetition_penalty=self.repetition_penalty,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
             seed=run.job.job.seed,
         )
-        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in config.prompts]
+        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.prompts]
         count = itertools.count()
 
         def agree(tokens: Any) -> Any:
@@ -58,7 +71,7 @@ class SampleHook(Periodic):
         try:
             with run.model.inference(whole_sequences=True):
                 generated = generate(
-                    run.model.part, prompts, sampling, max_tokens=config.max_tokens, eos=tokenizer.eos, agree=agree
+                    run.model.part, prompts, sampling, max_tokens=self.max_tokens, eos=tokenizer.eos, agree=agree
                 )
         except _Left:
             return
@@ -66,8 +79,8 @@ class SampleHook(Periodic):
             return
         texts = [tokenizer.decode([int(token) for token in tokens]) for tokens in generated]
         samples = [
-            {"step": run.state.step, "prompt": prompt, "text": text, "temperature": config.temperature}
-            for prompt, text in zip(config.prompts, texts, strict=True)
+            {"step": run.state.step, "prompt": prompt, "text": text, "temperature": self.temperature}
+            for prompt, text in zip(self.prompts, texts, strict=True)
         ]
         try:
             (run.directory / SAMPLES).write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")

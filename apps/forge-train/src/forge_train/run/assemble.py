@@ -30,20 +30,20 @@ from forge_parallel.optim import shards
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_train.components.trackers import Jsonl
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
 from forge_train.run.agreement import Agreement
-from forge_train.run.checkpoints import Checkpoints, restore_hooks
+from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
+from forge_train.run.hook_states import build_hooks, restore_hooks
 from forge_train.run.initial_weights import initial_weights
 from forge_train.run.resume import check, check_alone
 from forge_train.run.run import Run, State
 from forge_train.run.stop import Stop
 from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
 from forge_train.trackers.guarded import Guarded
-from forge_train.trackers.jsonl import JsonlTracker
+from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,10 +154,11 @@ def assemble(
         config=resolved.as_json(),
     )
     with ranks.together("the hooks"):
-        chosen = [tracker for tracker in job.trackers if not isinstance(tracker, Jsonl)]  # kept in any case
-        trackers = [tracker.build(run) for tracker in chosen] if topology.rank == 0 else []
-        run.hooks = [hook.build(run) for hook in job.hooks]
-        restore_hooks(run.hooks, meta["hooks"])
+        trackers = [tracker.build(run) for tracker in job.trackers] if topology.rank == 0 else []
+        run.hooks = build_hooks(resolved, registry)
+        for hook in run.hooks:
+            hook.check(run)
+        dropped = restore_hooks(run.hooks, meta["hooks"])
 
     with ranks.together("taking over the directory"):
         if topology.rank == 0:
@@ -169,13 +170,15 @@ def assemble(
         if later := checkpoints.later(policy):
             noted = check(later, resolved, registry, data)
             take_up(later, model, optimizer)
-            restore_hooks(run.hooks, meta["hooks"])
+            dropped = restore_hooks(run.hooks, meta["hooks"])
         checkpoints.tidy(later or found)
     with ranks.together("the logs"):
         begin()
         if topology.rank == 0:
             keep_recipe(directory, resolved.as_toml())
-            run.trackers = [Guarded(tracker) for tracker in (JsonlTracker(directory / "metrics.jsonl"), *trackers)]
+            numbers = JsonlTracker(directory / METRICS)  # every run has it, in its recipe or not
+            others = [tracker for tracker in trackers if getattr(tracker, "path", None) != numbers.path]
+            run.trackers = [Guarded(tracker) for tracker in (numbers, *others)]
     for tracker in run.trackers:
         tracker.rewind(state.step)
     if "health" in meta:
@@ -183,6 +186,8 @@ def assemble(
     if later or found:
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
+        for key in dropped:
+            say(f"the checkpoint has a state of hook {key!r}, and no hook of the recipe takes it: the state is dropped")
     elif not fresh:
         remind(directory, say)
 

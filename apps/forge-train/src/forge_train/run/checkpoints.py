@@ -17,12 +17,12 @@ from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
-from forge_core.protocols.run import Hook
 from forge_core.redact import redacted
 from forge_data.order.cursor import merged
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.verify.finite import not_finite
 from forge_train.run.health import Health
+from forge_train.run.hook_states import states_of
 from forge_train.run.resume import anchors
 from forge_train.run.run import Run
 from forge_train.run.stop import TrainingError
@@ -101,7 +101,7 @@ class Checkpoints:
             "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),
             "health": run.health.state(),
-            "hooks": [[type(hook).__name__, dict(hook.state())] for hook in run.hooks],
+            "hooks": states_of(run.hooks),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
         assert self.fence is not None, "a run owns its store before it trains"
@@ -171,13 +171,3 @@ class Checkpoints:
                 f"{found.name} cannot be resumed from: {bad.name} has values that are not finite. {self.advice(Health())}"
             )
         return meta
-
-
-def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> None:
-    """Gives each hook the state that a hook of its type had, in order; a new hook starts afresh."""
-    left = [(name, state) for name, state in saved]
-    for hook in hooks:
-        match = next((item for item in left if item[0] == type(hook).__name__), None)
-        if match:
-            left.remove(match)
-            hook.load_state(match[1])

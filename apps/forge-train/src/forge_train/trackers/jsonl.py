@@ -15,6 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+METRICS = "metrics.jsonl"
+"""File in the run's directory."""
+
 _ODD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -19,7 +19,7 @@ class TensorBoardTracker:
         ForgeError: tensorboard is not installed.
     """
 
-    def __init__(self, directory: Path, flush_seconds: float) -> None:
+    def __init__(self, directory: Path, flush_seconds: float = 30.0) -> None:
         self.directory = directory
         self.flush_seconds = flush_seconds
         self._events = library("tensorboard.compat.proto.event_pb2", "tensorboard")

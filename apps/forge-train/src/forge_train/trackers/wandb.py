@@ -6,16 +6,13 @@ step that this start of the run resumed from. A row is void when a later start h
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from forge_core.errors import ForgeError
 from forge_core.redact import redacted
 from forge_train.trackers.guarded import library
-
-if TYPE_CHECKING:
-    from forge_train.components.trackers import Wandb
 
 RUN_ID = "wandb-id"
 """File in the run's directory with the W&B run id: a resumed run goes on under the same one."""
@@ -33,13 +30,22 @@ class WandbTracker:
         ForgeError: wandb is not installed, or is to go online and knows no API key.
     """
 
-    def __init__(self, config: "Wandb", run: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        project: str = "forge",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
         self._wandb = library("wandb", "wandb")
-        _refuse_without_key(self._wandb, config.mode)
-        self._component = config
-        self._directory: Path = run.directory
-        self._name: str = run.job.job.name
-        self._config: Mapping[str, Any] = run.config
+        _refuse_without_key(self._wandb, mode)
+        self._directory, self._name, self._config = directory, name, config
+        self._project, self._entity, self._group, self._tags, self._mode = project, entity, group, list(tags), mode
         self._after = 0
         self._run: Any = None
 
@@ -77,15 +83,15 @@ class WandbTracker:
             finish_timeout_raises=True,
         )
         return self._wandb.init(
-            project=self._component.project,
-            entity=self._component.entity,
-            group=self._component.group,
-            tags=self._component.tags or None,
+            project=self._project,
+            entity=self._entity,
+            group=self._group,
+            tags=self._tags or None,
             name=self._name,
             id=run_id(self._directory),
             resume="allow",
             dir=str(self._directory),
-            mode=self._component.mode,
+            mode=self._mode,
             config=redacted(self._config),
             settings=quiet,
         )

@@ -7,11 +7,18 @@ from typing import Any, Protocol
 class Hook:
     """Something that happens around a step; override what you need. Hooks run in the order of the recipe.
 
-    A hook is built before the run owns its directory, where an older job may still work: it writes nothing there before `start`.
+    A hook is given its run by every method. Until `start`, an older job may still work in the run's directory: a hook writes
+    nothing there before.
 
-    `run` is the assembled trainer (`forge_train.run.assemble.Run`); its documented attributes are `model`, `optimizer`,
-    `state`, `data`, `step`, `job`, `directory`, `topology`, `log(values)`.
+    Attributes:
+        state_key: finds the hook's state in a checkpoint. A run sets the registered name of a hook of its recipe, such as
+            `forge-train:evaluate`; a hook without one goes by the name of its class. Hooks with the same key keep their order.
     """
+
+    state_key: str = ""
+
+    def check(self, run: Any) -> None:
+        """Once, before the run takes over its directory: raises a ForgeError when the hook cannot work with this run."""
 
     def start(self, run: Any) -> None:
         """Once, after a checkpoint was restored and before the first step."""
@@ -33,7 +40,7 @@ class Hook:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave, before `start`."""
+        """Takes what `state` gave, after `check` and before `start`."""
 
 
 class Tracker(Protocol):
