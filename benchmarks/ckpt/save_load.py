@@ -28,7 +28,7 @@ from forge_ckpt.format.manifest import TensorInfo
 from forge_ckpt.format.table import RankTable, join, pack, unpack
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.protocols.ckpt import Piece
 
@@ -81,7 +81,7 @@ def tasks(root: Path, state: dict[str, torch.Tensor]) -> dict[str, Callable[[], 
     pieces = [Piece(name, tuple(t.shape), (0,) * t.dim(), t, True) for name, t in state.items()]
     filled = [Piece(name, tuple(t.shape), (0,) * t.dim(), t, True) for name, t in live.items()]
     keeping, pruning, fixed = LocalStore(root / "keeping"), LocalStore(root / "pruning"), LocalStore(root / "fixed")
-    save(fixed, pieces, {}, 1, Alone())
+    save(fixed, pieces, {}, 1, SingleProcessWorld())
     torch_save(root / "fixed.pt", state)
     dcp.save(dict(state), checkpoint_id=root / "fixed-dcp", no_dist=True)
     step = iter(range(1, 1_000_000))
@@ -91,12 +91,12 @@ def tasks(root: Path, state: dict[str, torch.Tensor]) -> dict[str, Callable[[], 
 
     return {
         "raw write + fsync": lambda: raw_write(root / f"raw-{next(step)}", state),
-        "save": lambda: save(keeping, pieces, {}, next(step), Alone()),
-        "save, keep 1 (reads back)": lambda: save(pruning, pieces, {}, next(step), Alone(), keep=1),
+        "save": lambda: save(keeping, pieces, {}, next(step), SingleProcessWorld()),
+        "save, keep 1 (reads back)": lambda: save(pruning, pieces, {}, next(step), SingleProcessWorld(), keep=1),
         "torch.save + fsync": lambda: torch_save(root / f"torch-{next(step)}", state),
         "DCP save": save_dcp,
-        "verified load": lambda: load(fixed, 1, filled, Alone()),
-        "newest + verified load": lambda: load(fixed, newest(fixed, Alone()) or 1, filled, Alone()),
+        "verified load": lambda: load(fixed, 1, filled, SingleProcessWorld()),
+        "newest + verified load": lambda: load(fixed, newest(fixed, SingleProcessWorld()) or 1, filled, SingleProcessWorld()),
         "torch.load mmap + copy": lambda: torch_load(root / "fixed.pt", live, True),
         "torch.load + copy": lambda: torch_load(root / "fixed.pt", live, False),
         "DCP load (unverified)": lambda: dcp.load(live, checkpoint_id=root / "fixed-dcp", no_dist=True),

@@ -24,7 +24,7 @@ from forge_ckpt.format import tensor_files as layout
 from forge_ckpt.format.names import committed
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
@@ -39,7 +39,7 @@ SCENARIOS: dict[str, tuple[list[tuple[int, int]], tuple[int, int], int]] = {
 
 
 def write(path: Path, step: int, seed: int, keep: int, probe: Callable[[str, str], None] = lambda operation, path: None) -> None:
-    save(LocalStore(path, probe=probe), whole(sample(seed)), {"seed": seed}, step, Alone(), keep=keep)
+    save(LocalStore(path, probe=probe), whole(sample(seed)), {"seed": seed}, step, SingleProcessWorld(), keep=keep)
 
 
 def killed_at(path: Path, point: int, step: int, seed: int, keep: int) -> int | None:
@@ -71,7 +71,7 @@ def killed_at(path: Path, point: int, step: int, seed: int, keep: int) -> int | 
 
 def is_whole(store: LocalStore, name: str) -> bool:
     try:
-        return agreed_fault(store, name, open_manifest(store, name)[0], Alone()) is None
+        return agreed_fault(store, name, open_manifest(store, name)[0], SingleProcessWorld()) is None
     except CheckpointError:
         return False
 
@@ -88,12 +88,12 @@ def outcomes_of(directory: Path, scenario: str) -> dict[str, object]:
         shutil.copytree(start, path)
         total = killed_at(path, point, step, seed, keep)
         store = LocalStore(path)
-        found = newest(store, Alone())
+        found = newest(store, SingleProcessWorld())
         outcome: dict[str, object] = {"point": point, "step": None, "skipped": []}
         outcome["broken"] = [entry.name for entry in committed(store.list()) if not is_whole(store, entry.name)]
         if found is not None:
             live = blank(sample())
-            meta = load(store, found, whole(live), Alone())
+            meta = load(store, found, whole(live), SingleProcessWorld())
             outcome |= {"step": found.step, "seed": meta["seed"], "digest": digest(list(live.values())), "skipped": found.skipped}
         write(path, 400, 4, 1)
         outcome["then"] = list(store.list())

@@ -11,7 +11,7 @@ from forge_ckpt.commands import app
 from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
@@ -23,7 +23,7 @@ from forge_core.registry import Registry
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for step in (1, 2):
-        save(LocalStore(tmp_path / "c"), whole(sample(step)), {"cursor": 17}, step, Alone())
+        save(LocalStore(tmp_path / "c"), whole(sample(step)), {"cursor": 17}, step, SingleProcessWorld())
     return tmp_path / "c"
 
 
@@ -42,7 +42,7 @@ def test_list_show_verify(root: Path) -> None:
     }
     assert "model/head.weight" in run("show", root).stdout
     result = run("verify", root)
-    assert result.exit_code == 0 and "step-00000002 is what was written" in result.stdout
+    assert result.exit_code == 0 and "step-00000002 is verified" in result.stdout
 
 
 @pytest.mark.parametrize("form", ["run", "store", "checkpoint"])

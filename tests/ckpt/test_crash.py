@@ -17,7 +17,7 @@ from ckpt.ranks import blank, digest, equal, sample, whole
 from forge_ckpt.format import tensor_files as layout
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 
 EXPECTED: dict[str, set[tuple[int | None, int | None]]] = {
@@ -145,9 +145,9 @@ def test_power_loss_at_every_operation(tmp_path: Path, monkeypatch: pytest.Monke
     disk = Disk(tmp_path / "real", tmp_path / "images")
     monkeypatch.setattr(os, "fsync", disk.fsync)
     store = LocalStore(tmp_path / "real", probe=disk)
-    save(store, whole(sample(1)), {"seed": 1}, 100, Alone(), keep=1)
+    save(store, whole(sample(1)), {"seed": 1}, 100, SingleProcessWorld(), keep=1)
     first = len(disk.images)
-    save(store, whole(sample(2)), {"seed": 2}, 200, Alone(), keep=1)
+    save(store, whole(sample(2)), {"seed": 2}, 200, SingleProcessWorld(), keep=1)
     disk.finish()
     disk.photograph()
     for (operation, path), following in itertools.pairwise(disk.operations):
@@ -156,10 +156,10 @@ def test_power_loss_at_every_operation(tmp_path: Path, monkeypatch: pytest.Monke
     states = []
     for image in disk.images:
         survivor = LocalStore(image)
-        found = newest(survivor, Alone())
+        found = newest(survivor, SingleProcessWorld())
         if found is not None:
             live = blank(sample())
-            seed = load(survivor, found, whole(live), Alone())["seed"]
+            seed = load(survivor, found, whole(live), SingleProcessWorld())["seed"]
             assert equal(live, sample(seed)) and found.step == 100 * seed and found.skipped == (), image
         states.append(found.step if found else None)
         shutil.rmtree(image)

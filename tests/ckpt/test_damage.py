@@ -14,7 +14,7 @@ from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 
@@ -124,33 +124,33 @@ def test_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_
 
 def test_found_by_newest_and_damaged_before_load(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
-    save(store, whole(state), {}, 1, Alone())
-    found = newest(store, Alone())
+    save(store, whole(state), {}, 1, SingleProcessWorld())
+    found = newest(store, SingleProcessWorld())
     assert found is not None
     flip(tmp_path / "c/step-00000001/rank-00000.bin", 3)
     live = {name: torch.ones_like(t) for name, t in state.items()}
     before = digest(list(live.values()))
     with pytest.raises(Damaged, match=r"rank-00000.bin.*checksum"):
-        load(store, found, whole(live), Alone())
+        load(store, found, whole(live), SingleProcessWorld())
     assert digest(list(live.values())) == before
 
 
 def test_a_weights_only_load_does_not_care_about_other_bytes(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
-    save(store, whole(state), {}, 1, Alone())
+    save(store, whole(state), {}, 1, SingleProcessWorld())
     size = sum(state[name].numel() * state[name].element_size() for name in state if name.startswith("model/"))
     flip(tmp_path / "c/step-00000001/rank-00000.bin", size)
     weights = blank({name: t for name, t in state.items() if name.startswith("model/")})
-    load(store, 1, whole(weights), Alone(), strict=False)
+    load(store, 1, whole(weights), SingleProcessWorld(), strict=False)
     assert equal(weights, {name: state[name] for name in weights})
     with pytest.raises(Damaged):
-        load(store, 1, whole(blank(state)), Alone())
+        load(store, 1, whole(blank(state)), SingleProcessWorld())
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
     from forge_ckpt.format.codec import decode
 
-    save(LocalStore(tmp_path / "c"), whole({"t": torch.ones(2)}), {"a": 1}, 1, Alone())
+    save(LocalStore(tmp_path / "c"), whole({"t": torch.ones(2)}), {"a": 1}, 1, SingleProcessWorld())
     data = (tmp_path / "c/step-00000001/manifest.json").read_bytes()
     assert decode(data).step == 1
     for at in range(len(data)):
@@ -162,40 +162,40 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
 
 def test_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    save(store, whole(sample()), {}, 1, Alone())
+    save(store, whole(sample()), {}, 1, SingleProcessWorld())
     flip(tmp_path / "c/step-00000001/rank-00000.bin", 3)
     for _ in range(2):  # the second start sees only what the first one put aside
         for policy in ("auto", "require"):
             with pytest.raises(CheckpointError, match="no usable checkpoint"):
-                newest(store, Alone(), policy)
-    assert newest(store, Alone(), "never") is None
+                newest(store, SingleProcessWorld(), policy)
+    assert newest(store, SingleProcessWorld(), "never") is None
 
 
 def test_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    save(store, whole(sample()), {}, 1, Alone())
+    save(store, whole(sample()), {}, 1, SingleProcessWorld())
     store.rename("step-00000001", "superseded-step-00000001")
     with pytest.raises(CheckpointError, match="superseded-step-00000001: left behind"):
-        newest(store, Alone())
+        newest(store, SingleProcessWorld())
 
 
 def test_nothing_there(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    assert newest(store, Alone()) is None
-    with pytest.raises(CheckpointError, match="is the path right"):
-        newest(store, Alone(), "require")
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        load(store, 5, [], Alone())
+    assert newest(store, SingleProcessWorld()) is None
+    with pytest.raises(CheckpointError, match="check the run's directory"):
+        newest(store, SingleProcessWorld(), "require")
+    with pytest.raises(CheckpointError, match="no checkpoint found in"):
+        load(store, 5, [], SingleProcessWorld())
     assert not (tmp_path / "c").exists()  # looking creates nothing
 
 
 def test_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    save(store, whole(sample()), {}, 1, Alone())
+    save(store, whole(sample()), {}, 1, SingleProcessWorld())
     file = tmp_path / "c/step-00000001/manifest.json"
     rest = file.read_bytes().split(b"\n", 1)[1].replace(b'"version":1', b'"version":2')
     file.write_bytes(b'{"seal": "' + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n' + rest)
-    for call in (lambda: newest(store, Alone()), lambda: load(store, 1, whole(sample()), Alone())):
+    for call in (lambda: newest(store, SingleProcessWorld()), lambda: load(store, 1, whole(sample()), SingleProcessWorld())):
         with pytest.raises(NewerFormat, match="format version 2"):
             call()
     assert "step-00000001" in store.list()
@@ -203,8 +203,8 @@ def test_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
 
 def test_tombstones_and_half_saves_are_not_loadable(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    save(store, whole(sample()), {}, 1, Alone())
+    save(store, whole(sample()), {}, 1, SingleProcessWorld())
     for name in (".removed-step-00000002", ".saving-step-00000003-x", "damaged-step-00000004", "step-5", "step-00000006.tmp"):
         shutil.copytree(tmp_path / "c/step-00000001", tmp_path / "c" / name)
-    found = newest(store, Alone())
+    found = newest(store, SingleProcessWorld())
     assert found is not None and found.step == 1 and found.skipped == ()

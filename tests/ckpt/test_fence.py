@@ -10,7 +10,7 @@ from ckpt.ranks import ThreadRank, on_ranks, whole
 from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import OWNER
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
@@ -23,14 +23,14 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def saved(fence: Fence, step: int, store: LocalStore | None = None) -> str:
-    return save(store or fence.store, PIECES, {}, step, Alone(), may=fence.may_write)
+    return save(store or fence.store, PIECES, {}, step, SingleProcessWorld(), may=fence.may_write)
 
 
 def test_the_newest_owns_the_store(tmp_path: Path) -> None:
-    older = Fence.take(LocalStore(tmp_path), Alone())
+    older = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     older.check()
     assert not older.lost()
-    newer = Fence.take(LocalStore(tmp_path), Alone())
+    newer = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     newer.check()
     assert older.lost()
     assert not newer.lost()
@@ -41,9 +41,9 @@ def test_the_newest_owns_the_store(tmp_path: Path) -> None:
 
 def test_an_older_job_changes_nothing(tmp_path: Path) -> None:
     """Not even what looks like left-overs: it is what the newer job is writing."""
-    older = Fence.take(LocalStore(tmp_path), Alone())
+    older = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     saved(older, 5)
-    newer = Fence.take(LocalStore(tmp_path), Alone())
+    newer = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     saved(newer, 3)
     (tmp_path / ".saving-step-00000004-of-the-newer").mkdir()
     (tmp_path / ".saving-step-00000004-of-the-newer" / "rank-00000.bin").write_bytes(b"half")
@@ -57,16 +57,16 @@ def test_an_older_job_changes_nothing(tmp_path: Path) -> None:
 def test_a_job_that_is_overtaken_while_it_writes_does_not_commit(tmp_path: Path) -> None:
     def takes(operation: str, path: str) -> None:
         if operation == "create" and path.endswith("manifest.json"):
-            Fence.take(LocalStore(tmp_path), Alone())
+            Fence.take(LocalStore(tmp_path), SingleProcessWorld())
 
-    older = Fence.take(LocalStore(tmp_path), Alone())
+    older = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     with pytest.raises(CheckpointError, match="another job"):
         saved(older, 1, LocalStore(tmp_path, probe=takes))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["forge-checkpoints", OWNER]
 
 
 def test_removed_checkpoints_end_a_job_too(tmp_path: Path) -> None:
-    fence = Fence.take(LocalStore(tmp_path), Alone())
+    fence = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     (tmp_path / OWNER).unlink()
     assert fence.lost()
     with pytest.raises(Superseded, match="--fresh"):
@@ -75,10 +75,10 @@ def test_removed_checkpoints_end_a_job_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff{", b"[]", b"3", b'"mark"', b"null", b"{}"], ids=repr)
 def test_a_mark_that_cannot_be_read_ends_no_training_but_a_save(tmp_path: Path, content: bytes) -> None:
-    fence = Fence.take(LocalStore(tmp_path), Alone())
+    fence = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     (tmp_path / OWNER).write_bytes(content)
     assert not fence.lost()
-    with pytest.raises(CheckpointError, match="not what was written"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         saved(fence, 1)
 
 
@@ -86,7 +86,7 @@ def test_all_ranks_learn_of_it(tmp_path: Path) -> None:
     def older(world: ThreadRank) -> Any:
         fence = Fence.take(LocalStore(tmp_path), world)
         if world.rank == 0:
-            Fence.take(LocalStore(tmp_path), Alone())
+            Fence.take(LocalStore(tmp_path), SingleProcessWorld())
         return fence.mark, fence.lost(), _raised(fence)
 
     outcomes = on_ranks(3, older)

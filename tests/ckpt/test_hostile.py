@@ -16,7 +16,7 @@ from ckpt.ranks import whole
 from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, encode
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 
 
@@ -27,7 +27,13 @@ def seal(rest: bytes) -> bytes:
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("honest") / "c"
-    save(LocalStore(root), whole({"t": torch.ones(4, 6), "u": torch.ones(3).bfloat16()}), {"a": [1, {"b": 2.5}]}, 1, Alone())
+    save(
+        LocalStore(root),
+        whole({"t": torch.ones(4, 6), "u": torch.ones(3).bfloat16()}),
+        {"a": [1, {"b": 2.5}]},
+        1,
+        SingleProcessWorld(),
+    )
     return json.loads((root / "step-00000001/manifest.json").read_text())["manifest"]
 
 

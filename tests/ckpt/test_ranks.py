@@ -11,7 +11,7 @@ import torch
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone, Group
+from forge_ckpt.saving.world import Group, SingleProcessWorld
 from forge_ckpt.store.retention import retain
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
@@ -89,7 +89,7 @@ def test_a_failing_rank_fails_all_and_costs_nothing(tmp_path: Path, kind: str) -
     results = saved(tmp_path / "c", 200, bad_rank=rank, **how)
     assert all(isinstance(result, CheckpointError) for result in results), results
     assert len({str(result) for result in results}) == 1
-    assert message in str(results[0]) and "earlier checkpoints are as they were" in str(results[0])
+    assert message in str(results[0]) and "earlier checkpoints are unchanged" in str(results[0])
     assert {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
     assert not [path for path in (tmp_path / "c").iterdir() if path.name.startswith(".")]
     assert saved(tmp_path / "c", 200) == ["step-00000200"] * 3
@@ -100,7 +100,7 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
     results = saved(tmp_path / "c", 100)
     assert {str(result) for result in results} == {
         "the checkpoint of step 100 was not saved: rank 0: no space left: needs 480 bytes, free 100 bytes; "
-        "earlier checkpoints are as they were"
+        "earlier checkpoints are unchanged"
     }
     assert not list((tmp_path / "c").glob(".saving*"))
 
@@ -112,7 +112,7 @@ def test_a_fault_after_the_commit_does_not_undo_it(tmp_path: Path) -> None:
     assert saved(tmp_path / "c", 3, bad_rank=0, probe=probe, keep=1) == ["step-00000003"] * 3
     probe = FailsAt("unlink", ".removed", errno.EACCES)
     assert saved(tmp_path / "c", 4, bad_rank=0, probe=probe, keep=1) == ["step-00000004"] * 3
-    found = newest(LocalStore(tmp_path / "c"), Alone())
+    found = newest(LocalStore(tmp_path / "c"), SingleProcessWorld())
     assert found is not None and found.step == 4
 
 
@@ -129,10 +129,10 @@ def test_a_transient_fault_in_the_middle_of_a_save_passes(tmp_path: Path, operat
                 raise
 
     store = LocalStore(tmp_path / "c", probe=probe, pause=0.0)
-    save(store, whole(sample()), {}, 1, Alone())
+    save(store, whole(sample()), {}, 1, SingleProcessWorld())
     assert not faults and store.retries == 1
     live = blank(sample())
-    load(store, 1, whole(live), Alone())
+    load(store, 1, whole(live), SingleProcessWorld())
     assert equal(live, sample())
 
 
@@ -140,7 +140,7 @@ def test_ranks_at_different_steps_are_refused(tmp_path: Path) -> None:
     def saving(world):
         return save(LocalStore(tmp_path / "c"), [shards("w", FULL, 0, 2)[world.rank]], {}, 10 + world.rank, world)
 
-    assert all("same step" in str(result) for result in on_ranks(2, saving))
+    assert all("different steps" in str(result) for result in on_ranks(2, saving))
 
 
 def test_nothing_is_removed_for_the_sake_of_a_bad_checkpoint(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_nothing_is_removed_for_the_sake_of_a_bad_checkpoint(tmp_path: Path) -> 
     for keep in (1, 2):
         assert on_ranks(3, lambda world, keep=keep: retain(store, world, keep)) == [[]] * 3
     assert on_ranks(3, lambda world: retain(store, world, 3)) == [[]] * 3
-    found = newest(store, Alone())
+    found = newest(store, SingleProcessWorld())
     assert found is not None and found.step == 100
     saved(tmp_path / "c", 400)
     assert on_ranks(3, lambda world: retain(store, world, 1)) == [["step-00000100"]] * 3
@@ -204,7 +204,7 @@ class Counting(LocalStore):
 
 def test_ranks_share_the_verification(tmp_path: Path) -> None:
     state = {f"t{i}": torch.randn(100, 10 + i) for i in range(20)}
-    save(LocalStore(tmp_path / "c"), whole(state), {}, 1, Alone())
+    save(LocalStore(tmp_path / "c"), whole(state), {}, 1, SingleProcessWorld())
     total = sum(t.numel() * 4 for t in state.values())
 
     def searching(world):

@@ -13,7 +13,7 @@ from ckpt.ranks import blank, box, digest, equal, on_ranks, sample, shards, whol
 from forge_ckpt.format.tensor_files import DTYPES
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
@@ -26,21 +26,27 @@ def test_every_dtype_and_bit_pattern(tmp_path: Path, name: str) -> None:
     raw = torch.randint(0, 2 if name == "bool" else 256, (48 * 16,), dtype=torch.uint8)
     values = raw[: 48 * DTYPES[name].itemsize].view(DTYPES[name]).reshape(6, 8)
     store = LocalStore(tmp_path / "c")
-    save(store, whole({"t": values, "transposed": values.t(), "scalar": values[3, 5], "none": values[:, :0]}), {}, 1, Alone())
+    save(
+        store,
+        whole({"t": values, "transposed": values.t(), "scalar": values[3, 5], "none": values[:, :0]}),
+        {},
+        1,
+        SingleProcessWorld(),
+    )
     state = {"t": values.clone(), "transposed": values.t().contiguous(), "scalar": values[3, 5].clone(), "none": values[:, :0]}
     live = blank(state)
-    load(store, 1, whole(live), Alone())
+    load(store, 1, whole(live), SingleProcessWorld())
     for key, tensor in state.items():
         assert digest([live[key]]) == digest([tensor]), key
 
 
 def test_round_trip_with_meta_and_parameters(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
-    assert save(store, whole(state), META, 100, Alone()) == "step-00000100"
+    assert save(store, whole(state), META, 100, SingleProcessWorld()) == "step-00000100"
     live = {name: torch.nn.Parameter(t, requires_grad=t.is_floating_point()) for name, t in blank(state).items()}
-    assert load(store, 100, whole(live), Alone()) == META
+    assert load(store, 100, whole(live), SingleProcessWorld()) == META
     assert equal({name: t.data for name, t in live.items()}, state)
-    found = newest(store, Alone())
+    found = newest(store, SingleProcessWorld())
     assert found is not None and (found.step, found.meta, found.skipped) == (100, META, ())
     assert (tmp_path / "c/latest").read_text() == "step-00000100\n"
 
@@ -75,7 +81,7 @@ def test_any_layout_to_any_layout(tmp_path_factory, data) -> None:
     wanted = full[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
     plain = torch.zeros(wanted.shape)
     strided = torch.zeros(tuple(reversed(wanted.shape))).permute(*reversed(range(len(shape))))
-    load(store, 1, [Piece("t", shape, tuple(low), live, True) for live in (plain, strided)], Alone())
+    load(store, 1, [Piece("t", shape, tuple(low), live, True) for live in (plain, strided)], SingleProcessWorld())
     assert np.array_equal(plain.numpy(), wanted) and np.array_equal(strided.numpy(), wanted)
 
 
@@ -100,7 +106,7 @@ def test_four_ranks_to_two_to_one_and_across_dimensions(tmp_path: Path) -> None:
 
     assert on_ranks(2, moving) == [({"by": "four"}, "step-00000008")] * 2
     live = blank(full)
-    load(again, 8, whole(live), Alone())
+    load(again, 8, whole(live), SingleProcessWorld())
     assert equal(live, full)
 
 
@@ -122,7 +128,7 @@ def test_replicas_are_written_once_and_loaded_everywhere(tmp_path: Path) -> None
 
 def test_all_that_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    save(store, whole(sample()), {}, 1, Alone())
+    save(store, whole(sample()), {}, 1, SingleProcessWorld())
     live = {
         "model/embed.weight": torch.ones(40, 13),
         "model/head.weight": torch.ones(12, 40),
@@ -131,12 +137,12 @@ def test_all_that_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) 
     }
     before = digest(list(live.values()))
     with pytest.raises(CheckpointError) as caught:
-        load(store, 1, whole(live), Alone())
+        load(store, 1, whole(live), SingleProcessWorld())
     text = str(caught.value)
     for part in (
         "model/embed.weight: shape (40, 13), in the checkpoint (40, 12)",
         "model/head.weight: dtype float32, in the checkpoint bfloat16",
-        "model/new.weight: missing",
+        "model/new.weight: not in the checkpoint",
         "optimizer/mask: in the checkpoint, but not",
     ):
         assert part in text
@@ -145,7 +151,7 @@ def test_all_that_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) 
 
 def test_a_misfit_on_one_rank_stops_all(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
-    save(store, whole(state), {}, 1, Alone())
+    save(store, whole(state), {}, 1, SingleProcessWorld())
 
     def loading(world):
         live = blank(state)
@@ -161,33 +167,33 @@ def test_a_misfit_on_one_rank_stops_all(tmp_path: Path) -> None:
 
 def test_weights_only(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
-    save(store, whole(state), {}, 1, Alone())
+    save(store, whole(state), {}, 1, SingleProcessWorld())
     weights = {name: t for name, t in blank(state).items() if name.startswith("model/")}
     with pytest.raises(CheckpointError, match="not in the model"):
-        load(store, 1, whole(weights), Alone())
-    load(store, 1, whole(weights), Alone(), strict=False)
+        load(store, 1, whole(weights), SingleProcessWorld())
+    load(store, 1, whole(weights), SingleProcessWorld(), strict=False)
     assert equal(weights, {name: state[name] for name in weights})
     everything = blank(state)
-    load(store, 1, whole(everything), Alone(), select=lambda name: name.startswith("model/"))
+    load(store, 1, whole(everything), SingleProcessWorld(), select=lambda name: name.startswith("model/"))
     assert torch.equal(everything["model/embed.weight"], state["model/embed.weight"])
     assert int(everything["optimizer/step"]) == 0
 
 
 def test_same_step_twice_gives_the_second_and_removes_the_first(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
-    save(store, whole(sample(1)), {"n": 1}, 5, Alone(), keep=3)
-    assert save(store, whole(sample(2)), {"n": 2}, 5, Alone(), keep=3) == "step-00000005-g2"
+    save(store, whole(sample(1)), {"n": 1}, 5, SingleProcessWorld(), keep=3)
+    assert save(store, whole(sample(2)), {"n": 2}, 5, SingleProcessWorld(), keep=3) == "step-00000005-g2"
     live = blank(sample(2))
-    assert load(store, 5, whole(live), Alone()) == {"n": 2} and equal(live, sample(2))
+    assert load(store, 5, whole(live), SingleProcessWorld()) == {"n": 2} and equal(live, sample(2))
     assert [name for name in store.list() if name.startswith("step")] == ["step-00000005-g2"]
 
 
 def test_going_back_leaves_the_later_history_aside(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     for step in (10, 20, 30):
-        save(store, whole(sample(step)), {}, step, Alone())
-    save(store, whole(sample(99)), {"again": True}, 20, Alone(), keep=1)
-    found = newest(store, Alone())
+        save(store, whole(sample(step)), {}, step, SingleProcessWorld())
+    save(store, whole(sample(99)), {"again": True}, 20, SingleProcessWorld(), keep=1)
+    found = newest(store, SingleProcessWorld())
     assert found is not None and (found.step, found.meta) == (20, {"again": True})
     assert "superseded-step-00000030" in store.list()
 
@@ -196,7 +202,7 @@ def test_going_back_leaves_the_later_history_aside(tmp_path: Path) -> None:
 def test_retention_keeps_the_newest(tmp_path: Path, keep: int) -> None:
     store = LocalStore(tmp_path / "c")
     for step in (1, 2, 3, 4):
-        save(store, whole(sample(step)), {}, step, Alone(), keep=keep)
+        save(store, whole(sample(step)), {}, step, SingleProcessWorld(), keep=keep)
     left = [int(name[5:]) for name in store.list() if name.startswith("step")]
     assert left == [1, 2, 3, 4][-keep:]
 
@@ -204,22 +210,22 @@ def test_retention_keeps_the_newest(tmp_path: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("meta", "place"),
     [
-        ({"a": {1: 2}}, "meta.a has the key 1"),
+        ({"a": {1: 2}}, "meta.a has key 1"),
         ({"a": [0.0, float("nan")]}, r"meta.a\[1\] is nan"),
         ({"a": torch.ones(1)}, "Tensor"),
     ],
 )
 def test_meta_that_json_would_change_is_refused_before_anything_is_written(tmp_path: Path, meta: dict, place: str) -> None:
     with pytest.raises(CheckpointError, match=place):
-        save(LocalStore(tmp_path / "c"), whole(sample()), meta, 1, Alone())
+        save(LocalStore(tmp_path / "c"), whole(sample()), meta, 1, SingleProcessWorld())
     assert not (tmp_path / "c").exists()
 
 
 def test_pieces_that_do_not_cover_are_refused(tmp_path: Path) -> None:
     store, full = LocalStore(tmp_path / "c"), torch.randn(8, 4)
-    save(store, whole({"t": full}), {}, 1, Alone())
+    save(store, whole({"t": full}), {}, 1, SingleProcessWorld())
     cases = {
-        "4 of 32 elements are in no box": [box("t", full, [0, 0], [7, 4])],
+        "4 of 32 elements are not covered by any box": [box("t", full, [0, 0], [7, 4])],
         "overlap": [box("t", full, [0, 0], [5, 4]), box("t", full, [4, 0], [8, 4])],
         "32 of 32 elements": [box("t", full, [0, 0], [8, 4], owned=False)],  # nobody owns it
         "not inside shape": [Piece("t", (8, 4), (1, 0), full, True)],
@@ -229,13 +235,13 @@ def test_pieces_that_do_not_cover_are_refused(tmp_path: Path) -> None:
     }
     for message, pieces in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            save(store, pieces, {}, 2, Alone())
+            save(store, pieces, {}, 2, SingleProcessWorld())
     assert store.list() == ["forge-checkpoints", "latest", "step-00000001"]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     state = sample()
-    save(LocalStore(tmp_path / "c"), whole(state), META, 1, Alone())
+    save(LocalStore(tmp_path / "c"), whole(state), META, 1, SingleProcessWorld())
     files = sorted(path.name for path in (tmp_path / "c/step-00000001").iterdir())
     assert files == ["manifest.json", "rank-00000.bin"]
     body = json.loads((tmp_path / "c/step-00000001/manifest.json").read_text())["manifest"]

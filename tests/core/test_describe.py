@@ -92,7 +92,7 @@ def test_explanations_have_type_default_doc_value_and_origin() -> None:
     assert "linear: Attention without softmax." in model["model.attention"].doc
     assert len(explain(outcome, registry)) == len(outcome.fields)
     assert explain(outcome, registry, "optimizer.name")[0].key == "optimizer"
-    with pytest.raises(ConfigError, match="no such key"):
+    with pytest.raises(ConfigError, match="unknown key"):
         explain(outcome, registry, "data.s")  # the beginning of a key is not a section
     with pytest.raises(ConfigError, match=r"did you mean 'optimizer\.lr'"):
         explain(outcome, registry, "optimizer.lrr")

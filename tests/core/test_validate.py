@@ -13,7 +13,7 @@ from core import sample
 from forge_core.component import Component, Slot
 from forge_core.config.checks import run_checks
 from forge_core.config.tree import DEFAULT, Table, build, plain
-from forge_core.config.validate import BAD, resolve, walk
+from forge_core.config.validate import INVALID, resolve, walk
 from forge_core.errors import ConfigError, Fault
 from forge_core.layout import Layout
 
@@ -27,7 +27,7 @@ def tree(values: dict[str, Any]) -> Table:
 def said(values: dict[str, Any], schema: type = sample.Job) -> dict[str, str]:
     """Dotted key -> message and hint of each fault."""
     outcome = walk(schema, tree(values), sample.registry())
-    assert (outcome.value is BAD) == bool(outcome.faults)
+    assert (outcome.value is INVALID) == bool(outcome.faults)
     assert len({fault.key for fault in outcome.faults}) == len(outcome.faults)
     return {fault.key: f"{fault.message} | {fault.hint}" for fault in outcome.faults}
 

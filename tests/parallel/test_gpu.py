@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.layout import Layout
 from forge_core.protocols.ckpt import Piece
@@ -190,7 +190,7 @@ def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
 
     def restore(model: ParallelModel) -> None:
         optimizers.append(AdamW(lr=1e-2).build(model))
-        load(store, 1, _pieces(model, optimizers[0]), Alone())
+        load(store, 1, _pieces(model, optimizers[0]), SingleProcessWorld())
 
     def built(source: int | Restore) -> ParallelModel:
         plan = Plan.of([Shard(on_host=True)], layout)
@@ -209,7 +209,7 @@ def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
     first = built(0)
     optimizer = AdamW(lr=1e-2).build(first)
     stepped(first, optimizer)
-    save(store, _pieces(first, optimizer), {}, 1, Alone())
+    save(store, _pieces(first, optimizer), {}, 1, SingleProcessWorld())
     saved = everything(first, optimizer)
     second = built(restore)
     loaded = everything(second, optimizers[0])

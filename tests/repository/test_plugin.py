@@ -238,18 +238,18 @@ def follows(name: str, old, new, lr: float, betas: tuple[float, float], decay: f
 def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
     """Every floating-point tensor of one checkpoint, whole, in fp64."""
     from forge_ckpt.saving.resume import load, resolve
-    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.store import LocalStore
     from forge_ckpt.store.verify import open_manifest
     from forge_core.protocols.ckpt import Piece
 
     store = LocalStore(run / "checkpoints")
-    manifest, _ = open_manifest(store, resolve(store, step, Alone()))
+    manifest, _ = open_manifest(store, resolve(store, step, SingleProcessWorld()))
     pieces = [
         Piece(info.name, info.shape, (0,) * len(info.shape), torch.empty(info.shape), True)
         for info in manifest.tensors
         if info.dtype in ("float32", "F32")
     ]
     names = {piece.name for piece in pieces}
-    load(store, step, pieces, Alone(), select=names.__contains__)
+    load(store, step, pieces, SingleProcessWorld(), select=names.__contains__)
     return {piece.name: piece.local.double().numpy() for piece in pieces}

@@ -53,7 +53,7 @@ TEXT = ["--data.tokenizer.name=bytes", "--model.vocab_size=257", "--data.sources
         (["run", "tiny.toml", *TEXT, "--data.sources.0.path=empty.txt"], ["empty"]),
         (["run", "tiny.toml", *TEXT, "--data.sources.0.path=short.txt"], ["16"]),
         (["run", "tiny.toml", "--job.dir=/proc/forge"], ["/proc/forge", "--job.dir"]),
-        (["run", "tiny.toml", "--checkpoint.resume=require"], ["required"]),
+        (["run", "tiny.toml", "--checkpoint.resume=require"], ["no checkpoint was ever saved"]),
         (["check", "tiny.toml", "--world", "3"], ["train.global_batch"]),
         (["parity", "tiny.toml", "--layouts", "dp2x"], ["dp2x"]),
     ],

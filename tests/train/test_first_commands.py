@@ -55,14 +55,14 @@ def test_m3_a_run_and_its_checkpoint_are_sides_too(say: Say, tmp_path: Path) -> 
     import torch
 
     from forge_ckpt.saving.saver import save
-    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.store import LocalStore
     from forge_core.protocols.ckpt import Piece
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text('base = "debug"\n[optimizer]\nlr = 0.25\n')
     piece = Piece("x", (2,), (0,), torch.zeros(2), True)
-    save(LocalStore(tmp_path / "run" / "checkpoints"), [piece], {"config": load("debug").as_json()}, 3, Alone())
+    save(LocalStore(tmp_path / "run" / "checkpoints"), [piece], {"config": load("debug").as_json()}, 3, SingleProcessWorld())
     assert say("config", "diff", "debug", "run")[0] == 1
     for side in ("run/checkpoints", "run/checkpoints/step-00000003"):
         assert say("config", "diff", "debug", side) == (0, "no difference\n")

@@ -245,7 +245,7 @@ def test_a_checkpoint_of_an_older_version_lacks_keys_and_has_some_that_are_gone(
         meta["config"]["model"]["curvature"] = 3
 
     found = resumed(trained, change=older)
-    assert not found.refused and found.noted == ("model.curvature was 3; this version has no such key",)
+    assert not found.refused and found.noted == ("model.curvature was 3; this version does not have this key",)
     assert list(resumed(trained, "--model.rope.theta=10", change=older).refused) == ["model.rope.theta"]
     allowed = resumed(trained, "--checkpoint.allow=model.curvature", change=older)
     assert not allowed.refused, "a name that the checkpoint knows"
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_an_older_version_lacks_keys_and_has_some_that_are_gone(
 
 def test_a_checkpoint_without_a_recipe_is_taken_as_it_is(trained: Path) -> None:
     found = resumed(trained, "--model.rope.theta=10", change=lambda meta: meta.pop("config"))
-    assert not found.refused and "carries no recipe" in found.noted[0]
+    assert not found.refused and "has no recipe" in found.noted[0]
 
 
 def test_the_same_name_from_another_distribution_is_another_component(trained: Path) -> None:

@@ -119,7 +119,7 @@ def test_h1_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
 def test_h8_ctrl_c_in_preparation_is_no_failure_and_the_others_know(tmp_path: Path) -> None:
     (first, said), (second, other) = pair(tmp_path, "interrupted")
     assert (first, second) == (75, 75), other
-    assert said == "rank 0: WARNING: interrupted by SIGINT before the first step; there was nothing to save\n"
+    assert said == "rank 0: WARNING: interrupted by SIGINT before the first step; nothing was saved\n"
     assert "rank 0 ended first, with exit code 75: interrupted by SIGINT" in other and "Traceback" not in other
     error = json.loads((tmp_path / "error-0").read_text())["message"]
     assert error["message"].startswith("forge-train ended with exit code 75: interrupted by SIGINT")

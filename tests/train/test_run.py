@@ -135,10 +135,10 @@ def test_a_checkpoint_keeps_the_state_of_hooks(recipe: Path, tmp_path: Path) -> 
     fit(run)
     found, _ = prepared(recipe, settings)
     from forge_ckpt.saving.resume import newest
-    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.saving.world import SingleProcessWorld
 
     store = found.job.checkpoint.store.build(tmp_path / "run" / "checkpoints")
-    kept = newest(store, Alone())
+    kept = newest(store, SingleProcessWorld())
     assert kept is not None
     assert ["Counter", {"count": 4}] in [list(entry) for entry in kept.meta["hooks"]]
 

@@ -100,7 +100,7 @@ def test_a_run_under_nohup_goes_on_without_its_terminal() -> None:
 def test_h8_before_the_first_step_a_signal_ends_what_is_done(name: str) -> None:
     signals = Signals()
     with signals.listening():
-        said = f"interrupted by {name} before the first step; there was nothing to save"
+        said = f"interrupted by {name} before the first step; nothing was saved"
         with pytest.raises(Interrupted, match=said), signals.at_once():
             send(name)
         with pytest.raises(Interrupted, match=name), signals.at_once():

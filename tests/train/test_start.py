@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
@@ -138,7 +138,10 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "other text": (["tiny.toml", *TEXT], "data position"),
     "other size of the model": (["tiny.toml", "--model.dim=32"], "model.dim was 16, is 32"),
     "other function (W2)": (["tiny.toml", "--model.mlp.name=geglu"], "swiglu"),
-    "other shapes, allowed by name": (["tiny.toml", "--model.ffn_dim=32", "--checkpoint.allow=model.ffn_dim"], "does not fit"),
+    "other shapes, allowed by name": (
+        ["tiny.toml", "--model.ffn_dim=32", "--checkpoint.allow=model.ffn_dim"],
+        "does not match the model",
+    ),
     "other tensors, allowed by name": (
         ["tiny.toml", "--model.tied_embeddings=true", "--checkpoint.allow=model.tied_embeddings"],
         "not in the model",
@@ -154,7 +157,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     ),
     "fresh with an unknown key (W1)": (["tiny.toml", "--fresh", "--train.max_stepz=3"], "max_stepz"),
     "fresh with a hook that refuses (W1)": (["tiny.toml", "--fresh", "--hooks=[{name='./plugins.py:Refuses'}]"], "not with me"),
-    "fresh, where a checkpoint is required": (["tiny.toml", "--fresh", "--checkpoint.resume=require"], "forbids"),
+    "fresh, where a checkpoint is required": (["tiny.toml", "--fresh", "--checkpoint.resume=require"], "conflicts"),
 }
 
 
@@ -162,7 +165,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
 def test_w1_w3_w4_a_refused_start_changes_no_byte_and_ends_no_job(here: Path, refusal: str) -> None:
     """Against a full directory in which a job still runs: as far as a newcomer can disturb it, that is its mark."""
     arguments, named = REFUSALS[refusal]
-    fence = Fence.take(LocalStore(here / "runs" / "tiny" / "checkpoints"), Alone())
+    fence = Fence.take(LocalStore(here / "runs" / "tiny" / "checkpoints"), SingleProcessWorld())
     before = content(here / "runs" / "tiny")
     code, said = forge(*arguments)
     assert (code, "Traceback" in said) == (2, False), said

@@ -78,7 +78,7 @@ def on_ranks(world: World, *arguments: Any, size: int = 2) -> list[tuple[int, st
         (["--train.micro_batch=3"], "which micro-batches of 3 do not divide"),
         (["--job.dir=/proc/forge"], "the run's directory /proc/forge cannot be written"),
         (["--data.sources.0.tokens=9"], "fewer than the 17 of one sample"),
-        (["--checkpoint.resume=require"], "a checkpoint to resume from is required"),
+        (["--checkpoint.resume=require"], "checkpoint.resume = 'require', but no checkpoint was ever saved here"),
         (["--hooks=[{name='sample',max_tokens=4}]"], "needs a tokenizer"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -100,7 +100,7 @@ def test_m1_the_first_rank_that_refuses_is_named(world: World, folder: Path) -> 
 def test_m1_a_node_that_lacks_a_file_is_named(world: World, folder: Path) -> None:
     relative = "--hooks=[{name='./mine.py:Fails', rank=9}]"
     (code, said), other = on_ranks(world, folder, [relative, f"--job.dir={folder / 'run'}"], 1)
-    assert code == 2 and "rank 1: " in said and "there is no such file" in said and str(folder / "elsewhere") in said
+    assert code == 2 and "rank 1: " in said and "does not exist" in said and str(folder / "elsewhere") in said
     assert other == (2, "")
 
 

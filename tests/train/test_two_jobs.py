@@ -11,7 +11,7 @@ import pytest
 
 from forge_ckpt.errors import Superseded
 from forge_ckpt.saving.resume import Found
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
@@ -96,7 +96,7 @@ def _superseded(folder: Path) -> tuple[int, str]:
     """Ranks of one job, of which rank 0 alone sees the newer one."""
     older, _ = prepared(recipe(folder), [f"--job.dir={folder / 'shared'}"])
     if older.topology.rank == 0:
-        Checkpoints(LocalStore(folder / "shared" / "checkpoints"), Alone(), {}, (), 0).own()
+        Checkpoints(LocalStore(folder / "shared" / "checkpoints"), SingleProcessWorld(), {}, (), 0).own()
     try:
         fit(older)
     except Superseded as found:
@@ -167,7 +167,7 @@ def test_at_the_command_line_the_older_job_exits_with_4(tmp_path: Path) -> None:
     newer = start("--train.max_steps=200", "--checkpoint.every=50", "--hooks=[{name='log', every=1}, {name='save'}]")
     said, _ = older.communicate(timeout=60)
     assert older.returncode == 4, said
-    assert "has started in the run's directory since" in said
+    assert "has taken over the run's directory" in said
     said, _ = newer.communicate(timeout=60)
     assert newer.returncode == 0, said
     assert (checkpoints / "latest").read_text() == "step-00000200\n"

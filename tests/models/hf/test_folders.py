@@ -181,10 +181,10 @@ def test_w12_a_tokenizer_with_fewer_ids_is_said_and_with_more_refused() -> None:
 
     said: list[str] = []
     check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
-    assert said == ["the tokenizer has 90 ids; the last 7 of the model's 97 are padding"]
+    assert said == ["the tokenizer has 90 ids; the last 7 of the model's 97 ids are padding"]
     Tokenizer.vocab_size = 97
     check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]
     assert len(said) == 1
     Tokenizer.vocab_size = 98
-    with pytest.raises(DataError, match="the tokenizer has 98 ids, here 97; give the right one"):
+    with pytest.raises(DataError, match="the tokenizer has 98 ids, but here has 97; pass another one"):
         check_tokenizer(Tokenizer(), Weights(), said.append)  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ def test_commands_for_one_process_refuse_several(
     arguments = {"generate": (tmp_path,), "convert": (tmp_path, tmp_path / "target", "--from", "hf", "--to", "forge")}[command]
     assert run(command, *arguments) == 2
     said = capsys.readouterr().err
-    assert f"{command} works on one process" in said
+    assert f"{command} runs in one process" in said
     assert words in said
 
 

@@ -122,4 +122,4 @@ def _stopped() -> str:
 
 def test_the_hook_stops_every_rank_and_names_the_drifted_one(world: World) -> None:
     for message in world.run(_stopped, 2):
-        assert message.startswith("after step 300 rank 1 holds other values of norm.weight than its replicas")
+        assert message.startswith("after step 300 rank 1 has other values of norm.weight than its replicas")

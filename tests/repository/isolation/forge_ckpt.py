@@ -8,7 +8,7 @@ import torch
 
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
@@ -22,7 +22,7 @@ def pieces(tensor: torch.Tensor) -> list[Piece]:
 
 
 with tempfile.TemporaryDirectory() as directory:
-    store, world = LocalStore(Path(directory)), Alone()
+    store, world = LocalStore(Path(directory)), SingleProcessWorld()
     weight = torch.arange(12.0).reshape(3, 4)
     save(store, pieces(weight), {"cursor": 5}, 1, world)
     found = newest(store, world)

@@ -84,7 +84,7 @@ def command(entry: Entry, registry: Registry) -> Any:
         app.command(entry.name, cls=OverridesCommand if open_ended else None, context_settings=settings)(loaded)
     try:
         return get_command(app)
-    except Exception as cause:  # whatever typer makes of a stranger's signature
+    except Exception as cause:  # typer may raise anything about a plugin's signature
         raise BrokenPlugin(
             f"command {entry.name!r} of {entry.distribution} {entry.version} ({entry.target}) has a signature that typer "
             f"refuses: {type(cause).__name__}: {cause}"

@@ -53,7 +53,7 @@ def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = Fals
 
 @app.command()
 def show(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
-    """The tensors of one checkpoint and what the trainer recorded beside them."""
+    """The tensors of one checkpoint and the trainer's metadata."""
     store, only = _open(directory, foreign)
     from forge_ckpt.errors import Damaged
 
@@ -83,20 +83,20 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
     store, only = _open(directory, foreign)
     step = step or only
     from forge_ckpt.errors import Damaged
-    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.verify import agreed_fault
 
     name, manifest, fault = step or "", None, None
     try:
         name, manifest = _read(store, step)
-        fault = agreed_fault(store, name, manifest, Alone())
+        fault = agreed_fault(store, name, manifest, SingleProcessWorld())
     except Damaged as cause:
         fault = str(cause)
     result = {"name": name, "verified": fault is None, "bytes": manifest.bytes if manifest else None, "reason": fault}
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     elif fault is None and manifest:
-        typer.echo(f"{name} is what was written: {manifest.bytes:,} bytes in {len(manifest.tensors)} tensors")
+        typer.echo(f"{name} is verified: {manifest.bytes:,} bytes in {len(manifest.tensors)} tensors")
     else:
         typer.echo(f"{name} is damaged: {fault}", err=True)
     if fault:
@@ -141,11 +141,11 @@ def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
 def _read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":
     from forge_ckpt.errors import Damaged
     from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.verify import open_manifest
 
     try:
-        name = resolve(store, int(step) if step is not None and step.isdecimal() else step, Alone())
+        name = resolve(store, int(step) if step is not None and step.isdecimal() else step, SingleProcessWorld())
         return name, open_manifest(store, name)[0]
     except Damaged:  # `verify` reports it as its result
         raise

@@ -1,4 +1,4 @@
-"""Refusals that somebody tells apart from all others."""
+"""Errors that callers handle in different ways."""
 
 from forge_core.errors import CheckpointError
 
@@ -8,10 +8,10 @@ class Damaged(CheckpointError):
 
 
 class NewerFormat(CheckpointError):
-    """Written by a later version: sound, but not ours to read, skip or move."""
+    """Written by a later version: it is sound, but this version cannot read it and must not skip or move it."""
 
 
 class Superseded(CheckpointError):
-    """Another job writes here now; nothing is to be started again."""
+    """Another job has taken over the directory; this one must not be restarted."""
 
     exit_code = 4

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Console:
     """What one command prints. With `as_json` only `document` and `error` write to standard output.
 
-    Colors follow rich: none when `NO_COLOR` is set or the stream is no terminal.
+    Colors follow rich: none when `NO_COLOR` is set or the stream is not a terminal.
     """
 
     def __init__(self, *, as_json: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -29,7 +29,7 @@ class Console:
             print(message, file=self._out)
 
     def note(self, message: str) -> None:
-        """A remark beside the result, on standard error."""
+        """A remark next to the result, on standard error."""
         print(message, file=self._err)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
@@ -80,7 +80,7 @@ class Progress:
             self._bar.advance(self._task, amount)
 
     def say(self, description: str) -> None:
-        """Changes the text beside the bar."""
+        """Changes the text next to the bar."""
         if self._bar is not None:
             self._bar.update(self._task, description=description)
 

@@ -1,6 +1,6 @@
-"""What Forge says when it refuses.
+"""The errors of Forge.
 
-Every refusal is a `ForgeError`: one message that says what is wrong and what to do next. A command prints the
+Every one is a `ForgeError` with a message that says what is wrong and what to do. A command prints the
 message without a traceback and exits with `exit_code`; 2 means "your input", the code that shells and argument
 parsers use for it.
 """

@@ -1,4 +1,4 @@
-"""Portraits and diagnoses of plugins: what each takes, whether it loads, and whether it keeps its group's promises."""
+"""Descriptions and diagnoses of plugins: what each takes, whether it loads, and whether it conforms to its group."""
 
 import dataclasses
 import inspect
@@ -38,7 +38,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Portrait:
+class PluginDescription:
     """What a plugin is."""
 
     entry: Entry
@@ -74,16 +74,16 @@ def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entr
     if group or ".py:" in name:
         wanted = group if group.startswith("forge.") else f"forge.{group}"
         if not group:
-            raise UnknownComponent(f"{name!r} may be of any group; say which with --group")
+            raise UnknownComponent(f"{name!r} may be of any group; choose one with --group")
         return [registry.find(wanted, name)]
     found = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
     if not found:
         hint = did_you_mean(name, sorted({entry.name for entry in registry.entries}))
-        raise UnknownComponent(f"no plugin is called {name!r}" + (f"; {hint}" if hint else ""))
+        raise UnknownComponent(f"unknown plugin {name!r}" + (f"; {hint}" if hint else ""))
     return sorted(found, key=lambda entry: (entry.group, entry.distribution))
 
 
-def portrait(entry: Entry, registry: Registry) -> Portrait:
+def describe_plugin(entry: Entry, registry: Registry) -> PluginDescription:
     """A plugin's docstring and keys.
 
     Raises:
@@ -91,8 +91,10 @@ def portrait(entry: Entry, registry: Registry) -> Portrait:
     """
     loaded = registry.load_entry(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
-        return Portrait(entry, (inspect.getdoc(loaded) or "").partition("\n\n")[0] if callable(loaded) else str(loaded), ())
-    return Portrait(entry, " ".join((inspect.getdoc(loaded) or "").split()), _keys(loaded, registry))
+        return PluginDescription(
+            entry, (inspect.getdoc(loaded) or "").partition("\n\n")[0] if callable(loaded) else str(loaded), ()
+        )
+    return PluginDescription(entry, " ".join((inspect.getdoc(loaded) or "").split()), _keys(loaded, registry))
 
 
 def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type, ...] = ()) -> tuple[Key, ...]:
@@ -107,7 +109,7 @@ def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type
             default = "none" if value is None else value_text(default_of(value, shape, registry))
         table = shape.inner or shape
         below: tuple[Key, ...] = ()
-        if table.kind == "section" and table.type not in above:  # a table may hold tables of its own kind
+        if table.kind == "section" and table.type not in above:  # a table may hold tables of the same kind
             below = _keys(table.type, registry, value if shape.kind == "section" else None, (*above, table.type))
             default = None if shape.kind == "section" and value is not None else default
         found.append(Key(info.name, describe_shape(shape), default, info.doc, below))
@@ -133,7 +135,7 @@ def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
     except BrokenPlugin as error:
         return [*problems, str(error)]
     if not before and "torch" in sys.modules:
-        problems.append("imports torch when it is only looked at; import it inside build")
+        problems.append("imports torch at module level; import it inside build")
     if inspect.isclass(loaded) and issubclass(loaded, Component):
         problems += _describes_itself(loaded)
         problems += _defaults_fit(loaded)
@@ -145,7 +147,7 @@ def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
 
 
 def _describes_itself(cls: type) -> list[str]:
-    """What a component owes whoever reads a recipe."""
+    """What a component must say about itself."""
     problems = []
     parameters = typing.cast(Any, cls).__dataclass_params__
     if not parameters.frozen:

@@ -41,8 +41,8 @@ class Layout:
             legal = [ep for ep in divisors(lenders) if lenders % (ep * self.etp) == 0]
             raise LayoutError(
                 f"parallel.ep * parallel.etp = {borrowed} does not divide dp_shard * cp * tp = {lenders}: experts borrow "
-                f"these ranks; legal values of parallel.ep with etp = {self.etp}: {_listed(legal) or 'none'}; or start as many "
-                f"processes that dp_shard * cp * tp is a multiple of {borrowed}"
+                f"these ranks; legal values of parallel.ep with etp = {self.etp}: {_listed(legal) or 'none'}; or change "
+                f"the world size so that dp_shard * cp * tp is a multiple of {borrowed}"
             )
         if self.etp > 1 and self.etp != self.tp:
             raise LayoutError(f"parallel.etp = {self.etp}: expert tensor parallelism is 1 or equal to parallel.tp = {self.tp}")
@@ -69,14 +69,14 @@ class Layout:
         if given["dp_shard"] == -1:
             if world % others:
                 raise LayoutError(
-                    f"the world has {world} processes, and {_product(given, skip='dp_shard')} = {others} does not divide it; "
-                    f"worlds that fit are multiples of {others}"
+                    f"the world size {world} is not a multiple of {_product(given, skip='dp_shard')} = {others}; "
+                    f"use a multiple of {others}"
                 )
             given["dp_shard"] = world // others
         elif others * given["dp_shard"] != world:
             fits = f"set parallel.dp_shard = {world // others}" if world % others == 0 else f"multiples of {others} fit"
             raise LayoutError(
-                f"the world has {world} processes, but {_product(given)} = {others * given['dp_shard']}; "
+                f"the world size is {world}, but {_product(given)} = {others * given['dp_shard']}; "
                 f"start {others * given['dp_shard']} processes or change the sizes ({fits})"
             )
         return cls(**given)
@@ -141,7 +141,7 @@ class Layout:
         return int(getattr(self, axis))
 
     def sizes(self) -> dict[str, int]:
-        """The sizes as they stand in a recipe's `[parallel]` table."""
+        """The sizes as a recipe's `[parallel]` table has them."""
         return {axis: int(getattr(self, axis)) for axis in SIZES}
 
     def active(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class Layout:
         chosen = tuple(axes)
         view = DENSE if set(chosen) <= set(DENSE) else SPARSE
         if not set(chosen) <= set(view):
-            raise LayoutError(f"axes {', '.join(chosen)} do not lie in one view: {DENSE} or {SPARSE}")
+            raise LayoutError(f"axes {', '.join(chosen)} do not belong to one view: {DENSE} or {SPARSE}")
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             at = self._unravel(rank, view)

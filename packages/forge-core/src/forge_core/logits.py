@@ -1,7 +1,7 @@
 """How much of the logits exists at a time, for every loss head that takes rows in chunks. Integers only."""
 
 CHUNK = 2**25
-"""Bytes of logits, in the dtype of the products, that a chunk may hold whatever the size of the projection."""
+"""Bytes of logits, in the dtype of the products, that a chunk may hold for a projection of any size."""
 
 BLOCK = 2**20
 """Elements that are worked on at a time on a CPU: 4 MiB in fp32, which its cache holds through all passes over them."""

@@ -15,7 +15,7 @@ _QUERY = re.compile(r"(?P<key>[?&][\w.-]+=)[^\s&'\"]+")
 
 
 def secret(key: str) -> bool:
-    """Whether the value of `key` may be a secret. Only text is hidden: a number under `max_tokens` is none."""
+    """Whether the value of `key` may be a secret. Only text is hidden; a number under `max_tokens` is not a secret."""
     return bool(_SECRET.search(key))
 
 
@@ -34,8 +34,8 @@ def refuse_redacted(tables: Mapping[str, Any], origin: str) -> None:
     """Raises a CheckpointError that names the keys of `tables`, read from `origin`, whose secrets were left out."""
     if names := ", ".join(_hidden(tables)):
         raise CheckpointError(
-            f"{origin} keeps no secrets: {names} is hidden there; give the recipe itself, such as the run's config.toml, or, "
-            "where only text has to become tokens, --tokenizer"
+            f"{origin} does not keep secrets: {names} is hidden. Give the recipe, such as the run's config.toml; "
+            "to encode text only, give --tokenizer"
         )
 
 

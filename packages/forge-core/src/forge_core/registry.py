@@ -20,7 +20,7 @@ from typing import Any
 
 from forge_core.component import Component, fields_of
 from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, did_you_mean
-from forge_core.groups import GROUPS, KNOWN_ELSEWHERE
+from forge_core.groups import GROUPS, HOMES
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def installed() -> Iterator[Entry]:
             metadata = distribution.metadata
             name, version = metadata["Name"], metadata["Version"]
             points = list(distribution.entry_points)
-        except Exception:  # noqa: BLE001 - damaged metadata of a stranger's package must not break a run that does not ask for it
+        except Exception:  # noqa: BLE001 - damaged metadata of an unrelated package must not break a run that does not use it
             continue
         if not name or canonical(name) in seen:
             continue
@@ -84,7 +84,7 @@ class Registry:
         """Entries of one group, sorted by name."""
         if group not in GROUPS:
             hint = did_you_mean(group, list(GROUPS)) or f"groups: {', '.join(GROUPS)}"
-            raise UnknownComponent(f"there is no plugin group {group!r}; {hint}")
+            raise UnknownComponent(f"unknown plugin group {group!r}; {hint}")
         return sorted((e for e in self.entries if e.group == group), key=lambda e: (e.name, e.distribution))
 
     def find(self, group: str, name: str) -> Entry:
@@ -108,17 +108,17 @@ class Registry:
             choices = " or ".join(repr(e.qualified) for e in matches)
             raise PluginConflict(f"{kind} {name!r} is claimed by {claims}; choose with name = {choices}")
         if not matches:
-            known = KNOWN_ELSEWHERE.get((group, bare))
-            missing = known and all(e.distribution != known for e in self.entries)
-            hint = f"pip install {known}" if missing else did_you_mean(name, self.names(group))
-            raise UnknownComponent(f"there is no {kind} {name!r}" + (f"; {hint}" if hint else ""))
+            present = {canonical(e.distribution) for e in self.entries}
+            absent = [home for home, groups in HOMES.items() if group in groups and home not in present]
+            hints = [did_you_mean(name, self.names(group)), *(f"to get those of {home}: pip install {home}" for home in absent)]
+            raise UnknownComponent("; ".join([f"unknown {kind} {name!r}", *filter(None, hints)]))
         return matches[0]
 
     def load(self, group: str, name: str) -> Any:
         """The component class (or plain object, for groups without `build`) that `name` means.
 
         Raises:
-            BrokenPlugin: it cannot be imported, is no component, or its `build` takes other arguments.
+            BrokenPlugin: it cannot be imported, is not a component, or its `build` takes other arguments.
         """
         return self.load_entry(self.find(group, name))
 
@@ -130,7 +130,7 @@ class Registry:
                 _conform(entry, loaded)
             except BrokenPlugin:
                 raise
-            except (Exception, SystemExit) as cause:  # whatever a stranger's module raises on import; scripts call sys.exit
+            except (Exception, SystemExit) as cause:  # a plugin's module may raise anything on import; scripts call sys.exit
                 raise BrokenPlugin(f"{_described(entry)} cannot be loaded: {type(cause).__name__}: {cause}") from cause
             self._loaded[entry] = loaded
         return self._loaded[entry]
@@ -156,9 +156,9 @@ def _file_entry(group: str, name: str) -> Entry:
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: there is no such file")
+        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: the file does not exist")
     if not attribute.isidentifier():
-        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: write file.py:ClassName")
+        raise UnknownComponent(f"{GROUPS[group].kind} {name!r}: write it as file.py:ClassName")
     digest = sha256(path.read_bytes()).hexdigest()[:12]
     return Entry(group, name, str(path.name), f"sha256:{digest}", f"{path.resolve()}:{attribute}")
 
@@ -173,7 +173,7 @@ def _load_file(entry: Entry) -> Any:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """The module of a plugin file, imported under a name of its own so that pickling and type hints resolve."""
+    """The module of a plugin file, imported under a unique name, so that pickling and type hints resolve."""
     name = f"forge_file_{sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -40,11 +40,11 @@ def convert(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_train.commands.single_process import alone
+    from forge_train.commands.single_process import require_single_process
     from forge_train.inference.forge_weights import Cast
     from forge_train.inference.tokenizer import write_tokenizer
 
-    alone("convert")
+    require_single_process("convert")
     console, registry = Console(as_json=as_json), Registry()
     if dtype is not None and dtype not in DTYPES:
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
@@ -67,7 +67,7 @@ def convert(
         aside = target.with_name(f"{target.name}.refused")
         if not aside.exists():
             target.rename(aside)
-            console.note(f"what was written did not pass and is now {aside}")
+            console.note(f"the written weights failed the comparison and were moved to {aside}")
         raise
     result = {"source": str(source), "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
     if as_json:
@@ -88,7 +88,7 @@ def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Conv
     component = registry.load("forge.converters", name)
     if unknown := sorted(set(options) - _options(registry, name)):
         flags = ", ".join(f"--{option.replace('_', '-')}" for option in unknown)
-        raise ForgeError(f"the format {name!r} has no {flags}")
+        raise ForgeError(f"format {name!r} does not support {flags}")
     return component(**options).build()
 
 
@@ -108,9 +108,9 @@ def same(weights: "Weights", again: "Weights") -> None:
 
     expected, found = _logits(weights), _logits(again)
     if not torch.isfinite(expected).all():
-        raise ForgeError(f"the logits of {weights.facts.origin} are not finite, so the conversion cannot be checked")
+        raise ForgeError(f"the logits of {weights.facts.origin} are not finite; the conversion cannot be checked")
     if expected.shape != found.shape or not torch.equal(expected, found):
-        raise ForgeError("the logits of what was written differ from those of the source; please report this")
+        raise ForgeError("the logits of the written weights differ from those of the source; please report this")
 
 
 def compared(converter: "Converter", path: Path, weights: "Weights") -> str:

@@ -41,7 +41,7 @@ def parity(
     for text, layout in parsed.items():
         if rows % (layout.data * micro_batch):
             raise ForgeError(
-                f"--rows {rows} are not whole micro-batches of {micro_batch} on the {layout.data} data ranks of {text}"
+                f"--rows {rows} must be a multiple of {micro_batch} (--micro-batch) * {layout.data} (data ranks of {text})"
             )
     job = load(recipe, context.args).job
     for text, layout in parsed.items():
@@ -85,7 +85,7 @@ def rank(
     length: int,
     steps: int,
 ) -> dict[str, Any]:
-    """What one rank of one layout measures; runs in a process of its own."""
+    """What one rank of one layout measures; runs in a separate process."""
     import torch
 
     from forge_core.layout import Layout

@@ -31,7 +31,7 @@ def plan(
     """Show what a recipe would hold and exchange on N processes, before any of them is rented.
 
     Draws which ranks form which group; then, per rank, bytes of parameters, gradients and optimizer state, of
-    activations, and of every collective beside the least that would do. The recipe's own model, transforms and optimizer
+    activations, and of every collective next to its lower bound. The recipe's own model, transforms and optimizer
     run for a step, on tensors without memory: no GPU, no data, a few hundred MiB, seconds to a minute.
 
     Try layouts before you rent: forge-train plan 7b --world 64 --parallel.dp_replicate=8
@@ -39,10 +39,10 @@ def plan(
     from forge_core.console import Console
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
-    from forge_train.commands.single_process import alone
+    from forge_train.commands.single_process import require_single_process
     from forge_train.recipe.load import load
 
-    alone("plan")
+    require_single_process("plan")
     registry = Registry()
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args, world, registry)

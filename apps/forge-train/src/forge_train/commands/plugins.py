@@ -43,12 +43,12 @@ def show(
 ) -> None:
     """What a plugin is and which keys it takes."""
     from forge_core.console import Console
-    from forge_core.inspection import find_everywhere, portrait
+    from forge_core.inspection import describe_plugin, find_everywhere
     from forge_core.registry import Registry
 
     console = Console(as_json=as_json)
     registry = Registry()
-    found = [portrait(entry, registry) for entry in find_everywhere(registry, name, group)]
+    found = [describe_plugin(entry, registry) for entry in find_everywhere(registry, name, group)]
     if as_json:
         console.document([item.as_json() for item in found])
         return

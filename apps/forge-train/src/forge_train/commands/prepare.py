@@ -1,4 +1,4 @@
-"""`forge-train prepare RECIPE`: tokenise ahead of the run, where the run will find it."""
+"""`forge-train prepare RECIPE`: tokenizes the data ahead of the run."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ def prepare(
     recipe: Recipe,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
-    """Tokenise the text of a recipe before its run starts.
+    """Tokenize the text of a recipe before its run starts.
 
     A run does the same at its start; on a cluster it is better done once, on one process, without accelerators waiting.
     """

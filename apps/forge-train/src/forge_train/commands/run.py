@@ -63,7 +63,7 @@ def start(
     resolved, unread = None, None
     try:
         resolved = load(recipe, overrides, where.size, registry, here=True)
-    except Exception as cause:  # noqa: BLE001 (the other ranks have to learn of it, whatever it is)
+    except Exception as cause:  # noqa: BLE001 (the other ranks have to learn of any error)
         if where.size == 1 and isinstance(cause, ForgeError):  # there are none, and torch need not be imported
             log.say(cause)
             return cause.exit_code
@@ -90,7 +90,7 @@ def start(
     except Refused as refusal:
         if where.rank == 0:
             log.say(refusal)
-        watch.stop()  # all ranks end now, which is nobody's failure
+        watch.stop()  # all ranks end now, which is not a failure of this one
         ranks.said()
         tell_launcher(str(refusal), refusal.exit_code, follows=where.rank > 0)
         return refusal.exit_code

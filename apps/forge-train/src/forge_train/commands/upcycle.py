@@ -22,15 +22,15 @@ def upcycle(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_models.moe.upcycle import Upcycled
-    from forge_train.commands.single_process import alone
+    from forge_train.commands.single_process import require_single_process
     from forge_train.inference.open import open_weights
     from forge_train.recipe.load import load
 
-    alone("upcycle")
+    require_single_process("upcycle")
     registry = Registry()
     model: Any = load(recipe, registry=registry).job.model
     if getattr(model, "moe", None) is None:
-        raise ForgeError(f"{recipe} has no [model.moe], so it does not say what experts to make")
+        raise ForgeError(f"{recipe} has no [model.moe], which defines the experts")
     console, given = Console(), open_weights(source, registry)
     for note in given.facts.notes:
         console.note(note)

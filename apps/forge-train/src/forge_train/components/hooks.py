@@ -33,9 +33,9 @@ class Progress(Component):
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 10
-    """Optimizer steps between two looks at the loss; each look waits for the device."""
+    """Optimizer steps between two updates of the loss."""
     seconds: Annotated[float, Ge(0)] = 10.0
-    """Least time between two lines when the output is no terminal."""
+    """Least time between two lines when the output is not a terminal."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.progress import ProgressHook
@@ -62,7 +62,7 @@ class Evaluate(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas(Component):
-    """Compares parameters that several ranks hold alike, bit by bit, and stops the run when one drifted."""
+    """Compares replicated parameters bit by bit, and stops the run when replicas have diverged."""
 
     key_class: ClassVar = FREE
 
@@ -87,12 +87,12 @@ class Save(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Component):
-    """Writes how evenly experts are used: load, entropy, dropped slots and bias of every layer, and a heat map for the report."""
+    """Logs router statistics: load, entropy, dropped slots and bias of every layer, and a heat map for the report."""
 
     key_class: ClassVar = FREE
 
     every: Annotated[int, Gt(0)] = 100
-    """Optimizer steps between two looks; the last step is always looked at."""
+    """Optimizer steps between two measurements; the last step is always measured."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.routing import RoutingHook

@@ -114,7 +114,7 @@ class Decaying(Schedule):
         """Those of every schedule, and a warm-up that leaves no step for the decay."""
         faults = super().faults(steps)
         if not faults and self.warmup == steps:
-            message = f"a warm-up of {self.warmup} steps leaves none of the run's for the decay (train.max_steps = {steps})"
+            message = f"a warm-up of {self.warmup} steps leaves no step for the decay (train.max_steps = {steps})"
             faults.append(Fault("schedule.warmup", message, hint="lower schedule.warmup, or choose name = 'constant'"))
         return faults
 
@@ -173,7 +173,7 @@ class Wsd(Schedule):
                 Fault(
                     "schedule.decay",
                     f"{decay} steps of decay ({self.decay:g} of train.max_steps = {steps}) and schedule.warmup = {self.warmup} "
-                    f"make {self.warmup + decay}, more than the run",
+                    f"are {self.warmup + decay} steps, more than the run has",
                     hint="lower schedule.decay or schedule.warmup",
                 )
             )
@@ -198,7 +198,7 @@ class MultiStep(Schedule):
 
     def __post_init__(self) -> None:
         if len(self.at) != len(self.factors):
-            raise ValueError(f"factors has {len(self.factors)} numbers, but at has {len(self.at)}; give one for each")
+            raise ValueError(f"factors has {len(self.factors)} numbers, but at has {len(self.at)}; give one factor for each")
         if any(later <= before for before, later in pairwise(self.at)):
             raise ValueError(f"at {list(self.at)} must ascend")
 
@@ -211,7 +211,7 @@ class MultiStep(Schedule):
         faults = super().faults(steps)
         starts = self.starts(steps)
         if not faults and starts and starts[0] < self.warmup:
-            message = f"a piece begins at step {starts[0]}, inside of the warm-up of {self.warmup} (train.max_steps = {steps})"
+            message = f"a piece begins at step {starts[0]}, within the warm-up of {self.warmup} steps (train.max_steps = {steps})"
             faults.append(Fault("schedule.at", message, hint="raise schedule.at or lower schedule.warmup"))
         return faults
 

@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def pause(run: Any) -> Iterator[None]:
-    """Adds the time of the block to `run.paused`, in seconds. Evaluating and saving stand inside one."""
+    """Adds the time of the block to `run.paused`, in seconds. Evaluation and saving run inside one."""
     started = perf_counter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Loss on held-out sets."""
+"""Evaluates the loss on held-out sets."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ class EvaluateHook(Periodic):
             if self.left:
                 return
             if result.tokens == 0:
-                _log.warning("evaluation set %r has no token to predict; it is left out", name)
+                _log.warning("evaluation set %r has no token to predict; it is skipped", name)
                 continue
             values[f"evaluation/{name}/loss"] = result.loss
             values[f"evaluation/{name}/perplexity"] = perplexity(result.loss)

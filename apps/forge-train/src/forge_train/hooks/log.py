@@ -1,4 +1,4 @@
-"""Numbers of a step to the trackers."""
+"""Writes the numbers of a step to the trackers."""
 
 import resource
 import sys
@@ -9,10 +9,12 @@ from forge_train.hooks.clock import Stopwatch
 
 
 class LogHook(Hook):
-    """Every N steps, at the first step of this start and at the last of the run; only then it waits for the device.
+    """Writes a line every N steps, at the first step of this start and at the last step of the run.
+
+    The loop has read the numbers of the step before hooks act, so a line costs no synchronization with the device.
 
     Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
-    step), `skipped_steps` (of the run so far, once there is one) and whatever else the step counted, such as `source/LABEL/loss`
+    step), `skipped_steps` (of the run so far, once there is one) and every other number of the step, such as `source/LABEL/loss`
     and `source/LABEL/tokens` (of that step, where it has any) of each source of a mixture; `data/LABEL/tokens` and
     `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and asked for by the weights); `tokens` (seen by
     the run so far), `step_tokens` (with loss, in this step), `tokens_per_second` and `step_seconds` (means since the last line,
@@ -36,9 +38,9 @@ class LogHook(Hook):
         if not due or run.topology.rank != 0:
             return
         self.first = False
-        numbers = dict(result.numbers())  # waits for the device, so the lap that follows is honest
+        numbers = dict(result.numbers())
         seconds, steps, tokens = self.watch.lap()
-        numbers.pop("stop", None)  # a request that the loop acts on, no metric
+        numbers.pop("stop", None)  # a request to the loop, not a metric
         if "tokens" in numbers:
             numbers["step_tokens"] = numbers.pop("tokens")
         if (health := getattr(run, "health", None)) is not None and health.total:

@@ -1,4 +1,4 @@
-"""What evaluation, sampling and saving have in common."""
+"""Base class of hooks that act every N steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ class Periodic(Hook):
 
     Attributes:
         leisurely: not done when the run was asked to stop: there may be seconds left to save, and the run goes on later.
-        left: it was begun and left because the run was asked to stop; the run that resumes does it first.
+        left: the action was interrupted because the run was asked to stop; the run that resumes does it first.
     """
 
     leisurely = False
@@ -28,12 +28,12 @@ class Periodic(Hook):
         self.left = False
 
     def start(self, run: Any) -> None:
-        """Does what an earlier start of the run left."""
+        """Does what an earlier start of the run did not finish."""
         if self.left:
             self.once(run)
 
     def state(self) -> Mapping[str, Any]:
-        """Whether something was left."""
+        """Whether an action was interrupted."""
         return {"left": True} if self.left else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -66,5 +66,5 @@ class Periodic(Hook):
         return self.left
 
     def act(self, run: Any) -> None:
-        """What is done."""
+        """The action."""
         raise NotImplementedError

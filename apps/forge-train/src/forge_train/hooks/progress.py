@@ -1,4 +1,4 @@
-"""Where a run stands, for a person who looks at it."""
+"""Shows the progress of a run."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -115,7 +115,7 @@ class _Live:
         )
         self.task = self.bar.add_task("the first step takes longest", total=job.train.max_steps)
         self.bar.start()
-        console.show_cursor(True)  # hidden by `start`; nobody would show it again after a crash
+        console.show_cursor(True)  # hidden by `start`, and a crash would leave it hidden
         self.drawn = 0.0
 
     def show(self, now: _Now) -> None:

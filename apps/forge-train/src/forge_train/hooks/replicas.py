@@ -1,4 +1,4 @@
-"""Replicas that are none any more must not go on training, nor be saved."""
+"""Stops the run when replicas have diverged."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from forge_train.run.stop import TrainingError
 
 
 class ReplicasHook(Periodic):
-    """Stops the run with the name of the tensor and the rank that holds it otherwise."""
+    """Compares the replicas of every parameter, and names the tensor and the rank that differ."""
 
     def act(self, run: Any) -> None:
         """Compares all parameters.
@@ -18,7 +18,7 @@ class ReplicasHook(Periodic):
         """
         if found := drifted(run.model):
             raise TrainingError(
-                f"after step {run.state.step} rank {found.rank} holds other values of {found.name} than its replicas: a faulty "
-                "device, or a kernel that is not deterministic. The run goes on from the newest checkpoint when started again; "
-                "leave that rank's device out if it happens twice"
+                f"after step {run.state.step} rank {found.rank} has other values of {found.name} than its replicas. The cause is "
+                "a faulty device or a nondeterministic kernel. Start the run again to resume from its newest checkpoint; "
+                "exclude that rank's device if it happens twice"
             )

@@ -1,4 +1,4 @@
-"""How evenly experts are used: numbers of every layer to the trackers, and all loads for the report."""
+"""Router statistics of every layer for the trackers, and the load of every expert for the report."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ class RoutingHook(Periodic):
     mean load; 1 when even), `entropy` (of the router's probabilities, nats per token), `dropped` (share of the slots that
     capacity took away), `loss` (of the router's own, per token) and, where a bias balances, `bias_max` and `bias_min`.
 
-    The counts are those of the whole batch of all ranks; a look costs one all-reduce and waits for the device.
+    The counts are those of the whole batch of all ranks; a measurement costs one all-reduce and waits for the device.
     """
 
     experts: int
@@ -36,7 +36,7 @@ class RoutingHook(Periodic):
         """Looks whether the model has experts."""
         self.experts = getattr(getattr(run.job.model, "moe", None), "experts", 0)
         if not self.experts:  # one table makes a recipe dense; its hooks need not change with it
-            _log.info("the hook 'routing' has nothing to show: the model has no [model.moe]")
+            _log.info("hook 'routing' has nothing to report: the model has no [model.moe]")
         super().start(run)
 
     def act(self, run: Any) -> None:

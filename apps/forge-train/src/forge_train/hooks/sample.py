@@ -1,4 +1,4 @@
-"""Text from the model that is training."""
+"""Generates sample text during training."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ class _Left(Exception):
 class SampleHook(Periodic):
     """Continues the prompts on all ranks alike, since a sharded model answers only when all of them ask.
 
-    The newest samples stand in `samples.json` of the run's directory, where the report finds them.
+    The newest samples are in `samples.json` of the run's directory, where the report finds them.
     """
 
     leisurely = True
@@ -84,8 +84,8 @@ class SampleHook(Periodic):
         ]
         try:
             (run.directory / SAMPLES).write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")
-        except OSError as cause:  # a full disk is no reason to lose the run
-            _log.warning("samples could not be kept: %s", cause)
+        except OSError as cause:  # a full disk must not end the run
+            _log.warning("samples could not be written: %s", cause)
         if run.console is not None:
             for sample in samples:
                 run.console.print(f"step {run.state.step} | {sample['prompt']}{sample['text']}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Checkpoints at the right steps."""
+"""Saves checkpoints."""
 
 from typing import Any
 

@@ -36,9 +36,9 @@ class Continuation:
         self.tokens = 0
         self.drafts = Tally() if speculate else None
         if speculate and (sampling.temperature != 0 or sampling.repetition_penalty != 1):
-            raise ForgeError("--speculate makes the most likely tokens; add --temperature 0, and leave out --repetition-penalty")
+            raise ForgeError("--speculate needs greedy decoding; add --temperature 0 and remove --repetition-penalty")
         if any(not text for text in self.stops):
-            raise ForgeError("--stop takes a text that is not empty")
+            raise ForgeError("--stop must not be empty")
 
     def __call__(self, text: str) -> Iterator[str]:
         """The continuation of `text` in pieces."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.saving.world import Alone, Group
+from forge_ckpt.saving.world import Group, SingleProcessWorld
 from forge_core.config.tree import Table, build
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.convert import Weights
@@ -63,7 +63,7 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
     origin = weights.facts.origin if recipe is None else recipe
     values: dict[str, Any] = dict(weights.facts.recipe) if recipe is None else load(recipe, (), None, registry).as_json()
     if "data" not in values:
-        raise ForgeError(f"{origin} carries no recipe that says what to evaluate on; give one with --recipe RECIPE")
+        raise ForgeError(f"{origin} has no recipe with [data]; pass --recipe RECIPE")
     chosen = {name: values[name] for name in _SECTIONS if name in values}
     refuse_redacted({"data": chosen["data"]}, origin)
     chosen["model"] = table_of(weights.model, registry)
@@ -76,7 +76,7 @@ def recipe_for(weights: Weights, recipe: str | None, overrides: Sequence[str], w
     if not resolved.job.data.evaluation:
         raise ForgeError(
             f"{origin} has no held-out set; add one, such as --data.evaluation.mine.name=text "
-            "--data.evaluation.mine.path=FILE, or give another recipe with --recipe"
+            "--data.evaluation.mine.path=FILE, or pass another recipe with --recipe"
         )
     return resolved
 
@@ -92,7 +92,7 @@ def scores(
     job, layout = resolved.job, resolved.layout
     assert layout is not None
     topology = Topology.of(layout, device)
-    with rank_zero_first(Group() if topology.size > 1 else Alone()):
+    with rank_zero_first(Group() if topology.size > 1 else SingleProcessWorld()):
         try:
             tokenizer = tokenizer_for(weights, None, registry, say)
         except DataError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from forge_ckpt.saving import resume, saver
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.locate import Place, locate
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import open_manifest
@@ -24,7 +24,7 @@ from forge_train.recipe.schema import Job
 
 PREFIX = "model/"
 TOKENIZER = "tokenizer"
-"""Folder beside converted checkpoints that keeps the tokenizer's files."""
+"""Folder next to converted checkpoints that keeps the tokenizer's files."""
 
 
 def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:
@@ -36,7 +36,7 @@ def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:
     """
     config = meta.get("config")
     if not isinstance(config, Mapping) or "model" not in config:
-        raise CheckpointError("the checkpoint carries no recipe, so nothing says what its tensors are")
+        raise CheckpointError("the checkpoint has no recipe, so its tensors cannot be interpreted")
     chosen = {name: config[name] for name in sections if name in config}
     refuse_redacted(chosen, "the checkpoint")
     tree = build(chosen, (), lambda _: "checkpoint", Path.cwd())
@@ -90,7 +90,7 @@ class ForgeWeights:
             Piece(PREFIX + name, self.tensors[name].shape, offset, live[name], False) for name, (offset, _) in boxes.items()
         ]
         wanted = {piece.name for piece in pieces}
-        resume.load(self._store, self.place.name, pieces, Alone(), select=wanted.__contains__)
+        resume.load(self._store, self.place.name, pieces, SingleProcessWorld(), select=wanted.__contains__)
         return live
 
 
@@ -108,7 +108,7 @@ class ForgeConverter:
             CheckpointError: `path` is not empty, or the checkpoint cannot be written.
         """
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointError(f"{path} exists and is not an empty directory; choose another")
+            raise CheckpointError(f"{path} exists and is not an empty directory; choose another one")
         path.mkdir(parents=True, exist_ok=True)
         meta = {
             "config": {"model": table_of(weights.model, Registry())},
@@ -128,13 +128,13 @@ class ForgeConverter:
             Piece(PREFIX + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, True)
             for name, tensor in weights.read(list(weights.tensors)).items()
         )
-        saver.save(LocalStore(path), pieces, meta, weights.facts.step, Alone())
+        saver.save(LocalStore(path), pieces, meta, weights.facts.step, SingleProcessWorld())
         if weights.facts.tokenizer is not None:
             copy_tokenizer(weights.facts.tokenizer, path / TOKENIZER)
 
     def reference(self, path: Path, tokens: torch.Tensor) -> str:
-        """Forge is the library of its own format."""
-        return "the format is our own"
+        """No other library reads this format."""
+        return "this is Forge's format"
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -150,7 +150,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 class Cast:
-    """`Weights` in another dtype. Buffers keep theirs: a counter or a bias of routing is no weight."""
+    """`Weights` in another dtype. Buffers keep theirs: a counter or a routing bias is not a weight."""
 
     def __init__(self, weights: Weights, dtype: str) -> None:
         self._weights, self._dtype = weights, getattr(torch, dtype)

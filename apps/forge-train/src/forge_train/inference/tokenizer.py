@@ -14,7 +14,7 @@ SENTENCEPIECE = ".model"
 
 
 def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer that belongs to some weights: a given file, the run's prepared data, or the folder beside them.
+    """The tokenizer that belongs to some weights: a given file, the run's prepared data, or the folder next to them.
 
     Raises:
         ForgeError: there is none; says how to give one.
@@ -24,7 +24,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     if path is None and weights.facts.tokenizer is not None:
         path = weights.facts.tokenizer / "tokenizer.json"
         if not path.is_file():
-            raise DataError(f"{path.parent} has no tokenizer.json; give one with --tokenizer")
+            raise DataError(f"{path.parent} has no tokenizer.json; pass --tokenizer tokenizer.json")
     if path is not None:
         return _read(path, weights)
     if isinstance(weights, ForgeWeights) and weights.place.run is not None:
@@ -33,7 +33,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
         found = context.tokenizer or open_sources(job.data, context, None).tokenizer
         if found is not None:
             return found
-    raise DataError(f"nothing says how {weights.facts.origin} writes text; give a tokenizer.json with --tokenizer")
+    raise DataError(f"no tokenizer found for {weights.facts.origin}; pass --tokenizer tokenizer.json")
 
 
 def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[str], None]) -> None:
@@ -44,9 +44,11 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
     """
     ids, rows = tokenizer.vocab_size, getattr(weights.model, "vocab_size", tokenizer.vocab_size)
     if ids > rows:
-        raise DataError(f"the tokenizer has {ids} ids, {weights.facts.origin} {rows}; give the right one with --tokenizer")
+        raise DataError(
+            f"the tokenizer has {ids} ids, but {weights.facts.origin} has {rows}; pass another one with --tokenizer"
+        )
     if ids < rows:
-        report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} are padding")
+        report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} ids are padding")
 
 
 def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
@@ -73,9 +75,9 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
 
 
 def bos_tokens(weights: Weights, path: Path | None = None) -> list[int]:
-    """Special tokens that a text begins with, as the `tokenizer.json` beside imported weights says; none for our own runs.
+    """Special tokens that a text begins with, as the `tokenizer.json` next to imported weights says; none for Forge's runs.
 
-    A model of sentencepiece does not say; there the `tokenizer_config.json` beside it does, if there is one.
+    A sentencepiece model does not say so; its `tokenizer_config.json` does, if it exists.
     """
     if path is None:
         if weights.facts.tokenizer is None:
@@ -89,7 +91,7 @@ def bos_tokens(weights: Weights, path: Path | None = None) -> list[int]:
     try:
         processor = json.loads(path.read_text(encoding="utf-8")).get("post_processor") or {}
     except (OSError, ValueError, AttributeError) as cause:
-        raise DataError(f"{path} is no tokenizer.json: {cause}") from cause
+        raise DataError(f"{path} is not a valid tokenizer.json: {cause}") from cause
     found: list[int] = []
     for step in processor.get("processors", [processor]):
         if step.get("type") != "TemplateProcessing":
@@ -122,7 +124,7 @@ def _end(content: bytes, path: Path, weights: Weights) -> int | None:
         parsed = json.loads(content)
         added = parsed.get("added_tokens", [])
     except (ValueError, AttributeError) as cause:
-        raise DataError(f"{path} is no tokenizer.json: {cause}") from cause
+        raise DataError(f"{path} is not a valid tokenizer.json: {cause}") from cause
     if "model" not in parsed or "type" in parsed:
         return None
     texts = {entry["id"]: entry["content"] for entry in added}
@@ -134,4 +136,4 @@ def _end(content: bytes, path: Path, weights: Weights) -> int | None:
         for index, own in texts.items():
             if own == text:
                 return index
-    raise DataError(f"{path} has no token that is known to end a text; the checkpoint should say eos_token_id")
+    raise DataError(f"{path} has no known end-of-text token; set eos_token_id in the checkpoint's config")

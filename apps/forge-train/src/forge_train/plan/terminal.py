@@ -60,7 +60,7 @@ def draw_modules(held: Mapping[int, Sequence[Placed]], out: Console) -> None:
 
 
 def _map(layout: Layout, per_node: int) -> Iterator[Text]:
-    """A line per node, with the rank and the coordinates that differ on it; those that do not stand before the bar."""
+    """A line per node, with the rank and the coordinates that differ on it; the others are printed before the bar."""
     active = [axis for axis in DENSE if layout.size(axis) > 1]
     nodes = [range(start, min(start + per_node, layout.world)) for start in range(0, layout.world, per_node)]
     shown = range(len(nodes)) if len(nodes) <= SHOWN + 1 else [*range(SHOWN - 1), len(nodes) - 1]

@@ -1,4 +1,4 @@
-"""Recipes that ship with the trainer. `forge_train.presets:demo` is the path of `demo.toml` beside this file."""
+"""Recipes that ship with the trainer. `forge_train.presets:demo` is the path of `demo.toml` next to this file."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ def __getattr__(name: str) -> Path:
     """The path of the recipe `name`, so that an entry point can name it like an object: with `_` for each hyphen."""
     path = Path(__file__).parent / f"{name.replace('_', '-')}.toml"
     if name.startswith("_") or not path.is_file():
-        raise AttributeError(f"there is no preset {name!r}")
+        raise AttributeError(f"unknown preset {name!r}")
     return path

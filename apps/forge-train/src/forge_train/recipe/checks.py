@@ -36,7 +36,7 @@ def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: 
     return [
         Fault(
             f"hooks.{index}.name",
-            "'evaluate' has nothing to evaluate on",
+            "'evaluate' needs a held-out set",
             hint='add a held-out set, such as [data.evaluation.held_out] name = "stdlib" split = "held_out"',
         )
         for index, hook in enumerate(job.hooks)
@@ -48,7 +48,7 @@ def something_is_saved(job: Any, layout: Layout | None) -> list[Fault]:  # noqa:
     """A run whose weights are lost when it ends."""
     if any(isinstance(hook, Save) for hook in job.hooks):
         return []
-    return [Caution("hooks", "none of them is 'save': no checkpoint is written", hint='add [[hooks]] name = "save"')]
+    return [Caution("hooks", "hook 'save' is missing: no checkpoint is written", hint='add [[hooks]] name = "save"')]
 
 
 def numbers_can_be_counted(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
@@ -63,7 +63,7 @@ def numbers_can_be_counted(job: Any, layout: Layout | None) -> list[Fault]:  # n
         ("data.sequence_length", job.data.sequence_length),
         key=lambda pair: pair[1],
     )
-    return [Fault(largest[0], f"{largest[1]} makes a run of {tokens:.1e} tokens, more than 64 bits count", hint="lower it")]
+    return [Fault(largest[0], f"{largest[1]} gives {tokens:.1e} tokens, more than 64 bits can count", hint="lower it")]
 
 
 def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every check is given both)

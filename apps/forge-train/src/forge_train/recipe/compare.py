@@ -47,5 +47,5 @@ def _recorded(path: Path, registry: Registry) -> Outcome:
         open_manifest(LocalStore(place.store), place.name)[0].meta.get("config", {}), (), lambda _: place.name, Path.cwd()
     )
     if not isinstance(tree, Table) or not tree.items:
-        raise CheckpointError(f"{place.store / place.name} carries no recipe")
+        raise CheckpointError(f"{place.store / place.name} has no recipe")
     return walk(Job, tree, registry)

@@ -15,7 +15,7 @@ IGNORE = "from_hf_ignore"
 
 
 def filled(tree: Table, registry: Registry) -> tuple[Table, list[Fault]]:
-    """A recipe's tree in which keys of `[model]` that nobody gave are those of the folder `model.from_hf`, if it has one.
+    """A recipe's tree in which keys of `[model]` that are not given are those of the folder `model.from_hf`, if it has one.
 
     The faults say what the folder's configuration holds that Forge does not have (the tree is as it was then), or what is
     wrong with the keys that were given.

@@ -17,7 +17,7 @@ from forge_core.registry import Registry
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 
-_HEADER = "# The resolved recipe: every key with the value that it had. It stands alone and loads to the same run.\n\n"
+_HEADER = "# The resolved recipe: every key with the value that it had. It is complete and loads to the same run.\n\n"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Resolved:
     warnings: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The resolved tree as plain values; `"none"` stands for unset."""
+        """The resolved tree as plain values; `"none"` means unset."""
         return plain(self.tree)
 
     def origins(self) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def load(
 
     Args:
         recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
-        overrides: `--section.key=value`, as they stand on the command line.
+        overrides: `--section.key=value`, as on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.
         here: the run starts on this machine now, so that files that are absent are faults and not warnings.

@@ -75,7 +75,7 @@ class Job:
     schedule: Annotated[Component, Slot("forge.schedules", default="cosine")] = Slot.unset()
     """How the learning rate moves over the run."""
     objective: Annotated[Component, Slot("forge.objectives", default="cross_entropy"), IDENTITY] = Slot.unset()
-    """What is minimised."""
+    """What is minimized."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """When and where state is saved."""
     hooks: list[Annotated[Component, Slot("forge.hooks")]] = field(default_factory=list)

@@ -50,7 +50,7 @@ def page(summary: Mapping[str, Any], entries: Entries) -> str:
 
 
 def results(summary: Mapping[str, Any], entries: Entries) -> str:
-    """The final table: loss in nats per token, perplexity, bits per byte where it is known, the entropy beside it."""
+    """The final table: loss in nats per token, perplexity, bits per byte where it is known, the entropy next to it."""
     entropy = summary.get("unigram_entropy")
     per_token = summary.get("bytes_per_token", {})
     table: list[list[Any]] = []

@@ -52,7 +52,7 @@ def rewrite_report(directory: Path) -> Path:
     """
     summary, metrics = directory / SUMMARY, directory / METRICS
     if not summary.is_file() and not metrics.is_file():
-        raise DataError(f"{directory} holds neither {METRICS} nor {SUMMARY}: give the directory of a run, such as runs/demo")
+        raise DataError(f"{directory} has neither {METRICS} nor {SUMMARY}: give a run's directory, such as runs/demo")
     if not summary.is_file():
         return _write_page(directory, {"name": directory.resolve().name, "status": "no summary yet: the run has not ended"})
     try:

@@ -1,4 +1,4 @@
-"""Ranks that begin together: what one refuses, all refuse, with one exit code, and rank 0 says it once.
+"""Ranks start together: what one refuses, all refuse, with one exit code, and rank 0 reports it once.
 
 Verdicts go through the store of the process group, not through a collective: a rank that refuses may leave the others in one, and
 must not answer it with something else.
@@ -46,7 +46,7 @@ class Agreement:
 
     @classmethod
     def of_group(cls, patience: float) -> "Agreement":
-        """Of the ranks of the default process group; made once by each."""
+        """Collective: of the ranks of the default process group."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -54,7 +54,7 @@ class Agreement:
 
     @contextmanager
     def together(self, phase: str, collective: bool = False) -> Iterator[None]:
-        """Runs a body on every rank; collective, each `phase` once. In a `collective` body, ranks may wait for one that refuses.
+        """Collective: runs a body on every rank, each `phase` once. In a `collective` body, ranks may wait for one that refuses.
 
         Raises:
             Refused: on every rank, with the cause of the first rank that refused. The traceback of what is not a refusal goes
@@ -113,8 +113,8 @@ class Agreement:
             if fault is not None:
                 raise fault from cause
             raise ForgeError(
-                f"not every rank came as far as {phase!r} within parallel.timeout = {patience:g} s, or rank 0 died; "
-                "look at the output of the others"
+                f"some ranks did not reach {phase!r} within parallel.timeout = {patience:g} s, or rank 0 died; "
+                "see the output of the other ranks"
             ) from cause
         return Refused(text if first == 0 else f"rank {first}: {text}", code)
 
@@ -128,6 +128,6 @@ def _wait_for(store: Any, key: str, patience: float) -> None:
     until, pause = time.monotonic() + patience, 0.001
     while not store.check([key]):
         if time.monotonic() > until:
-            raise RuntimeError(f"{key} did not come within {patience:g} s")
+            raise RuntimeError(f"{key} did not arrive within {patience:g} s")
         time.sleep(pause)
         pause = min(1.5 * pause, 0.2)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forge_ckpt.saving.resume import Found
-from forge_ckpt.saving.world import Alone, Group
+from forge_ckpt.saving.world import Group, SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
@@ -38,7 +38,7 @@ from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
 from forge_train.run.hook_states import build_hooks, restore_hooks
 from forge_train.run.initial_weights import initial_weights
-from forge_train.run.resume import check, check_alone
+from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.stop import Stop
 from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
@@ -65,7 +65,7 @@ def assemble(
     ranks: Agreement | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Builds everything on this rank; all ranks call it at the same point, with an open process group.
+    """Collective: builds everything on this rank, with an open process group.
 
     Everything that can refuse does so before the run's directory is taken over: until then nothing in it changes but prepared
     data, and an older job goes on.
@@ -82,7 +82,7 @@ def assemble(
     assert layout is not None, "a run is resolved for a world"
     ranks = ranks or Agreement()
     topology = Topology.of(layout, device)
-    world = Group() if topology.size > 1 else Alone()
+    world = Group() if topology.size > 1 else SingleProcessWorld()
     say = _announcer(console)
     threads = threads_per_process(where.local_size, job.train.threads, os.environ)
     torch.set_num_threads(threads.count)
@@ -112,7 +112,7 @@ def assemble(
     with ranks.together("the newest checkpoint", collective=True):
         found = checkpoints.newest(policy)
     with ranks.together("the plan"):
-        noted = check(found, resolved, registry, data) if found else check_alone(resolved)
+        noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
         plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
         factor, objective = job.schedule.build(job.train.max_steps), job.objective.build()
@@ -230,12 +230,12 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
 
 @contextmanager
 def rank_zero_first(world: World) -> Iterator[None]:
-    """Rank 0 runs the body before the others, so that what it prepares is there for them; its failure is theirs."""
+    """Collective: rank 0 runs the body first, so that the others find what it prepares; its failure is raised on all."""
     if world.rank > 0:
         try:
             verdict = world.broadcast(None)
         except RuntimeError as cause:
-            cause.add_note("data can be prepared beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout")
+            cause.add_note("prepare the data beforehand with `forge-train prepare RECIPE`, or raise parallel.timeout")
             raise
         if verdict != b"ready":
             raise ForgeError(verdict.decode())

@@ -63,28 +63,28 @@ class Checkpoints:
     checked: int = -1
 
     def newest(self, policy: resume.Policy) -> resume.Found | None:
-        """What a start resumes from: `forge_ckpt.saving.resume.newest`, which changes nothing until this job owns the store."""
+        """Collective: what a start resumes from; changes nothing until this job owns the store."""
         self.present = self._committed()
         return resume.newest(self.store, self.world, policy, aside=self.fence is not None)
 
     def own(self) -> Fence:
-        """Takes the store from every older job; collective. Called once this one can go on from what `newest` found."""
+        """Collective: takes the store from every older job. Called once this one can go on from what `newest` found."""
         self.fence = Fence.take(self.store, self.world)
         return self.fence
 
     def tidy(self, found: resume.Found | None) -> None:
-        """Puts aside what `newest` found damaged; collective. For the owner."""
+        """Collective: renames what `newest` found damaged. For the owner."""
         resume.set_aside(self.store, self.world, found.skipped if found else ())
 
     def later(self, policy: resume.Policy) -> resume.Found | None:
-        """What `newest` finds now, if an older job has saved since it was called; collective."""
+        """Collective: what `newest` finds now, if an older job has saved since it was called."""
         return self.newest(policy) if set(self._committed()) - set(self.present) else None
 
     def _committed(self) -> list[str]:
         return from_rank_0(self.world, lambda: [entry.name for entry in committed(self.store.list())])
 
     def save(self, run: Run) -> str:
-        """Writes a checkpoint of the current step, durably; all ranks enter.
+        """Collective: writes a checkpoint of the current step, durably.
 
         Raises:
             TrainingError: a parameter or the optimizer's state is not finite; nothing was written.
@@ -123,7 +123,7 @@ class Checkpoints:
         return name
 
     def check(self, run: Run) -> None:
-        """Looks at every value of the state, once for each step; all ranks enter.
+        """Collective: looks at every value of the state, once for each step.
 
         Raises:
             TrainingError: a parameter or the optimizer's state is not finite.
@@ -132,42 +132,40 @@ class Checkpoints:
             return
         if found := not_finite(_learned(run.model, run.optimizer), run.topology):
             raise TrainingError(
-                f"after step {run.state.step} {found.name} has values that are not finite (first seen on rank {found.rank}); "
-                f"this state is not saved. Lower the learning rate or look at the data. {self.advice(run.health)}"
+                f"after step {run.state.step} {found.name} has non-finite values (first seen on rank {found.rank}); "
+                f"this state is not saved. Lower the learning rate or check the data. {self.advice(run.health)}"
             )
         self.checked = run.state.step
 
     def advice(self, health: Health) -> str:
-        """How to go on after a failure, with a checkpoint that is good; all ranks enter."""
+        """Collective: how to go on after a failure, with a good checkpoint."""
         on_offer = self._committed()
         found = resume.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health))
         if found is None:
-            return "No checkpoint is good to go on from; start over with --fresh"
+            return "No usable checkpoint is left; start over with --fresh"
         if found.name == on_offer[0]:
             return (
-                f"Started again, the run resumes from step {found.step}, its newest checkpoint, taken with the loss in its band"
+                f"Start the run again to resume from step {found.step}, its newest checkpoint; its loss was in the expected band"
             )
         return (
-            f"Go back to step {found.step} with --checkpoint.resume={found.step}: its checkpoint is the newest that is sound and "
-            "was taken with the loss in its band"
+            f"Resume from step {found.step} with --checkpoint.resume={found.step}: this is the newest verified checkpoint "
+            "with the loss in the expected band"
         )
 
     def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
-        """One position of those of all ranks, which differ only where each knows its own streams."""
+        """Collective: one position of those of all ranks, which differ only where each knows its own streams."""
         if not {"readers", "foreign"} & cursor.keys():
             return dict(cursor)
         parts = self.world.all_gather(json.dumps(cursor).encode())
         return dict(merged([json.loads(part) for part in parts]))
 
     def restore(self, found: resume.Found, model: ParallelModel, optimizer: Optimizer) -> Mapping[str, Any]:
-        """Fills model and optimizer from a verified checkpoint and returns its facts.
+        """Collective: fills model and optimizer from a verified checkpoint and returns its facts.
 
         Raises:
             CheckpointError: it does not fit the model.
         """
         meta = resume.load(self.store, found, pieces(model, optimizer), self.world)
         if bad := not_finite(_learned(model, optimizer), model.topology):
-            raise CheckpointError(
-                f"{found.name} cannot be resumed from: {bad.name} has values that are not finite. {self.advice(Health())}"
-            )
+            raise CheckpointError(f"{found.name} cannot be resumed: {bad.name} has non-finite values. {self.advice(Health())}")
         return meta

@@ -45,7 +45,7 @@ def claim(directory: Path) -> None:
             pass
     except OSError as cause:
         raise ForgeError(
-            f"the run's directory {directory} cannot be written: {cause.strerror}; choose another with --job.dir=PATH"
+            f"the run's directory {directory} cannot be written: {cause.strerror}; choose another one with --job.dir=PATH"
         ) from cause
 
 
@@ -64,7 +64,7 @@ def probe(directory: Path, fresh: bool) -> None:
                 path.rmdir()
     held = _held(directory)
     if fresh and held and not (directory / RECIPE).is_file():
-        raise ForgeError(f"--fresh: {directory} holds {held[0].name} but no {RECIPE}, so it is not a run's; nothing was moved")
+        raise ForgeError(f"--fresh: {directory} has {held[0].name} but no {RECIPE}, so it is not a run; nothing was moved")
 
 
 def move_aside(directory: Path) -> Path | None:
@@ -83,7 +83,7 @@ def move_aside(directory: Path) -> Path | None:
             path.rename(target / path.name)
     except OSError as cause:
         raise ForgeError(
-            f"--fresh: what is in {directory} cannot be moved to {target}: {cause.strerror}; move back what is there already"
+            f"--fresh: the files of {directory} cannot be moved to {target}: {cause.strerror}; move the files in {target} back"
         ) from cause
     return target
 

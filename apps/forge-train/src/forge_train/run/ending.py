@@ -19,12 +19,12 @@ _log = logging.getLogger("forge")
 
 
 def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], object]) -> int:
-    """The exit code for `error`, after telling whoever has to know; `say` puts a refusal where people read it.
+    """The exit code for `error`, after it told the other ranks and the launcher; `say` prints a refusal.
 
     A broken connection becomes the name of the rank behind it.
 
     Raises:
-        BaseException: `error` itself, where it is no failure but somebody else's way to end the process, such as SystemExit.
+        BaseException: `error` itself, where it is not a failure but a way to end the process, such as SystemExit.
     """
     if not isinstance(error, (Exception, Interrupted)):
         raise error

@@ -35,7 +35,7 @@ class Health:
 
     most: int = 10
     speaks: bool = True
-    advice: Callable[[], str] = field(default=lambda: "start again: the run resumes from its newest checkpoint")
+    advice: Callable[[], str] = field(default=lambda: "start the run again to resume from its newest checkpoint")
     skipped: list[int] = field(default_factory=list)
     total: int = 0
     saves: list[int] = field(default_factory=list)
@@ -69,8 +69,8 @@ class Health:
         self.skipped = [*(at for at in self.skipped if at > step - SPAN), step]
         if len(self.skipped) >= self.most:
             raise TrainingError(
-                f"{len(self.skipped)} of the last {min(step, SPAN)} steps had a loss or gradient norm that is not finite (last: "
-                f"step {step}, {_named(numbers)}); none of them changed the weights. Lower the learning rate or look at the "
+                f"{len(self.skipped)} of the last {min(step, SPAN)} steps had a non-finite loss or gradient norm (last: "
+                f"step {step}, {_named(numbers)}); these steps did not change the weights. Lower the learning rate or check the "
                 "data. " + self.advice()
             )
         self._say_skipped(step, numbers)
@@ -95,25 +95,27 @@ class Health:
         if self.band.left is None:
             self.saves.append(step)
         else:
-            self._warn(f"the checkpoint of step {step} was saved after the loss had left its band{self._since()}{self._back()}")
+            self._warn(
+                f"the checkpoint of step {step} was saved after the loss left its expected band{self._since()}{self._back()}"
+            )
 
     def summary(self) -> list[str]:
         """Warnings for the report."""
-        count = f"{self.total} step{'s' if self.total > 1 else ''} had a loss or gradient norm that is not finite"
-        return [*([f"{count}; skipped, no weight changed"] if self.total else []), *self.remarks]
+        count = f"{self.total} step{'s' if self.total > 1 else ''} had a non-finite loss or gradient norm"
+        return [*([f"{count}; they were skipped and did not change the weights"] if self.total else []), *self.remarks]
 
     def _watch(self, step: int, loss: float) -> None:
         change = self.band.take(step, loss)
         if change == "left":
             self.saves = list(filter(self.is_before, self.saves))
             now = f"it is {loss:.4g} at step {step}" if math.isfinite(loss) else f"step {step} was skipped"
-            self._warn(f"the loss has left its band{self._since()}: {now}{self._back()}")
+            self._warn(f"the loss left its expected band{self._since()}: {now}{self._back()}")
         elif change == "back":
-            self._warn(f"the loss is back in its band: {loss:.4g} at step {step}")
+            self._warn(f"the loss is back in its expected band: {loss:.4g} at step {step}")
         elif change == "settled":
             self._warn(
-                f"the loss has stayed above its band for {WINDOW} steps: {self.band.level:.4g} at step {step} counts as its "
-                "level from now on"
+                f"the loss stayed above its expected band for {WINDOW} steps: {self.band.level:.4g} at step {step} is the "
+                "expected level from now on"
             )
 
     def _since(self) -> str:
@@ -123,9 +125,9 @@ class Health:
 
     def _back(self) -> str:
         if self.good is None:
-            return ". No checkpoint from before it is known; to start over with a lower learning rate: --fresh"
+            return ". There is no earlier checkpoint; start over with --fresh and a lower learning rate"
         return (
-            f". Should it not come back, go back to step {self.good}, the newest checkpoint from before, with a lower learning "
+            f". If it does not come back, resume from step {self.good}, the newest earlier checkpoint, with a lower learning "
             f"rate: --checkpoint.resume={self.good}"
         )
 
@@ -134,11 +136,11 @@ class Health:
         if self._said >= 3 and now - self._when < _QUIET_SECONDS:
             self._silent += 1
             return
-        more = f"; {self._silent} more since the last such line" if self._silent else ""
+        more = f"; {self._silent} more since the last warning" if self._silent else ""
         self._said, self._silent, self._when = self._said + 1, 0, now
         if self.speaks:
             _log.warning(
-                "step %d was skipped, no weight changed: %s (%d of the last %d steps, %d end the run%s)",
+                "step %d was skipped and did not change the weights: %s (%d of the last %d steps; the run ends at %d%s)",
                 step, _named(numbers), len(self.skipped), SPAN, self.most, more,
             )  # fmt: skip
 

@@ -30,7 +30,7 @@ class Compared:
 
     Attributes:
         anchored: of what a resume can never change.
-        refused: that nobody allowed, by key.
+        refused: that were not allowed, by key.
         noted: the others.
     """
 
@@ -52,7 +52,7 @@ def check(found: Found, resolved: "Resolved", registry: Registry, data: Stream) 
         CheckpointError: something differs that changes what is trained; names all of it.
     """
     compared = compare(found.meta, resolved, registry)
-    faults, ways = [*compared.anchored, *compared.refused.values()], ["put the values back"]
+    faults, ways = [*compared.anchored, *compared.refused.values()], ["restore the values"]
     if not compared.anchored:  # else its position is known to be another one
         try:
             data.from_cursor(found.meta["cursor"])
@@ -63,22 +63,22 @@ def check(found: Found, resolved: "Resolved", registry: Registry, data: Stream) 
     if compared.refused:
         keys = list(compared.refused)
         one = f"--checkpoint.allow={keys[0]}" if len(keys) == 1 else f"checkpoint.allow = {value_text(keys)}"
-        ways.append(f"allow by name what is meant to differ: {one}")
+        ways.append(f"allow the differences by name: {one}")
     listed = "\n  ".join(faults)
     raise CheckpointError(
-        f"{found.name} was trained otherwise, so going on would not be the same run:\n  {listed}\n"
-        f"{'; '.join(ways).capitalize()}; start over with --fresh; or give the run another job.name"
+        f"{found.name} was trained with other values; resuming would not continue the same run:\n  {listed}\n"
+        f"{'; '.join(ways).capitalize()}; start over with --fresh; or use another job.name"
     )
 
 
-def check_alone(resolved: "Resolved") -> tuple[str, ...]:
+def check_without_checkpoint(resolved: "Resolved") -> tuple[str, ...]:
     """As `check`, where there is no checkpoint: nothing differs."""
     _refuse_unknown(resolved, keys_of(resolved.outcome))
     return ()
 
 
 def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -> Compared:
-    """Compares the facts of a checkpoint with a recipe. One that carries no recipe is taken as it is, with a note.
+    """Compares the facts of a checkpoint with a recipe. A checkpoint without a recipe is accepted with a note.
 
     Raises:
         ConfigError: `checkpoint.allow` names what is not a key.
@@ -86,11 +86,11 @@ def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -
     old = dict(meta.get("anchors", {}))
     fixed = {key: (old.get(key), value) for key, value in anchors(resolved.job).items() if old.get(key) != value}
     anchored = tuple(
-        f"{key} was {was}, is {now}: the data position would mean other samples" for key, (was, now) in fixed.items()
+        f"{key} was {was}, is {now}: the data position would refer to other samples" for key, (was, now) in fixed.items()
     )
     config = meta.get("config")
     if not isinstance(config, Mapping):
-        return Compared(anchored, {}, ("the checkpoint carries no recipe: nothing else was compared",))
+        return Compared(anchored, {}, ("the checkpoint has no recipe: nothing else was compared",))
     tree = build(dict(config), (), lambda _: "checkpoint", Path.cwd())
     assert isinstance(tree, Table)
     before, now = walk(Job, tree, registry), resolved.outcome
@@ -103,7 +103,7 @@ def compare(meta: Mapping[str, Any], resolved: "Resolved", registry: Registry) -
     allowed = allowed_keys(resolved.job.checkpoint.allow)
     stopped = {key: change for key, change in found.items() if change.key_class is KeyClass.IDENTITY and key not in allowed}
     noted = [str(change) for key, change in found.items() if key not in stopped and not key.startswith("checkpoint.allow")]
-    noted += [f"{key} was {value!r}; this version has no such key" for key, value in gone.items()]
+    noted += [f"{key} was {value!r}; this version does not have this key" for key, value in gone.items()]
     return Compared(
         anchored, {key: str(change) for key, change in stopped.items()}, (*noted, *_other_versions(meta, resolved, registry))
     )

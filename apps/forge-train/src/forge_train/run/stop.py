@@ -1,4 +1,4 @@
-"""Why a run ends. Every rank ends after the same step, because the request travels with the step's reduction."""
+"""Why a run ends. Every rank ends after the same step, because the request is part of the step's reduction."""
 
 import os
 import signal
@@ -96,7 +96,7 @@ class Signals:
             os.kill(os.getpid(), number)
 
     def _said(self) -> str:
-        return f"interrupted by {self.asked} before the first step; there was nothing to save"
+        return f"interrupted by {self.asked} before the first step; nothing was saved"
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Stop:
         return self.asked or bool(self.signals.asked)
 
     def agree(self, topology: Any) -> bool:
-        """Collective, for what takes long between steps: whether any rank wants the run to end. All get the same answer, and the
+        """Collective: for long work between steps, whether any rank wants the run to end. All get the same answer, and the
         loop ends before its next step."""
         import torch
 
@@ -133,7 +133,7 @@ class Stop:
         return self.fence is not None and self.fence.lost()
 
     def check(self) -> None:
-        """Before a run that ends writes its last words; collective.
+        """Collective: before a run that ends writes anything more.
 
         Raises:
             Superseded: another job has started in the run's directory.
@@ -142,7 +142,7 @@ class Stop:
             self.fence.check()
 
     def after(self, result: Any) -> None:
-        """Reads whether any rank asked for a stop: the host synchronisation of the step."""
+        """Reads whether any rank asked for a stop: the host synchronization of the step."""
         self.agreed = result.numbers()["stop"] > 0
 
     def reason(self, state: Any) -> str:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_ckpt.saving.world import Alone
+from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
 from forge_core.protocols.ckpt import Store
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 def refuse_fresh(job: Job, fresh: bool) -> None:
     """Raises a ForgeError when a start over is asked for and forbidden."""
     if fresh and job.checkpoint.resume == "require":
-        raise ForgeError("--fresh starts over, and checkpoint.resume = 'require' forbids it; leave one of them out")
+        raise ForgeError("--fresh conflicts with checkpoint.resume = 'require'; remove one of them")
 
 
 def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[[str], None]) -> None:
@@ -34,11 +34,11 @@ def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[
     if not fresh:
         return
     if store.list():
-        Fence.take(store, Alone())
+        Fence.take(store, SingleProcessWorld())
     if moved := move_aside(directory):
         say(
-            f"starting over: the run before was moved to {moved}. It is removed once this one has saved a checkpoint; "
-            f"to keep it, move that directory away. To go on with it: --job.dir={moved}"
+            f"starting over: the previous run was moved to {moved}. It is removed after this run's first checkpoint; "
+            f"to keep it, move that directory. To resume it: --job.dir={moved}"
         )
 
 
@@ -46,8 +46,8 @@ def remind(directory: Path, say: Callable[[str], None]) -> None:
     """Says what an earlier `--fresh` moved aside, when no checkpoint has followed since."""
     if moved := previous(directory):
         say(
-            f"no checkpoint was saved since a start with --fresh. The run before it is in {moved[0]} and is removed once this "
-            f"one has saved; to go on with it, move that directory away and give it as --job.dir"
+            f"no checkpoint was saved since the start with --fresh. The previous run is in {moved[0]} and is removed after this "
+            f"run's first checkpoint; to resume it, move that directory and pass it as --job.dir"
         )
 
 
@@ -56,4 +56,4 @@ def forget(directory: Path) -> None:
     try:
         forget_previous(directory)
     except OSError as cause:
-        _log.warning("what --fresh moved aside could not be removed: %s", cause)
+        _log.warning("the previous run that --fresh moved could not be removed: %s", cause)

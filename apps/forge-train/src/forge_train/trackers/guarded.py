@@ -33,11 +33,11 @@ class Guarded:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as cause:  # noqa: BLE001 - whatever a library, a disk or a network raises must not stop training
+        except Exception as cause:  # noqa: BLE001 - no error of a library, a disk or a network may stop training
             if not self.warned:
                 self.warned = True
                 what = type(self.tracker).__name__
-                _log.warning("%s failed (%s: %s); the run goes on, and this is said once", what, type(cause).__name__, cause)
+                _log.warning("%s failed (%s: %s); the run goes on; later failures are silent", what, type(cause).__name__, cause)
 
 
 def library(name: str, extra: str) -> Any:
@@ -52,5 +52,5 @@ def library(name: str, extra: str) -> Any:
         if (cause.name or "").partition(".")[0] != name.partition(".")[0]:
             raise  # the library is there, and something that it needs is not: its own message says what
         raise ForgeError(
-            f'the tracker {extra!r} needs a library that is not installed: pip install "forge-train[{extra}]"'
+            f'tracker {extra!r} needs a library that is not installed: pip install "forge-train[{extra}]"'
         ) from cause

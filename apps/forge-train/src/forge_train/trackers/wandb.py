@@ -78,7 +78,7 @@ class WandbTracker:
             x_disable_meta=True,  # it holds the command line, where a secret may stand
             x_save_requirements=False,
             init_timeout=30.0,
-            login_timeout=1.0,  # nobody answers a question of a run
+            login_timeout=1.0,  # a run cannot answer a question
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
         )
@@ -101,9 +101,7 @@ def _refuse_without_key(wandb: Any, mode: str | None) -> None:
     """Raises ForgeError when W&B would ask at the terminal for a key, while the other ranks wait."""
     online = mode in (None, "online") and wandb.setup().settings.mode == "online"
     if online and not wandb.login(prompt=False):
-        raise ForgeError(
-            "the tracker 'wandb' knows no API key: run `wandb login`, set WANDB_API_KEY, or give the tracker mode = \"offline\""
-        )
+        raise ForgeError("tracker 'wandb' has no API key: run `wandb login`, set WANDB_API_KEY, or set mode = \"offline\"")
 
 
 def run_id(directory: Path) -> str:

@@ -27,7 +27,7 @@ def cover_fault(shape: Table, offset: Table, extent: Table) -> str | None:
         return f"boxes {_text(offset[first], extent[first])} and {_text(offset[second], extent[second])} overlap"
     covered, wanted = int(extent.prod(axis=1).sum()), int(shape.prod())
     if covered != wanted:
-        return f"{wanted - covered} of {wanted} elements are in no box"
+        return f"{wanted - covered} of {wanted} elements are not covered by any box"
     return None
 
 
@@ -65,7 +65,7 @@ def overlap(low: Table, high: Table) -> tuple[int, int] | None:
 
 def _overlap_in_pairs(members: Table, low: Table, high: Table) -> tuple[int, int] | None:
     if len(members) > MAX_IRREGULAR:
-        raise ValueError(f"{len(members)} boxes that no straight cut separates; at most {MAX_IRREGULAR} are supported")
+        raise ValueError(f"{len(members)} boxes cannot be separated by straight cuts; at most {MAX_IRREGULAR} are supported")
     low, high = low[members], high[members]
     for index in range(len(members) - 1):
         rest = slice(index + 1, None)

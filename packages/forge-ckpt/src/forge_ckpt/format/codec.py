@@ -81,16 +81,16 @@ def check_meta(meta: object, path: str = "meta") -> None:
     if isinstance(meta, dict):
         for key, value in meta.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"{path} has the key {key!r}: keys must be text")
+                raise CheckpointError(f"{path} has key {key!r}: keys must be strings")
             check_meta(value, f"{path}.{key}")
     elif isinstance(meta, list | tuple):
         for position, value in enumerate(meta):
             check_meta(value, f"{path}[{position}]")
     elif isinstance(meta, float):
         if meta != meta or meta in (float("inf"), float("-inf")):
-            raise CheckpointError(f"{path} is {meta}: JSON has only finite numbers; use None or text")
+            raise CheckpointError(f"{path} is {meta}: JSON has only finite numbers; use None or a string")
     elif not (meta is None or isinstance(meta, str | int)):
-        raise CheckpointError(f"{path} is of type {type(meta).__name__}: only JSON can be stored here, tensors are pieces")
+        raise CheckpointError(f"{path} is of type {type(meta).__name__}: only JSON can be stored here; pass tensors as pieces")
 
 
 def decode(data: bytes) -> Manifest:
@@ -105,7 +105,7 @@ def decode(data: bytes) -> Manifest:
     seal = _SEAL.match(data)
     rest = memoryview(data)[seal.end() :] if seal else memoryview(b"")
     if seal is None or xxhash.xxh3_128_hexdigest(rest).encode() != seal[1]:
-        raise Damaged(f"{MANIFEST} is empty, cut off or changed: its seal does not fit")
+        raise Damaged(f"{MANIFEST} is empty, truncated or modified: its seal does not match")
     if data.count(b"{") + data.count(b"[") > _MAX_BRACKETS:
         raise Damaged(f"{MANIFEST} has more than {_MAX_BRACKETS} objects and lists")
     try:
@@ -118,17 +118,17 @@ def decode(data: bytes) -> Manifest:
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
-    need(isinstance(body, dict) and body.get("format") == FORMAT, "it is of no known format")
+    need(isinstance(body, dict) and body.get("format") == FORMAT, "the format is unknown")
     version = body.get("version")
-    need(type(version) is int and version >= 1, "it has no version")
+    need(type(version) is int and version >= 1, "the version is missing")
     if body["version"] > VERSION:
         raise NewerFormat(
-            f"the checkpoint has format version {version}, this forge-ckpt reads up to {VERSION}: install a newer forge-ckpt"
+            f"the checkpoint has format version {version}, this forge-ckpt reads up to {VERSION}; install a newer forge-ckpt"
         )
     _keys(body, "format", "version", "step", "generation", "world", "tensors", "files", "meta")
-    need(is_whole(body["step"]) and is_whole(body["world"]) and body["world"] >= 1, "step and world must be whole numbers")
-    need(_HEX.fullmatch(body["generation"]) is not None, "its generation is no id")
-    need(isinstance(body["meta"], dict), "meta is no object")
+    need(is_whole(body["step"]) and is_whole(body["world"]) and body["world"] >= 1, "step and world must be integers from 0")
+    need(_HEX.fullmatch(body["generation"]) is not None, "generation must be 32 hexadecimal digits")
+    need(isinstance(body["meta"], dict), "meta must be an object")
     tensors = [_tensor(entry) for entry in _list(body["tensors"])]
     need(len({info.name for info in tensors}) == len(tensors), "a tensor's name occurs twice")
     columns = [_columns(entry) for entry in _list(body["files"])]
@@ -137,7 +137,10 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     counts = [len(tensor) for _, _, tensor, _, _ in columns]
     tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(tensor for _, _, tensor, _, _ in columns)])
     flat = np.concatenate([np.zeros(0, dtype=np.int64), *(box for _, _, _, box, _ in columns)])
-    need(not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < len(tensors)), "a piece of no tensor")
+    need(
+        not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < len(tensors)),
+        "a piece of an unknown tensor",
+    )
     offset, extent = _boxes(tensors, tensor, flat)
     return build(
         step=body["step"],
@@ -164,18 +167,24 @@ def _tensor(entry: Any) -> TensorInfo:
 def _columns(entry: Any) -> tuple[str, int, np.ndarray, np.ndarray, bytes]:
     _keys(entry, "name", "bytes", "pieces")
     name, size, pieces = entry["name"], entry["bytes"], entry["pieces"]
-    need(isinstance(name, str) and is_safe(name) and name != MANIFEST, f"{str(name)[:80]!r} is no file of a checkpoint")
-    need(is_whole(size), f"{name}: no size")
+    need(
+        isinstance(name, str) and is_safe(name) and name != MANIFEST,
+        f"{str(name)[:80]!r} is not a valid file name",
+    )
+    need(is_whole(size), f"{name}: bytes must be a non-negative integer")
     _keys(pieces, "tensor", "box", "checksum")
     tensor, checksum = _integers(pieces["tensor"]), pieces["checksum"]
-    need(isinstance(checksum, str) and len(checksum) == 32 * len(tensor), f"{name}: not one checksum per piece")
+    need(
+        isinstance(checksum, str) and len(checksum) == 32 * len(tensor),
+        f"{name}: expected one checksum per piece",
+    )
     return name, size, tensor, _integers(pieces["box"]), bytes.fromhex(checksum)
 
 
 def _boxes(tensors: Sequence[TensorInfo], tensor: np.ndarray, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Unpacks the numbers of all boxes into padded (P, D) offsets and extents."""
     dims = np.array([len(info.shape) for info in tensors], dtype=np.int64)[tensor] if len(tensor) else tensor
-    need(int(2 * dims.sum()) == len(flat), "not as many box numbers as the pieces need")
+    need(int(2 * dims.sum()) == len(flat), "the number of box coordinates does not match the pieces")
     widest = max([1, *(len(info.shape) for info in tensors)])
     need(widest * len(tensor) <= 1 << 27, "too many pieces of too many dimensions")
     real = np.arange(widest) < dims[:, None]
@@ -185,12 +194,12 @@ def _boxes(tensors: Sequence[TensorInfo], tensor: np.ndarray, flat: np.ndarray) 
 
 
 def _integers(values: Any) -> np.ndarray:
-    need(set(map(type, _list(values))) <= {int}, "whole numbers only")  # numpy would quietly round 1.5 and take True
+    need(set(map(type, _list(values))) <= {int}, "expected integers")  # numpy would quietly round 1.5 and take True
     return np.array(values, dtype=np.int64)
 
 
 def _list(value: Any) -> list[Any]:
-    need(isinstance(value, list), "a list is missing")
+    need(isinstance(value, list), "expected a list")
     return value
 
 
@@ -205,4 +214,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")

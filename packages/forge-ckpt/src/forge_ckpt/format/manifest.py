@@ -160,9 +160,12 @@ def check_tensor(name: Any, dtype: Any, shape: tuple[Any, ...]) -> None:
     Raises:
         ValueError: says what.
     """
-    need(isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable(), f"{str(name)[:80]!r} names no tensor")
+    need(
+        isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable(),
+        f"{str(name)[:80]!r} is an invalid tensor name",
+    )
     need(isinstance(dtype, str) and dtype in DTYPES, f"{name}: dtype {str(dtype)[:80]!r} is unknown")
-    need(len(shape) <= _MAX_DIMS and all(map(is_whole, shape)), f"{name}: {str(shape)[:200]} is no shape")
+    need(len(shape) <= _MAX_DIMS and all(map(is_whole, shape)), f"{name}: {str(shape)[:200]} is not a valid shape")
     need(volume([max(size, 1) for size in shape]) * DTYPES[dtype].itemsize <= _MAX_TENSOR_BYTES, f"{name}: too large")
 
 

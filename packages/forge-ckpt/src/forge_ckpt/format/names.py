@@ -54,7 +54,7 @@ def committed(names: Iterable[str]) -> list[Committed]:
 
 
 def next_name(step: int, names: Iterable[str]) -> str:
-    """The directory name under which `step` is saved, beside those that exist."""
+    """The directory name under which `step` is saved, given the names that exist."""
     same = [entry.generation for entry in committed(names) if entry.step == step]
     return step_name(step, max(same, default=0) + 1)
 

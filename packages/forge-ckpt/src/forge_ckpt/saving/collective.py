@@ -1,7 +1,7 @@
 """Agreement of ranks: one result or one error, the same on all of them.
 
-A rank that raises before a collective leaves the others waiting in it. So whatever happens to a rank is sent, and raised by
-all.
+A rank that raises before a collective leaves the others waiting in it. So the outcome of every rank is sent, and an error
+is raised on all of them.
 """
 
 import json
@@ -13,7 +13,7 @@ from forge_core.protocols.ckpt import World
 
 
 def from_rank_0(world: World, compute: Callable[[], Any], describe: Callable[[Exception], str] | None = None) -> Any:
-    """What `compute` gives on rank 0 (JSON), on every rank; collective.
+    """Collective: what `compute` gives on rank 0 (JSON), on every rank.
 
     Raises:
         CheckpointError: on every rank, when it raised on rank 0.
@@ -31,5 +31,5 @@ def from_rank_0(world: World, compute: Callable[[], Any], describe: Callable[[Ex
 
 
 def describe_error(cause: Exception) -> str:
-    """An error as one line for people; ours need no type name."""
+    """An error as one line for people; Forge's errors need no type name."""
     return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"

@@ -63,7 +63,7 @@ Policy = Literal["auto", "never", "require"] | int
 
 
 def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool = True) -> Found | None:
-    """The newest checkpoint that verifies; collective, the same on every rank. Rank 0's listing counts.
+    """Collective: the newest checkpoint that verifies, the same on every rank. Rank 0's listing counts.
 
     Damaged ones are renamed to `damaged-...`, never removed, and named in `skipped` and in the log.
 
@@ -84,7 +84,7 @@ def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool =
         try:
             return Found(name, _verified(store, name, world))
         except Damaged as cause:
-            raise Damaged(f"{name} is damaged: {cause}; resume from another step") from cause
+            raise Damaged(f"{name} is damaged: {cause}. Resume from another step") from cause
     names = from_rank_0(world, lambda: list(store.list()))
     skipped: list[Skipped] = []
     for entry in committed(names):
@@ -105,16 +105,16 @@ def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool =
     if spoiled:
         reasons = "\n  ".join(f"{entry.name}: {entry.reason}" for entry in spoiled[:_SHOWN])
         raise CheckpointError(
-            f"there is no usable checkpoint, only:\n  {reasons}\nto start over, move these directories away "
+            f"no usable checkpoint found:\n  {reasons}\nTo start over, move these directories away "
             "or set checkpoint.resume = 'never'"
         )
     if policy == "require":
-        raise CheckpointError("a checkpoint to resume from is required, but none was ever saved here; is the path right?")
+        raise CheckpointError("checkpoint.resume = 'require', but no checkpoint was ever saved here; check the run's directory")
     return None
 
 
 def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) -> Found | None:
-    """The newest checkpoint that verifies and that `accept` takes, the same answer on every rank; collective. None without one.
+    """Collective: the newest checkpoint that verifies and that `accept` takes, the same on every rank; None without one.
 
     Nothing is renamed: this looks for what a later start can go back to.
     """
@@ -129,19 +129,19 @@ def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) 
 
 
 def set_aside(store: Store, world: World, skipped: Iterable[Skipped]) -> tuple[Skipped, ...]:
-    """Renames the damaged ones to `damaged-...`; collective. Returns all with the names that they have now."""
+    """Collective: renames the damaged ones to `damaged-...`. Returns all with the names that they have now."""
     found = []
     for entry in skipped:
         name = from_rank_0(world, partial(_quarantine, store, entry.name)) if entry.damaged else entry.name
         if name != entry.name and world.rank == 0:
-            _log.warning("%s is now called %s", entry.name, name)
+            _log.warning("%s was renamed to %s", entry.name, name)
         found.append(entry._replace(name=name))
     return tuple(found)
 
 
 def _spoiled_before(names: Iterable[str]) -> list[Skipped]:
     """What earlier starts and saves renamed: it cannot be resumed from, but shows that a run has a history."""
-    reasons = {DAMAGED: "found damaged earlier", SUPERSEDED: "left behind when the run went back before it"}
+    reasons = {DAMAGED: "found damaged earlier", SUPERSEDED: "left behind when the run went back to an earlier step"}
     return [Skipped(name, reason) for name in names for prefix, reason in reasons.items() if name.startswith(prefix)]
 
 
@@ -154,7 +154,7 @@ def load(
     strict: bool = True,
     select: Select = None,
 ) -> Mapping[str, Any]:
-    """Fills live tensors from a checkpoint written by any layout; collective. Returns the checkpoint's `meta`.
+    """Collective: fills live tensors from a checkpoint written by any layout. Returns the checkpoint's `meta`.
 
     Everything that any rank reads is verified before any rank changes a tensor.
 
@@ -179,7 +179,7 @@ def load(
     wanted = _fitting(manifest, live, error, world, strict, select, name)
     fault = agreed_fault(store, name, manifest, world, wanted)
     if fault:
-        raise Damaged(f"{name} is damaged, nothing was loaded: {fault}")
+        raise Damaged(f"{name} is damaged; nothing was loaded: {fault}")
     try:
         for piece in live:
             _fill(store, name, manifest, piece)
@@ -189,8 +189,8 @@ def load(
     for rank, failed in enumerate(world.all_gather((error or "").encode())):
         if failed:
             raise CheckpointError(
-                f"{name} was verified, but then could not be read on rank {rank}: {failed.decode()}; "
-                "live tensors are partly overwritten: load a checkpoint again before using them"
+                f"{name} was verified, but could not be read on rank {rank}: {failed.decode()}; "
+                "some tensors are overwritten already: load a checkpoint again before you use them"
             )
     return manifest.meta
 
@@ -204,7 +204,7 @@ def _verified(store: Store, name: str, world: World) -> Manifest:
 
 
 def _opened(store: Store, name: str, world: World) -> Manifest:
-    """Rank 0's manifest on every rank, once every rank sees the files."""
+    """Collective: rank 0's manifest on every rank, once every rank sees the files."""
     kinds = {"damaged": Damaged, "newer": NewerFormat, "error": CheckpointError}
     reply = b""
     if world.rank == 0:
@@ -240,10 +240,10 @@ def _await_files(store: Store, name: str, manifest: Manifest) -> None:
 
 
 def resolve(store: Store, which: str | int | None, world: World) -> str:
-    """The directory of a step (its last generation), of a name, or of the newest when None; collective.
+    """Collective: the directory of a step (its last generation), of a name, or of the newest when None.
 
     Raises:
-        CheckpointError: there is none; names the steps on offer.
+        CheckpointError: none was found; names the available steps.
     """
     names = from_rank_0(world, lambda: list(store.list()))
     if isinstance(which, str) and which in names and is_safe(which):
@@ -254,9 +254,9 @@ def resolve(store: Store, which: str | int | None, world: World) -> str:
             return entry.name
     place = getattr(store, "root", "the store")
     if not steps:
-        raise CheckpointError(f"there is no checkpoint in {place}; give a run's directory, its checkpoints, or one checkpoint")
+        raise CheckpointError(f"no checkpoint found in {place}; give a run's directory, its checkpoints, or one checkpoint")
     offered = ", ".join(str(entry.step) for entry in steps[:_SHOWN])
-    raise CheckpointError(f"there is no checkpoint {which!r} in {place}; steps on offer: {offered}")
+    raise CheckpointError(f"checkpoint {which!r} not found in {place}; available steps: {offered}")
 
 
 def _fitting(
@@ -268,7 +268,7 @@ def _fitting(
     select: Callable[[str], bool] | None,
     name: str,
 ) -> np.ndarray:
-    """Indices of the tensors that some rank reads.
+    """Collective: indices of the tensors that some rank reads.
 
     Raises:
         CheckpointError: on every rank, with all that does not fit on any of them.
@@ -278,7 +278,7 @@ def _fitting(
     for piece in live:
         index = manifest.index.get(piece.name)
         if index is None:
-            faults[f"{piece.name}: missing in the checkpoint"] = None
+            faults[f"{piece.name}: not in the checkpoint"] = None
             continue
         wanted[index] = 1
         faults.update(dict.fromkeys(_misfits(manifest, index, piece)))
@@ -294,7 +294,7 @@ def _fitting(
                 merged[f"{tensor}: in the checkpoint, but not in the model or optimizer"] = None
     if merged:
         listed = "\n  ".join(sorted(merged))
-        raise CheckpointError(f"{name} does not fit, nothing was loaded:\n  {listed}")
+        raise CheckpointError(f"{name} does not match the model or optimizer; nothing was loaded:\n  {listed}")
     return np.flatnonzero(wanted)
 
 

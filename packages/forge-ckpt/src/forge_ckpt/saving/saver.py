@@ -42,14 +42,14 @@ def save(
     spare: Collection[int] = (),
     may: Callable[[], None] | None = None,
 ) -> str:
-    """Writes a checkpoint; collective. Returns its directory name on every rank when it is durable.
+    """Collective: writes a checkpoint. Returns its directory name on every rank when it is durable.
 
     Args:
         pieces: this rank's boxes; those it owns are written, all of them say which tensors there must be.
-        meta: JSON kept beside the tensors (configuration, cursor, counters, ...); rank 0's counts.
+        meta: JSON kept with the tensors (configuration, cursor, counters, ...); rank 0's counts.
         step: the optimizer step; saving a step again puts a new generation in place of the old.
         keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
-        spare: steps whose checkpoints stay besides, however old.
+        spare: steps whose checkpoints are kept in addition, however old.
         may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
 
     Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
@@ -58,7 +58,7 @@ def save(
         CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
             intact, and what was written is removed.
     """
-    # Each phase ends in a collective that every rank reaches, whatever happened to it: a rank that left early would
+    # Each phase ends in a collective that every rank reaches, also after an error: a rank that left early would
     # leave the others waiting.
     table, written, error = _EMPTY, [], None
     try:
@@ -72,7 +72,7 @@ def save(
     intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
     _raise_first(step, [found["error"] for found in intents])
     if {found["step"] for found in intents} != {step}:
-        raise CheckpointError(f"ranks do not save the same step: {sorted({found['step'] for found in intents})}")
+        raise CheckpointError(f"ranks save different steps: {sorted({found['step'] for found in intents})}")
 
     needed = sum(found["bytes"] for found in intents)
     refusal = partial(_refusal, step, store)
@@ -114,7 +114,7 @@ def save(
 
 
 def _open(store: Store, step: int, needed: int, may: Callable[[], None] | None) -> dict[str, str]:
-    """Rank 0, before anybody writes: removes left-overs, looks for space, names the temporary directory."""
+    """Rank 0, before any rank writes: removes leftovers, looks for space, names the temporary directory."""
     if may is not None:
         may()
     sweep(store)
@@ -131,7 +131,7 @@ def _commit(store: Store, temporary: str, step: int) -> str:
     for entry in committed(names):
         if entry.step > step:
             aside = free_name(f"{SUPERSEDED}{entry.name}", names)
-            _log.warning("%s is of a history that this run has left at step %d: renamed to %s", entry.name, step, aside)
+            _log.warning("%s is later than step %d, to which this run went back: renamed to %s", entry.name, step, aside)
             store.rename(entry.name, aside)
     name = next_name(step, names)
     store.rename(temporary, name)
@@ -139,7 +139,7 @@ def _commit(store: Store, temporary: str, step: int) -> str:
 
 
 def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[int]) -> None:
-    """After the commit: `latest`, then retention. The checkpoint stands, so a fault here is a warning."""
+    """Collective: after the commit, `latest`, then retention. The checkpoint stands, so a fault here is a warning."""
     if world.rank == 0:
         try:
             pending = f"{SAVING}{LATEST}"
@@ -147,7 +147,7 @@ def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[in
             store.write(pending, [name.encode() + b"\n"])
             store.rename(pending, LATEST)
         except (OSError, CheckpointError) as cause:
-            _log.warning("%s is committed, but %r could not be moved to it: %s", name, LATEST, cause)
+            _log.warning("%s is committed, but %r could not be updated: %s", name, LATEST, cause)
     try:
         retain(store, world, keep, spare)
     except (OSError, CheckpointError) as cause:
@@ -166,7 +166,9 @@ def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]])
             if found == length:
                 break
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{name} has {found} bytes on rank 0, not {length}: do all ranks see the same directory?")
+                raise CheckpointError(
+                    f"{name} has {found} bytes on rank 0, expected {length}: all ranks must see the same directory"
+                )
             time.sleep(0.05)
 
 
@@ -190,12 +192,12 @@ def _refusal(step: int, store: Store, rank: int, cause: Exception, needed: int) 
 
 
 def _failed(step: int, rank: int, error: str, others: str = "") -> str:
-    return f"the checkpoint of step {step} was not saved: rank {rank}: {error}{others}; earlier checkpoints are as they were"
+    return f"the checkpoint of step {step} was not saved: rank {rank}: {error}{others}; earlier checkpoints are unchanged"
 
 
 def _check_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointError(f"step {step!r} is no step: give a whole number from 0")
+        raise CheckpointError(f"step must be an integer from 0 to 10**18 - 1, got {step!r}")
 
 
 def _describe(cause: Exception, store: Store, needed: int) -> str:

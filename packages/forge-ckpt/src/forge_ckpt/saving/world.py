@@ -1,4 +1,4 @@
-"""Collectives of a checkpoint: one process, or the default process group."""
+"""Collectives of a checkpoint: for one process, or for a process group."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleProcessWorld:
     """A world of one process."""
 
     rank: int = 0

@@ -1,7 +1,7 @@
 """One job at a time writes to a store: the newest one.
 
 A job that starts puts its mark into the file `owner`. An older one that still runs, as when a scheduler starts a job again
-before its end, or somebody starts it twice, then finds another mark than its own and writes nothing more. There is no lock that a
+before its end, or a user starts it twice, then finds a different mark and writes nothing more. There is no lock that a
 dead job could leave behind, or that a file system would have to support.
 
 The last look comes right before the rename that commits. A checkpoint that is committed in the moment between is whole; the newer
@@ -32,7 +32,7 @@ class Fence:
 
     @classmethod
     def take(cls, store: Store, world: World) -> "Fence":
-        """Makes this job the owner of `store`; collective.
+        """Collective: makes this job the owner of `store`.
 
         Raises:
             CheckpointError: the mark cannot be written.
@@ -49,7 +49,7 @@ class Fence:
         return cls(store, world, from_rank_0(world, write))
 
     def check(self) -> None:
-        """Collective.
+        """Collective: refuses when this job has lost the store.
 
         Raises:
             Superseded: on every rank, when another job has taken the store.
@@ -59,7 +59,7 @@ class Fence:
             raise Superseded(found)
 
     def lost(self) -> bool:
-        """Whether another job has taken the store; rank 0 looks, not collective. False while nobody can tell."""
+        """Whether another job has taken the store; rank 0 looks, not collective. False while this cannot be told."""
         try:
             return self.world.rank == 0 and bool(self.other())
         except Exception:  # noqa: BLE001 (a store is a plugin and may raise anything; a save will say what is wrong)
@@ -79,14 +79,12 @@ class Fence:
         try:
             found = _facts(self.store.read(OWNER))
         except FileNotFoundError:
-            return (
-                "the run's checkpoints were moved away while it ran, as --fresh of another job does; this one writes nothing more"
-            )
+            return "the run's checkpoints were moved away while it ran, as by another job with --fresh; this job stops writing"
         if found["mark"] == self.mark:
             return ""
         return (
-            f"another job, process {found['process']} on {found['host']}, has started in the run's directory since; this "
-            "one has stopped writing, and what it trained since its last checkpoint is lost. For both, give one another job.name"
+            f"another job, process {found['process']} on {found['host']}, has taken over the run's directory. This "
+            "job stops writing; its steps since the last checkpoint are lost. To run both jobs, give one of them another job.name"
         )
 
 
@@ -95,4 +93,4 @@ def _facts(content: bytes) -> dict[str, Any]:
         found = json.loads(content)
         return {key: found[key] for key in ("mark", "process", "host")}
     except (ValueError, TypeError, KeyError) as cause:
-        raise CheckpointError(f"the file {OWNER} among the checkpoints is not what was written there: {cause}") from cause
+        raise CheckpointError(f"the file {OWNER} in the checkpoint directory is damaged: {cause}") from cause

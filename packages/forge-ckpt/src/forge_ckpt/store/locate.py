@@ -40,9 +40,9 @@ def locate(path: Path) -> Place:
         CheckpointError: there is none.
     """
     from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.saving.world import Alone
+    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.store import LocalStore
 
     store, name = store_of(path)
     run = store.parent if store.name == CHECKPOINTS else None
-    return Place(store, name or resolve(LocalStore(store), None, Alone()), run)
+    return Place(store, name or resolve(LocalStore(store), None, SingleProcessWorld()), run)

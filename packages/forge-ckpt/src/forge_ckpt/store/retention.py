@@ -1,4 +1,4 @@
-"""Old checkpoints go, but only behind one that was read back and found good.
+"""Removes old checkpoints, but only after a newer one was read back and verified.
 
 A checkpoint is renamed to a tombstone before its files are removed, so a half-removed one is never loadable.
 """
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def retain(store: Store, world: World, keep: int, spare: Collection[int] = ()) -> list[str]:
-    """Removes all but the `keep` newest checkpoints; collective. Returns the names removed, on every rank.
+    """Collective: removes all but the `keep` newest checkpoints. Returns the names removed, on every rank.
 
     Of one step only the generation saved last counts. Nothing is removed unless at least one of those that stay is
     verified, byte by byte, in this call. `keep` of 0 keeps every step and only drops replaced generations; steps in `spare` stay
@@ -46,13 +46,13 @@ def _plan(store: Store, keep: int, spare: Collection[int]) -> dict[str, list[str
 
 
 def _is_good(store: Store, world: World, name: str) -> bool:
-    """Whether a checkpoint is verified; collective, the same answer on every rank."""
+    """Collective: whether a checkpoint is verified, the same answer on every rank."""
     data = b""
     if world.rank == 0:
         try:
             data = open_manifest(store, name)[1]
         except (CheckpointError, OSError) as cause:
-            _log.warning("%s is not good, so nothing older is removed for its sake: %s", name, cause)
+            _log.warning("%s failed verification, so no older checkpoint is removed: %s", name, cause)
     data = world.broadcast(data if world.rank == 0 else None)
     if not data:
         return False
@@ -61,7 +61,7 @@ def _is_good(store: Store, world: World, name: str) -> bool:
     except CheckpointError as cause:
         fault = str(cause)
     if fault and world.rank == 0:
-        _log.warning("%s is not good, so nothing older is removed for its sake: %s", name, fault)
+        _log.warning("%s failed verification, so no older checkpoint is removed: %s", name, fault)
     return fault is None
 
 

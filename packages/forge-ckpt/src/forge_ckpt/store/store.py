@@ -1,4 +1,4 @@
-"""A checkpoint store in a directory: durable, atomic, and deaf to links.
+"""A checkpoint store in a directory: durable, atomic, and safe against symlinks.
 
 Every file is opened relative to the descriptor of its directory with `O_NOFOLLOW`, so no name in a manifest and no link
 planted in the directory leads outside. A name is one component of letters, digits, `_`, `.` and `-`.
@@ -79,14 +79,14 @@ class LocalStore:
                     if names and MARKER not in _names(root):
                         raise CheckpointError(
                             f"{self.root} holds other files ({', '.join(sorted(names)[:3])}, ...): "
-                            "checkpoints go to an empty directory or one of their own"
+                            "use an empty directory or a directory of checkpoints"
                         )
                     self._mark(root)
                 if not os.access(self.root, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, "not writable")
         except (PermissionError, NotADirectoryError, FileExistsError) as cause:
             raise CheckpointError(
-                f"checkpoints cannot be written to {self.root}: {cause.strerror}; choose a directory that you can write"
+                f"checkpoints cannot be written to {self.root}: {cause.strerror}; choose a writable directory"
             ) from cause
         self._prepared = True
 
@@ -203,7 +203,7 @@ class LocalStore:
             try:
                 with self._directory(()) as root:
                     if _mode(MARKER, root) is None:
-                        raise CheckpointError(f"nothing is removed from {self.root}: it has no {MARKER} file of ours")
+                        raise CheckpointError(f"nothing is removed from {self.root}: the file {MARKER} is missing")
                 with self._directory(parts[:-1]) as parent:
                     self._remove(parts[-1], parent, path)
                     self._probe("fsync", "/".join(parts[:-1]))
@@ -233,7 +233,7 @@ class LocalStore:
         self._probe("unlink", path)
         try:
             os.unlink(name, dir_fd=parent)
-        except FileNotFoundError:  # removed by somebody else: the same end
+        except FileNotFoundError:  # another process removed it
             return
 
     def _repeat(self, action: Callable[[int], T], attempts: int = _ATTEMPTS) -> T:
@@ -257,7 +257,7 @@ class LocalStore:
             owner = os.fstat(current).st_uid
             if owner not in (os.geteuid(), 0) and not self._allow_foreign_owner:
                 raise CheckpointError(
-                    f"{self.root} belongs to user {owner}, who could change what is loaded; "
+                    f"{self.root} belongs to user {owner}, who could change the checkpoints; "
                     "set checkpoint.store.allow_foreign_owner = true to accept that"
                 )
             for depth, part in enumerate(parts):
@@ -286,7 +286,7 @@ class LocalStore:
                 raise _not_followed(cause, path) from cause
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise CheckpointError(f"{path} is not a plain file")
+                    raise CheckpointError(f"{path} is not a regular file")
                 yield file
             finally:
                 os.close(file)
@@ -295,7 +295,7 @@ class LocalStore:
 def _parts(path: str) -> tuple[str, ...]:
     parts = tuple(path.split("/"))
     if not all(is_safe(part) for part in parts):
-        raise CheckpointError(f"{path!r} is no path inside a checkpoint store")
+        raise CheckpointError(f"{path!r} is not a valid path in a checkpoint store")
     return parts
 
 
@@ -312,5 +312,5 @@ def _mode(name: str, directory: int) -> int | None:
 
 def _not_followed(cause: OSError, path: str) -> Exception:
     if cause.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-        return CheckpointError(f"{path} is a link or no plain entry; checkpoints hold only files and directories")
+        return CheckpointError(f"{path} is a symlink or a special file; checkpoints hold only files and directories")
     return cause

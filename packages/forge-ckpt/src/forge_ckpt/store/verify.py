@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? The work is shared over the ranks, the verdict is everyone's."""
+"""Verifies a checkpoint; the ranks share the work and get the same verdict."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
             raise Damaged(f"{MANIFEST} has {size} bytes; at most {codec.MAX_BYTES} are read")
         data = store.read(f"{directory}/{MANIFEST}", 0, size)
     except FileNotFoundError as cause:
-        raise Damaged(f"it has no {MANIFEST}") from cause
+        raise Damaged(f"{MANIFEST} is missing") from cause
     except Damaged:
         raise
     except CheckpointError as cause:  # a link, a pipe: what the store does not open
@@ -39,7 +39,7 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
     manifest = codec.decode(data)
     named = committed([directory.rpartition("/")[2]])
     if named and named[0].step != manifest.step:
-        raise Damaged(f"the manifest is of step {manifest.step}, not of {directory}")
+        raise Damaged(f"the manifest says step {manifest.step}, but the directory is {directory}")
     for name, length in manifest.files:
         try:
             found = store.size(f"{directory}/{name}")
@@ -48,7 +48,7 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
         except CheckpointError as cause:
             raise Damaged(str(cause)) from cause
         if found != length:
-            raise Damaged(f"{name} has {found} bytes, not {length}")
+            raise Damaged(f"{name} has {found} bytes, expected {length}")
     return manifest, data
 
 
@@ -78,12 +78,12 @@ def _fault_in(store: Store, directory: str, manifest: Manifest, pieces: np.ndarr
             return str(cause)
         if found != columns.checksum[16 * piece : 16 * piece + 16]:
             tensor = manifest.tensors[int(columns.tensor[piece])].name
-            return f"{name}, bytes {start} to {start + length} ({tensor}): checksum does not fit"
+            return f"{name}, bytes {start} to {start + length} ({tensor}): checksum mismatch"
     return None
 
 
 def agreed_fault(store: Store, directory: str, manifest: Manifest, world: World, tensors: np.ndarray | None = None) -> str | None:
-    """The first fault that any rank finds, told to all; collective. Every rank reads its share of the bytes.
+    """Collective: the first fault that any rank finds, on all ranks. Every rank reads its share of the bytes.
 
     Args:
         tensors: verify only pieces of these tensors, the same on every rank; all when None.

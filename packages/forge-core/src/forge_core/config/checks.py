@@ -42,7 +42,7 @@ def run_checks(
     something that is not right in itself.
 
     A check that cannot run stops the recipe only when its distribution also offers something that the recipe uses:
-    a stranger's broken package must not stop a run that does not ask for it.
+    an unrelated broken package must not stop a run that does not use it.
 
     Args:
         job: the typed recipe, or `Parts` of one.
@@ -81,7 +81,7 @@ def _run(entry: Entry, job: Any, layout: Layout | None, registry: Registry) -> l
         return found
     except _Missing:
         return found
-    except Exception as cause:  # whatever a stranger's rule raises; the caller decides what it stops
+    except Exception as cause:  # a plugin's rule may raise anything; the caller decides what it stops
         whose = f"check {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
         raise BrokenPlugin(f"{whose} failed: {type(cause).__name__}: {cause}") from cause
 

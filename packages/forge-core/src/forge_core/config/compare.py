@@ -97,7 +97,7 @@ class _Comparison:
 
     def _values(self, key: str, was: Node, now: Node) -> Iterator[Change]:
         old, new = plain(was), plain(now)
-        if old != new and old != redacted(new, key):  # a checkpoint keeps no secrets, so nobody can tell
+        if old != new and old != redacted(new, key):  # a checkpoint keeps no secrets, so the values cannot be compared
             yield Change(key, redacted(old, key), redacted(new, key), self.class_of(key))
 
     def _is_leaf(self, key: str) -> bool:
@@ -124,7 +124,7 @@ class _Comparison:
         return next(outcome.fields[at].key_class for outcome in (self.now, self.before) if at in outcome.fields)
 
     def _class_of_choice(self, table: str) -> KeyClass:
-        """What the components declare that stand here before and now; `IDENTITY` where one declares nothing."""
+        """What the components declare that were chosen here before and now; `IDENTITY` where one declares nothing."""
         chosen = [outcome.chosen[table] for outcome in (self.now, self.before) if table in outcome.chosen]
         try:
             found = [class_of_keys(self.registry.load(group, name)) or KeyClass.IDENTITY for group, name in chosen]

@@ -33,7 +33,7 @@ def explain(outcome: Outcome, registry: Registry, key: str = "") -> list[Explana
     """Explains a key, or every key of a section, or the whole recipe.
 
     Raises:
-        ConfigError: there is no such key in this recipe.
+        ConfigError: the recipe does not have this key.
     """
     known = list(outcome.fields)
     found = [_one(outcome, registry, at) for at in known if not key or at == key or at.startswith(f"{key}.")]
@@ -41,7 +41,7 @@ def explain(outcome: Outcome, registry: Registry, key: str = "") -> list[Explana
         shown = key.removesuffix(".name")
         if shown != key and shown in outcome.fields:
             return [_one(outcome, registry, shown)]
-        raise ConfigError([Fault(key, "there is no such key in this recipe", hint=did_you_mean(key, known))])
+        raise ConfigError([Fault(key, "unknown key in this recipe", hint=did_you_mean(key, known))])
     return found
 
 

@@ -45,7 +45,7 @@ def load_layers(
         folder: what plugin files named in overrides are relative to; the working directory by default.
 
     Raises:
-        ConfigError: a file is missing, is not TOML, or the bases form a circle.
+        ConfigError: a file is missing, is not TOML, or the bases form a cycle.
     """
     layers = {} if isinstance(recipe, Table) else _files(str(recipe), registry)
     lowest = [recipe] if isinstance(recipe, Table) else []
@@ -65,7 +65,7 @@ def _files(recipe: str, registry: Registry) -> dict[Path, Table]:
         if following in layers:
             chain = list(layers)
             circle = " -> ".join(_shown(file) for file in [*chain[chain.index(following) :], following])
-            raise ConfigError([Fault("base", f"the bases form a circle: {circle}", _shown(chain[-1]))])
+            raise ConfigError([Fault("base", f"the bases form a cycle: {circle}", _shown(chain[-1]))])
         layers[following] = read(following)
         following = _base(layers[following], following, registry)
     return layers
@@ -116,7 +116,7 @@ def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: 
             near = {file.stem: file.name for file in path.parent.glob("*.toml")} if path.parent.is_dir() else {}
             close = get_close_matches(path.stem, near, n=1)
             hint = f"did you mean {near[close[0]]!r}?" if close else ""
-            raise ConfigError([Fault(key, f"there is no file {recipe}", origin, hint)])
+            raise ConfigError([Fault(key, f"file {recipe} does not exist", origin, hint)])
         return path
     if recipe.startswith("-"):
         raise ConfigError([Fault(key, f"expected a recipe before {recipe!r}", origin, "overrides come after the recipe")])

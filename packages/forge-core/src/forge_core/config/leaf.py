@@ -29,7 +29,7 @@ def read_leaf(key: str, node: Node, shape: Shape) -> tuple[Any, list[Fault]]:
     try:
         return _adapter(shape.type).validate_json(json.dumps(value)), []
     except PydanticUserError as error:
-        return None, [Fault(key, f"its type {describe(shape.type)} cannot be read from a recipe: {error.message}", node.origin)]
+        return None, [Fault(key, f"type {describe(shape.type)} cannot be read from a recipe: {error.message}", node.origin)]
     except ValidationError as error:
         return None, _faults(key, node, shape, error)
 
@@ -75,7 +75,7 @@ def _kept(annotation: Any) -> TypeAdapter[Any]:
 def _new(annotation: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(annotation, config=ConfigDict(strict=True))
-    except PydanticUserError:  # a type with a configuration of its own (TypedDict, BaseModel) refuses another
+    except PydanticUserError:  # a type that has a configuration (TypedDict, BaseModel) refuses another one
         return TypeAdapter(annotation)
 
 
@@ -90,7 +90,7 @@ def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
     if isinstance(node.value, float) and not math.isfinite(node.value):
         return [(key, f"{node.value} is not a finite number", node.origin)]
     if isinstance(node.value, int) and not -(2**63) <= node.value < 2**63:
-        return [(key, f"{node.value} does not fit into 64 bits", node.origin)]
+        return [(key, f"{node.value} does not fit in 64 bits", node.origin)]
     return []
 
 

@@ -147,7 +147,7 @@ class _Scanner:
         while not self.text.startswith(quote * 3, self.at):
             self.at += 2 if quote == '"' and self.text[self.at] == "\\" else 1
         self.at += 3
-        for _ in range(2):  # a multi-line string may end in one or two quotes of its own
+        for _ in range(2):  # a multi-line string may end in one or two quotes that belong to its text
             if self.text.startswith(quote, self.at):
                 self.at += 1
 

@@ -83,7 +83,7 @@ class _Maker:
         """One alternative per registered component, and any class in a file."""
         key = f"slot {slot.group}".replace(" ", "-")
         if key not in self.definitions:
-            self.definitions[key] = {}  # a component may hold a slot of its own group
+            self.definitions[key] = {}  # a component may hold a slot of the same group
             choices = [{"$ref": f"#/$defs/{name}"} for name in dict.fromkeys(self.offered(slot).values())]
             file = {"type": "object", "properties": {"name": {"type": "string", "pattern": _FILE}}, "required": ["name"]}
             self.definitions[key] = {"anyOf": [*choices, file]}
@@ -97,7 +97,7 @@ class _Maker:
             try:
                 entry = self.registry.find(slot.group, name)
                 cls = self.registry.load_entry(entry)
-            except PluginError:  # `plugins doctor` reports it; nobody asked for it here
+            except PluginError:  # `plugins doctor` reports it; the recipe does not use it
                 continue
             if key not in self.definitions:
                 self.definitions[key] = {}

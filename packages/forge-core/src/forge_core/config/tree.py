@@ -19,7 +19,7 @@ _PLUGIN_FILE = re.compile(r"(?P<file>.+\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value without keys of its own: text, number, boolean, date or an unset marker."""
+    """A value without keys: text, number, boolean, date or an unset marker."""
 
     value: Any
     origin: str

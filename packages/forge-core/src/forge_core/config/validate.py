@@ -18,11 +18,11 @@ from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
 from forge_core.registry import Registry
 
 
-class Bad:
+class Invalid:
     """Stands for a value that could not be made; its faults are listed."""
 
 
-BAD = Bad()
+INVALID = Invalid()
 
 UNKNOWN_KEY = "unknown key"
 
@@ -32,7 +32,7 @@ class Outcome:
     """What a walk over a tree found.
 
     Attributes:
-        value: instance of the schema, or `BAD` when there are faults.
+        value: instance of the schema, or `INVALID` when there are faults.
         parts: fields of the schema by name: those that are right, even when others are not.
         tree: every key with its value and origin, defaults and chosen names included; loads again to an equal value.
         chosen: per dotted key of a component's table, its (group, name).
@@ -70,7 +70,7 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
     faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
-    return Outcome(BAD if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
+    return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
 def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
@@ -122,13 +122,13 @@ class _Walker:
             if not key and len(self.faults) == before:
                 self.parts[name] = value
         whole = Table(resolved, node.origin)
-        if any(value is BAD for value in values.values()):
-            return BAD, whole
+        if any(value is INVALID for value in values.values()):
+            return INVALID, whole
         try:
             return cls(**values), whole
         except ValueError as error:
             self.rule(key, cls, whole, str(error))
-            return BAD, whole
+            return INVALID, whole
 
     def over_default(self, key: str, info: FieldInfo, shape: Shape, given: Node) -> Node:
         """A table laid over the default instance of its field, which may differ from its class's own defaults."""
@@ -154,7 +154,7 @@ class _Walker:
         if info.required or (info.default is None and shape.kind == "component" and not shape.optional):
             names = self.registry.names(shape.slot.group) if shape.slot is not None else []
             self.fault(key, f"is missing; expected {describe_shape(shape)}", origin, did_you_mean("", names))
-            return BAD, None
+            return INVALID, None
         made = self.defaults(key, info.default, shape)
         if shape.kind == "leaf":
             return info.default, made
@@ -192,7 +192,7 @@ class _Walker:
         if shape.kind == "leaf":
             value, faults = read_leaf(key, node, shape)
             self.faults += faults
-            return (BAD, node) if faults else (value, node)
+            return (INVALID, node) if faults else (value, node)
         if shape.kind in ("list", "tuple"):
             return self.items(key, node, shape)
         if not isinstance(node, Table):
@@ -200,7 +200,7 @@ class _Walker:
             if shape.kind == "component" and isinstance(node, Leaf) and isinstance(node.value, str):
                 hint = f"write {key}.name = {node.value!r}"
             self.fault(key, f"expected {describe_shape(shape)}, not {_shown(node)}", node.origin, hint)
-            return BAD, node
+            return INVALID, node
         if shape.kind == "section":
             return self.section(key, node, shape.type, component=False)
         if shape.kind == "component":
@@ -208,8 +208,8 @@ class _Walker:
         made = {name: self.entry(join(key, name), name, item, shape) for name, item in node.items.items()}
         made = {name: pair for name, pair in made.items() if pair is not None}
         whole = Table({name: pair[1] for name, pair in made.items()}, node.origin)
-        bad = any(pair[0] is BAD for pair in made.values())
-        return BAD if bad else {name: pair[0] for name, pair in made.items()}, whole
+        bad = any(pair[0] is INVALID for pair in made.values())
+        return INVALID if bad else {name: pair[0] for name, pair in made.items()}, whole
 
     def entry(self, key: str, name: str, node: Node, shape: Shape) -> tuple[Any, Node] | None:
         """One item of a dictionary; `none` takes away what a lower layer put there."""
@@ -223,12 +223,12 @@ class _Walker:
     def items(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
         if not isinstance(node, Array):
             self.fault(key, f"expected {describe_shape(shape)}, not {_shown(node)}", node.origin)
-            return BAD, node
+            return INVALID, node
         inner = cast(Shape, shape.inner)
         pairs = [self.value(join(key, str(index)), item, inner) for index, item in enumerate(node.items)]
         whole = Array([pair[1] for pair in pairs], node.origin)
-        if any(pair[0] is BAD for pair in pairs):
-            return BAD, whole
+        if any(pair[0] is INVALID for pair in pairs):
+            return INVALID, whole
         values = [pair[0] for pair in pairs]
         return (tuple(values) if shape.kind == "tuple" else values), whole
 
@@ -241,15 +241,15 @@ class _Walker:
             names = did_you_mean("", self.registry.names(slot.group))
             what = "is missing" if given == Leaf(None, DEFAULT) else f"expected text, not {_shown(given)}"
             self.fault(at, what, node.origin, names)
-            return BAD, node
+            return INVALID, node
         try:
             cls = self.registry.load(slot.group, given.value)
         except PluginError as error:
             self.fault(at if "name" in node.items else key, str(error), given.origin if "name" in node.items else node.origin)
-            return BAD, node
+            return INVALID, node
         if shape.type is not Component and not issubclass(cls, shape.type):
             self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
-            return BAD, node
+            return INVALID, node
         self.chosen[key] = (slot.group, given.value)
         return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
 

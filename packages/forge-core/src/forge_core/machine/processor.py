@@ -10,7 +10,7 @@ ACCELERATORS = ("dev/nvidiactl", "dev/nvidia0", "dev/kfd", "dev/dxg")
 
 
 def flags(root: Path = Path("/")) -> frozenset[str]:
-    """Flags of the first processor in /proc/cpuinfo; empty where there is no such file."""
+    """Flags of the first processor in /proc/cpuinfo; empty where the file does not exist."""
     for line in _lines(root):
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

@@ -60,8 +60,8 @@ class Store(Protocol):
         """Bytes of a file; follows no link out of the store.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: it is no plain file, or ends before `offset + length`.
+            FileNotFoundError: the file does not exist.
+            CheckpointError: it is not a regular file, or ends before `offset + length`.
         """
         ...
 
@@ -86,5 +86,5 @@ class Store(Protocol):
         ...
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole directory; a missing one is no error."""
+        """Removes a file or a whole directory; a missing one is not an error."""
         ...

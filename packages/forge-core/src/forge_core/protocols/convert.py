@@ -21,7 +21,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Facts:
-    """What travels with weights besides tensors.
+    """What travels with weights in addition to tensors.
 
     Attributes:
         step: optimizer steps behind the weights.

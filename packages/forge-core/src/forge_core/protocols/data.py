@@ -106,7 +106,7 @@ class StreamedSource(Protocol):
 
 @runtime_checkable
 class StatefulIterable(Protocol):
-    """A foreign loader: whatever has the interface of torchdata's `StatefulDataLoader`."""
+    """A foreign data loader: any object with the interface of torchdata's `StatefulDataLoader`."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -228,7 +228,7 @@ class Stream(Protocol):
     def entropy(self) -> float | None:
         """Unigram entropy of the mixture in nats per token: the loss of a model that knows token frequencies only.
 
-        None where nobody can count them, as in a stream.
+        None where they cannot be counted, as in a stream.
         """
         ...
 
