@@ -38,12 +38,12 @@ def test_h9_a_batch_can_be_pickled_and_copied() -> None:
     plain = Batch(tokens, tokens)
     whole = Batch(
         tokens, tokens, tokens, tokens, {"images": tokens}, (4, 5), Sources(("a", "b"), torch.tensor([0, 1]))
-    ).looking_ahead(2)
+    ).with_mtp_targets(2)
     for batch in (plain, whole, plain.to("cpu")):
         for again in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):  # noqa: S301 (our own)
             assert isinstance(again, Batch) and equal(batch, again)
             assert (again.extras.keys() == batch.extras.keys() and again.sources is None) or again.sources.names == ("a", "b")
-            assert (again.further is None) == (batch.further is None)
+            assert (again.mtp_targets is None) == (batch.mtp_targets is None)
     assert torch.equal(pickle.loads(pickle.dumps(whole)).extras["images"], tokens)  # noqa: S301
 
 

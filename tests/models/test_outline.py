@@ -10,7 +10,7 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GELU
 from forge_models.components.moe import Losses, MoE
-from forge_models.components.prediction import Prediction
+from forge_models.components.mtp import MTP
 from forge_models.components.rope import Rope
 
 SIZES: dict[str, Any] = {"dim": 32, "heads": 4, "kv_heads": 2, "layers": 3, "ffn_dim": 40, "vocab_size": 64, "max_length": 32}
@@ -26,8 +26,8 @@ MODELS = {
         **SIZES, attention=GQA(window=4), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=16, local_theta=5.0)
     ),
     "experts": Decoder(**SIZES, moe=MoE(experts=4, shared=2, first_dense=1, ffn_dim=24, losses=Losses(sequence=0.1))),
-    "only experts": Decoder(**SIZES, moe=MoE(experts=4), prediction=Prediction(depth=2)),
-    "every other": Decoder(**{**SIZES, "layers": 5}, moe=MoE(experts=4, every=2, first_dense=2), prediction=Prediction()),
+    "only experts": Decoder(**SIZES, moe=MoE(experts=4), mtp=MTP(depth=2)),
+    "every other": Decoder(**{**SIZES, "layers": 5}, moe=MoE(experts=4, every=2, first_dense=2), mtp=MTP()),
 }
 
 
@@ -38,11 +38,11 @@ def test_e7_an_outline_agrees_with_the_built_model(name: str) -> None:
     with torch.device("meta"):
         built: Any = config.build()
     specs = built.specs()
-    assert (said.units, said.whole_rows, said.whole_stream, said.horizon) == (
+    assert (said.units, said.whole_rows, said.whole_stream, said.mtp_depth) == (
         specs.units,
         specs.whole_rows,
         specs.whole_stream,
-        specs.horizon,
+        specs.mtp_depth,
     )
     assert said.blocks == config.layers
     assert said.capped == any(

@@ -9,8 +9,8 @@ from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
+from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.prediction import Prediction
 from forge_models.components.rope import Rope
 from forge_models.generation.generate import GenerationError, generate
 from forge_models.generation.speculation import Tally, _Rounds, speculate
@@ -39,7 +39,7 @@ def cycle(start, length, vocab=97):
 @cache
 def learned(depth):
     """Weights, by name, of a model that has learned `cycle`."""
-    model = Decoder(**TINY, prediction=Prediction(depth=depth, weight=1.0)).build()
+    model = Decoder(**TINY, mtp=MTP(depth=depth, weight=1.0)).build()
     fill(model, model.specs(), 0)
     model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -47,8 +47,8 @@ def learned(depth):
     for _ in range(60):
         starts = torch.randint(97, (16,), generator=generator).tolist()
         rows = torch.tensor([cycle(start, 17) for start in starts])
-        batch = Batch(rows[:, :-1], rows[:, 1:]).looking_ahead(depth)
-        terms = model(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), further=batch.further)
+        batch = Batch(rows[:, :-1], rows[:, 1:]).with_mtp_targets(depth)
+        terms = model(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), mtp_targets=batch.mtp_targets)
         (terms.sum / terms.tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,11 +60,11 @@ def trained(make):
     """trained(depth, noise) -> a model that has learned `cycle`; noise in its modules has them guess wrong now and then."""
 
     def trained(depth, noise=0.0):
-        model = make(dtype=torch.float64, prediction=Prediction(depth=depth))
+        model = make(dtype=torch.float64, mtp=MTP(depth=depth))
         model.load_state_dict(learned(depth))
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for module in model.prediction.depths.values():
+            for module in model.mtp.depths.values():
                 weight = module.projection.weight
                 weight.add_(noise * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
         return model
@@ -84,7 +84,7 @@ VARIANTS = {
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_of_a_model_that_guesses_wrong_are_the_same(make, name, depth):
-    model = make(spread=10.0, dtype=torch.float64, prediction=Prediction(depth=depth), **VARIANTS[name])
+    model = make(spread=10.0, dtype=torch.float64, mtp=MTP(depth=depth), **VARIANTS[name])
     tally = Tally()
     assert drafted(model, tally=tally, max_tokens=14) == generate(model, PROMPTS, max_tokens=14)
     assert tally.tokens == 3 * 14
@@ -127,7 +127,7 @@ def by_hand(model, prompt, count):
         with listening(lambda name, value: seen.update({name: value})):
             model(torch.tensor([row[:-1]]))
         x, turn = seen["residual"], model.blocks["0"].attention.rotary(torch.arange(len(row) - 1))
-        for k, module in enumerate(model.prediction.depths.values(), 1):
+        for k, module in enumerate(model.mtp.depths.values(), 1):
             x, hidden, _ = module(x, model.embed(torch.tensor([guessed[k : k + len(row) - 1]])), turn, None)
             guessed.append(int(model.head(hidden)[0, -1].argmax()))
         right, rounds = len(row), rounds + 1
@@ -145,7 +145,7 @@ def by_hand(model, prompt, count):
 @pytest.mark.parametrize("right", ["never", "sometimes"])
 def test_guesses_are_those_of_modules_that_see_the_whole_row(make, trained, monkeypatch, depth, right):
     """Were a module to build on a token that did not come to be, its guesses would be worse, and no text would tell."""
-    alike = {"spread": 10.0, "dtype": torch.float64, "prediction": Prediction(depth=depth)}
+    alike = {"spread": 10.0, "dtype": torch.float64, "mtp": MTP(depth=depth)}
     model = make(**alike) if right == "never" else trained(depth, noise=0.15)
     verified, guesses = _Rounds._verified, []
 
@@ -194,15 +194,15 @@ def test_a_row_alone_equals_the_row_in_a_batch(trained):
 
 
 def test_the_last_tokens_up_to_max_length_can_be_made(make):
-    model = make(spread=10.0, dtype=torch.float64, prediction=Prediction(depth=3))
+    model = make(spread=10.0, dtype=torch.float64, mtp=MTP(depth=3))
     assert drafted(model, [[1, 2, 3]], max_tokens=61) == generate(model, [[1, 2, 3]], max_tokens=61)
 
 
 def test_what_cannot_draft_is_refused(make):
-    with pytest.raises(GenerationError, match="nothing to draft with"):
+    with pytest.raises(GenerationError, match="speculation needs MTP modules"):
         speculate(make(), PROMPTS, max_tokens=2)
-    dynamic = make(prediction=Prediction(), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=32))
+    dynamic = make(mtp=MTP(), rope=Rope(scaling="dynamic", factor=2.0, original_max_length=32))
     with pytest.raises(GenerationError, match="dynamic"):
         speculate(dynamic, PROMPTS, max_tokens=2)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
-        speculate(make(prediction=Prediction()), [[]], max_tokens=2)
+        speculate(make(mtp=MTP()), [[]], max_tokens=2)

@@ -129,7 +129,7 @@ def drawn(seed: int) -> tuple[int, dict[str, Any]]:
         keys["parallel.pipeline.schedule.name"] = draw.choice(schedules)
         keys["parallel.pipeline.split"] = maybe(0.2, "2,2", "1,1,1,1", "3,1")
     if draw.random() < 0.15:
-        keys["model.prediction.depth"] = draw.choice((1, 2))
+        keys["model.mtp.depth"] = draw.choice((1, 2))
     if draw.random() < 0.2:
         keys["transforms.float8.recipe"] = draw.choice(("tensorwise", "rowwise"))
         keys["transforms.float8.emulate"] = True

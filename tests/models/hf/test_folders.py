@@ -71,7 +71,7 @@ def test_w12_a_soft_cap_of_scores_that_transformers_does_not_apply_is_refused(tm
     assert any("attention" in fault for fault in misfits(FAMILIES["gemma3_text"], gemma2))
 
 
-def test_w12_tensors_for_further_tokens_are_named_when_they_are_left_out(tmp_path: Path) -> None:
+def test_w12_tensors_of_multi_token_prediction_are_named_when_they_are_left_out(tmp_path: Path) -> None:
     kind, keys = CASES["deepseek_v3"]
     source = saved(random_model(kind, keys | {"num_hidden_layers": 2}), tmp_path / "source")
     assert Folder(source).facts.notes == ()
@@ -79,7 +79,7 @@ def test_w12_tensors_for_further_tokens_are_named_when_they_are_left_out(tmp_pat
     save_file(tensors | {f"model.layers.2.{name}.weight": torch.zeros(3) for name in ("eh_proj", "enorm")}, source / SINGLE)
     (note,) = Folder(source).facts.notes
     assert note.startswith(
-        "2 tensors that predict further tokens were left out (model.layers.2.eh_proj.weight, model.layers.2.enorm"
+        "2 tensors of multi-token prediction were left out (model.layers.2.eh_proj.weight, model.layers.2.enorm"
     )
 
 

@@ -135,7 +135,7 @@ def test_experts_of_any_width_are_compared_with_transformers(tmp_path: Path) -> 
         assert torch.equal(found, theirs(tokens()).logits)
 
 
-def test_layers_for_further_tokens_are_left_out(originals: dict[str, Path], tmp_path: Path) -> None:
+def test_layers_of_multi_token_prediction_are_left_out(originals: dict[str, Path], tmp_path: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.2.eh_proj.weight"] = torch.zeros(3)
 

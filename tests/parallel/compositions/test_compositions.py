@@ -21,8 +21,8 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
+from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.prediction import Prediction
 from forge_models.components.routers import SigmoidTopK
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel, Kind
@@ -79,11 +79,11 @@ def layout_of(run: frozenset[str]) -> Layout:
 
 def case_of(run: frozenset[str], tied: bool) -> Case:
     depth = 1 if run & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
-    further = Prediction(depth=depth) if "prediction" in run else None
+    mtp = MTP(depth=depth) if "mtp" in run else None
     experts = None if "experts" not in run else EXPERTS if run.isdisjoint(LOW) else ALL_CHOSEN
     wide = "float8" in run or run >= {"compile", "experts"}
     layers = 6 if "more_stages" in run else 4
-    decoder = replace(WIDE if wide else DECODER, tied_embeddings=tied, prediction=further, moe=experts, layers=layers)
+    decoder = replace(WIDE if wide else DECODER, tied_embeddings=tied, mtp=mtp, moe=experts, layers=layers)
     rows = 4 * layout_of(run).data
     micro_batch = 1 if "accumulate" in run else 4
     objective = CrossEntropy(z_loss=1e-2).build()

@@ -21,13 +21,13 @@ from forge_parallel.verify.proven_options import (
     EXPERT_OPTION_RUNS,
     LARGE_EXPERT_OPTION_RUNS,
     LARGE_OPTION_RUNS,
+    MTP_OPTION_RUNS,
     OPTION_RUNS,
-    PREDICTION_OPTION_RUNS,
 )
 from harness.pool import World
 from parallel.compositions.test_compositions import _name, equals_one_process, layout_of
 
-ROWS = (*OPTION_RUNS, *LARGE_OPTION_RUNS, *PREDICTION_OPTION_RUNS, *EXPERT_OPTION_RUNS, *LARGE_EXPERT_OPTION_RUNS)
+ROWS = (*OPTION_RUNS, *LARGE_OPTION_RUNS, *MTP_OPTION_RUNS, *EXPERT_OPTION_RUNS, *LARGE_EXPERT_OPTION_RUNS)
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_e1_every_feature_is_declared_by_an_option_or_is_a_component_itself() ->
     of_options = {i.name for _, cls in optioned() for f in fields_of(cls) for i in declared(f) if isinstance(i, Feature)}
     registry = Registry()
     schedules = {f"pp_{name}" for name in registry.names("forge.pipeline_schedules")}
-    of_models = {"accumulate", "prediction", "experts"}
+    of_models = {"accumulate", "mtp", "experts"}
     assert of_options | schedules | set(registry.names("forge.transforms")) | of_models >= FEATURES.keys()
 
 

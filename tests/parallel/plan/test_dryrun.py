@@ -15,8 +15,8 @@ from forge_core.errors import ForgeError, LayoutError
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import Losses, MoE
+from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.prediction import Prediction
 from forge_models.components.routers import SigmoidTopK
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -54,9 +54,9 @@ MODELS: dict[str, Workload] = {
     "tied": replace(TINY, build=TiedTiny, compute="bf16"),
     "decoder": replace(TINY, build=DECODER.build, objective=CrossEntropy().build(), compute="bf16", documents=True),
     "tied decoder": replace(TINY, build=replace(DECODER, tied_embeddings=True).build, objective=CrossEntropy().build()),
-    "further": replace(
+    "mtp": replace(
         TINY,
-        build=replace(DECODER, tied_embeddings=True, prediction=Prediction(depth=2)).build,
+        build=replace(DECODER, tied_embeddings=True, mtp=MTP(depth=2)).build,
         objective=CrossEntropy().build(),
         documents=True,
     ),
@@ -100,8 +100,8 @@ CASES: dict[str, tuple[str, str, Setup]] = {
     "pp2dp2 tied": ("pp2dp2", "tied decoder", piped(GPipe(), Shard())),
     "pp2 zero bubble": ("pp2", "deep", piped(ZeroBubbleV())),
     "pp2 interleaved": ("pp2", "deep", piped(Interleaved())),
-    "dp2tp2 further tokens": ("dp2tp2", "further", Setup((Tensor(), Shard()))),
-    "pp2 further tokens": ("pp2", "further", piped(OneForwardOneBackward())),
+    "dp2tp2 mtp": ("dp2tp2", "mtp", Setup((Tensor(), Shard()))),
+    "pp2 mtp": ("pp2", "mtp", piped(OneForwardOneBackward())),
     "pp2tp2": ("pp2tp2", "deep", piped(OneForwardOneBackward(), Tensor())),
     "ep2 in replicas": ("hsdp2x2ep2", "experts", Setup((Expert(overlap=False), Shard(), Recompute(("matmul", "attention"))))),
     "ep2 etp2": ("dp2tp2ep2etp2", "experts in a loop", Setup((Expert(), Tensor(), Shard()))),

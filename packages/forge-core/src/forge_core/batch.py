@@ -32,8 +32,8 @@ class Sources:
     rows: "Tensor"
 
 
-class Further(NamedTuple):
-    """What a model reads and predicts that looks n tokens further ahead than the next one.
+class MTPTargets(NamedTuple):
+    """Tokens and labels of multi-token prediction (MTP): those up to n places beyond the next token.
 
     A named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
 
@@ -60,7 +60,7 @@ class Batch:
         extras: further inputs that a model declares it needs.
         samples: global sample number of each row, for provenance.
         sources: of each row, where a run mixes several; a step then counts its loss by source. On all ranks or on none.
-        further: tokens and labels beyond the next one; a step adds them for a model that asks for them (`looking_ahead`).
+        mtp_targets: for a model with multi-token prediction; a step adds them (`with_mtp_targets`).
     """
 
     tokens: "Tensor"
@@ -70,14 +70,14 @@ class Batch:
     extras: "Mapping[str, Tensor]" = field(default_factory=_none)
     samples: tuple[int, ...] = ()
     sources: Sources | None = None
-    further: Further | None = None
+    mtp_targets: MTPTargets | None = None
 
     def __getstate__(self) -> "Mapping[str, object]":
         """For pickle and copies, so that a DataLoader's worker can send it: a read-only view of a mapping cannot be pickled."""
         return vars(self) | {"extras": dict(self.extras)}
 
-    def looking_ahead(self, n: int) -> "Batch":
-        """The same batch with `further` for n tokens; whole rows are needed, so before anything cuts them.
+    def with_mtp_targets(self, n: int) -> "Batch":
+        """The same batch with `mtp_targets` of depth n; whole rows are needed, so before anything cuts them.
 
         Nothing is read beyond the row. A position has a label at depth k where it has one at depth k - 1, and so has the
         position after it: then all tokens up to that label are tokens that something predicts, and no label crosses the border
@@ -94,7 +94,7 @@ class Batch:
             label = _moved(label).where((label != IGNORE) & (token != IGNORE), IGNORE)
             tokens.append(token)
             labels.append(label)
-        return replace(self, further=Further(_stacked(tokens), _stacked(labels)))
+        return replace(self, mtp_targets=MTPTargets(_stacked(tokens), _stacked(labels)))
 
     def to(self, device: str) -> "Batch":
         """The same batch on `device`; copies are asynchronous where the memory is pinned."""
@@ -110,7 +110,7 @@ class Batch:
             documents=None if self.documents is None else move(self.documents),
             extras={name: move(tensor) for name, tensor in self.extras.items()},
             sources=None if self.sources is None else replace(self.sources, rows=move(self.sources.rows)),
-            further=None if self.further is None else Further(*map(move, self.further)),
+            mtp_targets=None if self.mtp_targets is None else MTPTargets(*map(move, self.mtp_targets)),
         )
 
 

@@ -63,12 +63,12 @@ class Outline(NamedTuple):
     What it says agrees with the `Specs` of the model. A component without the method is judged when the model is built.
 
     Attributes:
-        blocks: repeated blocks that a pipeline may spread; those that predict further tokens stay with the head.
+        blocks: repeated blocks that a pipeline may spread; those of multi-token prediction stay with the head.
         units: as in `Specs`.
         keys: key of the recipe behind each unit and behind what else is named here, for messages.
         shared: (key, rows) of the tables and widths that tp ranks cut without regard to units.
         capped: whether attention caps its scores.
-        whole_rows, whole_stream, horizon: as in `Specs`.
+        whole_rows, whole_stream, mtp_depth: as in `Specs`.
         matrices: hidden matrices of linear layers by path; None where they are not known.
         experts: stacked matrices, of one expert, by the name of their parameter.
         elements: parameters in all, about.
@@ -81,7 +81,7 @@ class Outline(NamedTuple):
     capped: bool = False
     whole_rows: tuple[str, ...] = ()
     whole_stream: tuple[str, ...] = ()
-    horizon: int = 0
+    mtp_depth: int = 0
     matrices: Mapping[str, Matrix] | None = None
     experts: Mapping[str, Matrix] | None = None
     elements: int = 0
@@ -104,7 +104,7 @@ class Specs:
         entry: paths of the modules that run before the first block; a pipeline keeps them on its first part.
         exit: paths of the modules that run after the last block; a pipeline keeps them on its last part. Blocks inside of them
             stay there too.
-        horizon: further tokens, beyond the next one, that the model predicts in training; it is given `Batch.further` then.
+        mtp_depth: how many tokens beyond the next one the model predicts in training; it is given `Batch.mtp_targets` then.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
         whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
     """
@@ -118,4 +118,4 @@ class Specs:
     exit: tuple[str, ...] = ()
     whole_rows: tuple[str, ...] = ()
     whole_stream: tuple[str, ...] = ()
-    horizon: int = 0
+    mtp_depth: int = 0

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.batch import IGNORE, PADDING, Further
+from forge_core.batch import IGNORE, PADDING, MTPTargets
 from forge_core.protocols.model import LossTerms, Objective
 from forge_core.specs import Dim, Init, ModuleSpec, Specs, TensorSpec
 from forge_models import outline
 from forge_models.blocks.block import Block
 from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
-from forge_models.blocks.prediction import Prediction
+from forge_models.blocks.mtp import MTPModules
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.components.decoder import Decoder as DecoderComponent
 from forge_models.generation.cache import KVCache
@@ -23,8 +23,8 @@ from forge_models.moe.layer import observe_all
 TABLE = "embed.weight"
 HEAD = "head.weight"
 """A tied head's name; it uses the table."""
-AHEAD = "prediction.embed.weight"
-"""The table again, where further tokens are predicted."""
+MTP_TABLE = "mtp.embed.weight"
+"""The table under the name that the MTP modules use."""
 
 
 class Decoder(nn.Module):
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
     `window` (handed to the core; None when absent) and `rotary` (its positions; the model's over the whole head when
     absent).
 
-    `embed`, `norm`, `head` and `prediction` may be None and `blocks` may hold fewer entries (under their own names): a pipeline
+    `embed`, `norm`, `head` and `mtp` may be None and `blocks` may hold fewer entries (under their own names): a pipeline
     part is this module with the rest removed. The first part takes tokens, later ones hidden states.
     """
 
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
         self.norm: nn.Module | None = norm.build(config.dim)
         self.head: Head | None = head
-        self.prediction: Prediction | None = Prediction(config, embed) if config.prediction is not None else None
+        self.mtp: MTPModules | None = MTPModules(config, embed) if config.mtp is not None else None
 
     def forward(
         self,
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         at: Tensor | None = None,
         tokens: Tensor | None = None,
-        further: Further | None = None,
+        mtp_targets: MTPTargets | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
         """Logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
@@ -79,16 +79,16 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens, which this call extends.
             at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
             tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
-            further: tokens and labels beyond the next one, beside labels and an objective: their losses are added then.
-            extras: refused; a decoder of text has no further inputs.
+            mtp_targets: tokens and labels of the MTP modules, with labels and an objective; their losses are added.
+            extras: refused; a text decoder has no other inputs.
 
         Raises:
             ValueError: for inputs that do not go together or are longer than `max_length`.
         """
-        self._check(x, documents, labels, objective, cache, further, extras)
-        depths = {} if further is None or self.prediction is None else dict(self.prediction.depths.items())
-        behind = [depth.block for depth in depths.values()]
-        x, turns, shared, real = self._stream(x, positions, documents, cache, tokens, behind)
+        self._check(x, documents, labels, objective, cache, mtp_targets, extras)
+        depths = {} if mtp_targets is None or self.mtp is None else dict(self.mtp.depths.items())
+        mtp_blocks = [depth.block for depth in depths.values()]
+        x, turns, shared, real = self._stream(x, positions, documents, cache, tokens, mtp_blocks)
         stream = x
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
@@ -97,9 +97,9 @@ class Decoder(nn.Module):
         if self.head is None:
             return x
         terms = self.head(x, labels, objective)
-        if further is None or not depths:
+        if mtp_targets is None or not depths:
             return terms
-        return self._predicted(terms, stream, further, turns, shared, real, objective)
+        return self._add_mtp(terms, stream, mtp_targets, turns, shared, real, objective)
 
     def _stream(
         self,
@@ -108,10 +108,9 @@ class Decoder(nn.Module):
         documents: Tensor | None,
         cache: KVCache | None,
         tokens: Tensor | None,
-        behind: list[Any],
+        mtp_blocks: list[Any],
     ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any], Tensor | None]:
-        """The stream behind the last block; with it, rotations and what cores share, also for further blocks `behind`, and
-        which places are no padding."""
+        """The stream behind the last block, rotations and what cores share (also for `mtp_blocks`), and the token mask."""
         # Hidden states of an earlier part may be cut along the sequence; positions never are.
         length = x.shape[1] if self.embed is not None or positions is None else positions.shape[-1]
         if cache is not None:
@@ -123,7 +122,7 @@ class Decoder(nn.Module):
                 )
         elif positions is None:
             positions = torch.arange(length, device=x.device)
-        blocks = [*self.blocks.values(), *behind]
+        blocks = [*self.blocks.values(), *mtp_blocks]
         turns = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
         shared = self._shared(blocks, documents, length, x.device, cache)
         real = None if documents is None else documents != PADDING
@@ -131,16 +130,16 @@ class Decoder(nn.Module):
             tokens, x = x, self._embedded(self.embed, x)
         return self._run_blocks(x, turns, shared, cache, {"real": real, "tokens": tokens}), turns, shared, real
 
-    def streamed(self, tokens: Tensor, cache: KVCache, positions: Tensor | None = None) -> Tensor:
-        """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `drafted`
+    def hidden_states(self, tokens: Tensor, cache: KVCache, positions: Tensor | None = None) -> Tensor:
+        """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `draft`
         goes on from."""
         self._check(tokens, None, None, None, cache, None, {})
         return self._stream(tokens, positions, None, cache, None, [])[0]
 
-    def drafted(
+    def draft(
         self, depth: str, x: Tensor, tokens: Tensor, cache: KVCache, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One module of `prediction`, with a cache: its stream, and the hidden states for the head.
+        """One module of `mtp`, with a cache: its stream, and the hidden states for the head.
 
         Args:
             depth: its name, "1" for the token behind the next one.
@@ -150,42 +149,42 @@ class Decoder(nn.Module):
             positions: (B, T); None = the cache's next ones.
         """
         assert self.embed is not None
-        assert self.prediction is not None
-        module: Any = self.prediction.depths[depth]
+        assert self.mtp is not None
+        module: Any = self.mtp.depths[depth]
         positions = cache.advance(positions, tokens.shape[1])
         turn = self._rotary(module.block)(positions)
         shared = self._shared([module.block], None, tokens.shape[1], x.device, cache).get(_window(module.block))
         x, hidden, _ = module(x, self._embedded(self.embed, tokens), turn, shared, cache.layers[depth], None, tokens)
         return x, hidden
 
-    def _predicted(
+    def _add_mtp(
         self,
         terms: LossTerms,
         x: Tensor,
-        further: Further,
+        mtp_targets: MTPTargets,
         turns: dict[Rotary, Rotation],
         shared: dict[int | None, Any],
         real: Tensor | None,
         objective: Objective | None,
     ) -> LossTerms:
-        """`terms` with the gradient of what the modules of `prediction` make of the stream `x` behind the last block."""
-        prediction, head = self.prediction, self.head
-        assert prediction is not None
+        """`terms` with the gradient of what the modules of `mtp` make of the stream `x` behind the last block."""
+        mtp, head = self.mtp, self.head
+        assert mtp is not None
         assert head is not None
         found = []
         depth: Any
-        for k, (name, depth) in enumerate(prediction.depths.items()):
-            token, label = further.tokens[..., k], further.labels[..., k]
+        for k, (name, depth) in enumerate(mtp.depths.items()):
+            token, label = mtp_targets.tokens[..., k], mtp_targets.labels[..., k]
             here = token != IGNORE if real is None else real & (token != IGNORE)
             token = token.clamp(min=0)  # places without a token have no label, and nothing that has one sees them
-            given = (self._embedded(prediction.embed, token), turns[self._rotary(depth.block)], shared.get(_window(depth.block)))
+            given = (self._embedded(mtp.embed, token), turns[self._rotary(depth.block)], shared.get(_window(depth.block)))
             routed = {"real": here, "tokens": token} if depth.block.sparse else {}
-            with scope(f"prediction.depths.{name}."):
+            with scope(f"mtp.depths.{name}."):
                 x, hidden, counted = depth(x, *given, **routed)
             if counted is not None:
                 depth.block.mlp.observe(counted)
             found.append(head(hidden, label, objective))
-        return prediction.added(terms, found)
+        return mtp.add_gradient(terms, found)
 
     def _embedded(self, table: Embedding, tokens: Tensor) -> Tensor:
         x = table(tokens)
@@ -194,9 +193,9 @@ class Decoder(nn.Module):
         return x * torch.tensor(self.config.embed_multiplier, dtype=x.dtype)
 
     def at_step(self, step: int, steps: int) -> None:
-        """Sets the weight of further tokens for optimizer step `step` of a run of `steps`."""
-        if self.prediction is not None:
-            self.prediction.at_step(step, steps)
+        """Sets the weight of the MTP losses for optimizer step `step` of a run of `steps`."""
+        if self.mtp is not None:
+            self.mtp.at_step(step, steps)
 
     def _run_blocks(
         self,
@@ -261,7 +260,7 @@ class Decoder(nn.Module):
         labels: Tensor | None,
         objective: Objective | None,
         cache: KVCache | None,
-        further: Further | None,
+        mtp_targets: MTPTargets | None,
         extras: dict[str, Tensor],
     ) -> None:
         if self.config.moe is not None and self.config.moe.losses.pooled and (self.embed is None or self.head is None):
@@ -276,8 +275,8 @@ class Decoder(nn.Module):
             raise ValueError("an objective needs labels")
         if labels is not None and objective is None:
             raise ValueError("labels without an objective: say what to minimise, or leave them out for logits")
-        if further is not None and (objective is None or self.prediction is None):
-            raise ValueError("further labels need an objective and a model with [model.prediction]")
+        if mtp_targets is not None and (objective is None or self.mtp is None):
+            raise ValueError("mtp_targets need an objective and a model with [model.mtp]")
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: leave documents out")
 
@@ -292,7 +291,7 @@ class Decoder(nn.Module):
         tensors: dict[str, TensorSpec] = {}
         modules: dict[str, ModuleSpec] = {}
         table = TensorSpec(("vocab", "embed"), Init("normal", self._embed_std()), "embedding")
-        for path in ("embed", "prediction.embed"):
+        for path in ("embed", "mtp.embed"):
             if self._has(path):
                 tensors[f"{path}.weight"] = table
                 modules[path] = ModuleSpec((("batch", "sequence"),), (stream,))
@@ -303,11 +302,11 @@ class Decoder(nn.Module):
                 tensors[_join(path, name)] = spec
             for name, layout in getattr(module, "module_specs", dict)().items():
                 modules[_join(path, name)] = layout
-        copies = [AHEAD] if self._has("prediction") else []
+        copies = [MTP_TABLE] if self._has("mtp") else []
         copies += [HEAD] if config.tied_embeddings and self._has("head") else []
         for name in copies if self.embed is not None else ():
             del tensors[name]
-        depths = () if self.prediction is None else tuple(f"prediction.depths.{name}" for name in self.prediction.depths)
+        depths = () if self.mtp is None else tuple(f"mtp.depths.{name}" for name in self.mtp.depths)
         return Specs(
             tensors=tensors,
             modules=modules,
@@ -315,10 +314,10 @@ class Decoder(nn.Module):
             units=outline.units(config),
             ties=dict.fromkeys(copies, TABLE),
             entry=("embed",) if self.embed is not None else (),
-            exit=tuple(name for name in ("norm", "head", "prediction") if self._has(name)),
+            exit=tuple(name for name in ("norm", "head", "mtp") if self._has(name)),
             whole_rows=outline.whole_rows(config),
             whole_stream=outline.whole_stream(config),
-            horizon=len(depths),
+            mtp_depth=len(depths),
         )
 
     def _has(self, path: str) -> bool:

@@ -9,7 +9,7 @@ with P the weights that take part in matrix products for one token (the head alw
 table once, as head; biases never; of experts the `top_k` that a token goes to, the shared ones and the router) and T' the
 keys that a query meets: T, or the window if that is less, for the full square that most tables count ("PaLM" convention,
 Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
-Recomputation is not counted, nor is what capacity saves where it drops slots. Modules that predict further tokens count in
+Recomputation is not counted, nor is what capacity saves where it drops slots. MTP modules count in
 training only: each has a projection of two widths to one and a block, and scores its token with the head once more. They too are
 counted for every token, though the last k of a row have nothing that module k could read.
 """
@@ -41,9 +41,9 @@ class Counts:
         head: weights of the output projection; 0 when tied.
         matrix: weights that take part in matrix products for one token, the head's included even when tied.
         idle: weights of experts that a token does not go to; 0 in a dense model.
-        prediction: weights of the modules that predict further tokens, which are in none of the above but `idle`.
-        prediction_matrix: `matrix` of these modules, the head once for each.
-        prediction_widths: `widths` of their blocks.
+        mtp: weights of the MTP modules, which are in none of the above but `idle`.
+        mtp_matrix: `matrix` of these modules, the head once for each.
+        mtp_widths: `widths` of their blocks.
         widths: per window (None = global), heads * (width of a key + width of a value), summed over the layers that have
             it: multiply-adds that one key costs a query.
     """
@@ -56,14 +56,14 @@ class Counts:
     matrix: int
     idle: int
     widths: Mapping[int | None, int]
-    prediction: int = 0
-    prediction_matrix: int = 0
-    prediction_widths: Mapping[int | None, int] = field(default_factory=dict)
+    mtp: int = 0
+    mtp_matrix: int = 0
+    mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """All weights, a tied table once."""
-        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.prediction
+        return self.embedding + self.attention + self.mlp + self.norms + self.head + self.mtp
 
     @property
     def active(self) -> int:
@@ -76,8 +76,8 @@ class Counts:
 
     def training(self, length: int, causal: bool = False) -> float:
         """Forward and backward FLOPs per token of rows of `length` tokens."""
-        further = _products(self.prediction_matrix, self.prediction_widths, length, causal)
-        return 3 * (self.forward(length, causal) + further)
+        mtp = _products(self.mtp_matrix, self.mtp_widths, length, causal)
+        return 3 * (self.forward(length, causal) + mtp)
 
 
 def count(model: Decoder) -> Counts:
@@ -87,7 +87,7 @@ def count(model: Decoder) -> Counts:
         ValueError: when it has parts whose counts are not known here.
     """
     dim, layers = model.dim, model.layers
-    depth = 0 if model.prediction is None else model.prediction.depth
+    depth = 0 if model.mtp is None else model.mtp.depth
     attention = _attention(model, model.resolved_attention)
     dense, biases = _mlp(model, model.resolved_mlp)
     sparse = _experts(model, model.resolved_mlp)
@@ -98,8 +98,8 @@ def count(model: Decoder) -> Counts:
     table = model.vocab_size * dim
     behind = sum(model.moe is not None and model.moe.has(layer) for layer in range(layers, layers + depth))
     block = attention.weights + 2 * dim * dim
-    further = depth * (block + attention.others + (block_norms + 3) * _norm(model.resolved_norm, dim))
-    further += (depth - behind) * (dense + biases) + behind * (sparse.active + sparse.idle)
+    mtp = depth * (block + attention.others + (block_norms + 3) * _norm(model.resolved_norm, dim))
+    mtp += (depth - behind) * (dense + biases) + behind * (sparse.active + sparse.idle)
     return Counts(
         embedding=table,
         attention=layers * (attention.weights + attention.others),
@@ -109,9 +109,9 @@ def count(model: Decoder) -> Counts:
         matrix=layers * attention.weights + dense_layers * dense + sparse_layers * sparse.active + table,
         idle=(sparse_layers + behind) * sparse.idle,
         widths=_widths(model, model.resolved_attention, range(layers)),
-        prediction=further,
-        prediction_matrix=depth * (block + table) + (depth - behind) * dense + behind * sparse.active,
-        prediction_widths=_widths(model, model.resolved_attention, range(layers, layers + depth)),
+        mtp=mtp,
+        mtp_matrix=depth * (block + table) + (depth - behind) * dense + behind * sparse.active,
+        mtp_widths=_widths(model, model.resolved_attention, range(layers, layers + depth)),
     )
 
 

@@ -67,7 +67,7 @@ def outline(config: "Decoder") -> Outline:
         capped=getattr(config.resolved_attention, "soft_cap", None) is not None,
         whole_rows=whole_rows(config),
         whole_stream=whole_stream(config),
-        horizon=0 if config.prediction is None else config.prediction.depth,
+        mtp_depth=0 if config.mtp is None else config.mtp.depth,
         matrices=matrices,
         experts=experts,
         elements=elements(config),
@@ -102,7 +102,7 @@ def _matrices(config: "Decoder") -> tuple[dict[str, Matrix] | None, dict[str, Ma
     for layer in range(_layers(config)):
         block, context = f"blocks.{layer}", config.context(layer)
         if layer >= config.layers:
-            depth = f"prediction.depths.{layer - config.layers + 1}"
+            depth = f"mtp.depths.{layer - config.layers + 1}"
             found[f"{depth}.projection"] = Matrix((config.dim, 2 * config.dim), ("embed", None))
             block = f"{depth}.block"
         found |= {f"{block}.attention.{name}": matrix for name, matrix in attention.matrices(context).items()}
@@ -120,8 +120,8 @@ def _matrices(config: "Decoder") -> tuple[dict[str, Matrix] | None, dict[str, Ma
 
 
 def _layers(config: "Decoder") -> int:
-    """Blocks, those that predict further tokens included."""
-    return config.layers + (0 if config.prediction is None else config.prediction.depth)
+    """Blocks, those of MTP modules included."""
+    return config.layers + (0 if config.mtp is None else config.mtp.depth)
 
 
 def _dense(config: "Decoder") -> bool:

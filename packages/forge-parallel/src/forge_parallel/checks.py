@@ -151,12 +151,12 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
                 f"needs the whole backward of a block, which the pipeline schedule {pipeline.schedule.name!r} splits",
                 hint="leave it out, or take the schedule 1f1b or interleaved",
             )
-    if pipeline.schedule.splits_backward and getattr(getattr(job.model, "prediction", None), "depth", 0) > 1:
+    if pipeline.schedule.splits_backward and getattr(getattr(job.model, "mtp", None), "depth", 0) > 1:
         yield Fault(
-            "model.prediction.depth",
-            f"{job.model.prediction.depth} further tokens cannot be predicted with the pipeline schedule "
-            f"{pipeline.schedule.name!r}, which computes gradients of inputs and of weights apart",
-            hint="set it to 1, or take the schedule 1f1b or interleaved",
+            "model.mtp.depth",
+            f"= {job.model.mtp.depth} is not supported with pipeline schedule "
+            f"{pipeline.schedule.name!r}, which splits the backward pass",
+            hint="set it to 1, or use the schedule 1f1b or interleaved",
         )
     for why in pipeline.refusals(layout.pp, micro_batches=None if left else micro_batches):
         yield Fault("parallel.pipeline.schedule", why, hint="change train.global_batch or train.micro_batch")
@@ -173,8 +173,8 @@ def features(job: Any, layout: Layout) -> set[str]:
         found.add(f"pp_{job.parallel.pipeline.definition().schedule.name}")
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.add("accumulate")
-    if getattr(job.model, "prediction", None) is not None:
-        found.add("prediction")
+    if getattr(job.model, "mtp", None) is not None:
+        found.add("mtp")
     if getattr(job.model, "moe", None) is not None:
         found.add("experts")
     return found

@@ -27,7 +27,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     speculate: Annotated[
-        bool, typer.Option("--speculate", help="Draft with the modules of [model.prediction]: the same tokens in fewer forwards.")
+        bool, typer.Option("--speculate", help="Draft with the modules of [model.mtp]: the same tokens in fewer forwards.")
     ] = False,
     prefill: Annotated[int | None, typer.Option(help="Prompt tokens taken at once; bounds memory, changes no result.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,

@@ -18,16 +18,16 @@ def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG0
     return faults(job.train.max_steps) if faults else []
 
 
-def prediction_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
-    """Further tokens: a schedule of their weight that does not fit the run, rows that are too short to have any."""
-    prediction = getattr(job.model, "prediction", None)
-    if prediction is None:
+def mtp_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+    """Multi-token prediction: a schedule of its weight that does not fit the run, or rows too short to have labels."""
+    mtp = getattr(job.model, "mtp", None)
+    if mtp is None:
         return []
-    faults = getattr(prediction.schedule, "faults", None)
-    found = [replace(fault, key=f"model.prediction.{fault.key}") for fault in (faults(job.train.max_steps) if faults else ())]
-    if prediction.depth >= job.data.sequence_length:
-        message = f"{prediction.depth} further tokens leave no label in rows of {job.data.sequence_length} tokens"
-        found.append(Fault("model.prediction.depth", message, hint="lower it, or raise data.sequence_length"))
+    faults = getattr(mtp.schedule, "faults", None)
+    found = [replace(fault, key=f"model.mtp.{fault.key}") for fault in (faults(job.train.max_steps) if faults else ())]
+    if mtp.depth >= job.data.sequence_length:
+        message = f"{mtp.depth} leaves no MTP label in rows of {job.data.sequence_length} tokens"
+        found.append(Fault("model.mtp.depth", message, hint="lower it, or raise data.sequence_length"))
     return found
 
 

@@ -191,8 +191,8 @@ class Model(Protocol):
     Its forward takes (x, *, positions, documents, labels, objective, **extras). With an objective it returns what that
     returns; without, logits (B, T, vocab) from a last part, else hidden states (B, T, embed). A part of a pipeline is the
     model with the modules of other parts being None; only a last part is given labels and objective. In training, a model whose
-    specs name a `horizon` is given `further` too (`forge_core.batch.Further`, with labels and objective only): it adds the
-    gradient of what it predicts further on to that of `LossTerms.sum`, whose value and `rows` stay those of the next token.
+    specs name an `mtp_depth` is given `mtp_targets` too (`forge_core.batch.MTPTargets`, with labels and objective only): it adds
+    the gradient of multi-token prediction to that of `LossTerms.sum`, whose value and `rows` stay those of the next token.
 
     A model whose loss changes over a run may have `at_step(step, steps)`: before each optimizer step every part is told the
     number of those done and of those of the run.

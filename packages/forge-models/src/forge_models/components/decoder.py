@@ -11,8 +11,8 @@ from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
 from forge_models.components.moe import LAYOUT_DEPENDENT, MoE
+from forge_models.components.mtp import MTP
 from forge_models.components.norms import RMSNorm
-from forge_models.components.prediction import Prediction
 from forge_models.components.rope import Rope
 from forge_models.context import BlockContext
 from forge_models.outline import elements, outline
@@ -76,8 +76,8 @@ class Decoder(Component):
     """Experts in the place of feed-forward parts; a dense model when absent."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
     """Norm of each part of a block, and before the head."""
-    prediction: Prediction | None = None
-    """Further tokens that are predicted in training; only the next one when absent."""
+    mtp: MTP | None = None
+    """Multi-token prediction in training; only the next token is predicted when absent."""
     from_hf: Annotated[str | None, FREE] = None
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
     config.json."""

@@ -1,4 +1,4 @@
-"""Greedy generation that drafts: the modules for further tokens guess, the model checks all guesses in one forward
+"""Greedy generation that drafts: the MTP modules guess, the model checks all guesses in one forward
 (Leviathan et al., 2023, with the drafts of DeepSeek-V3, 2024, section 5.4.3).
 
 A round takes n known tokens of a row, the last of which no forward has read yet, and `depth` drafts of what follows. One
@@ -66,11 +66,11 @@ def speculate(
         tally: what is counted is added here.
 
     Raises:
-        GenerationError: the model has no modules for further tokens, or what `stream` raises; at the call.
+        GenerationError: the model has no MTP modules, or what `stream` raises; at the call.
     """
     check(model, prompts, max_tokens, prefill)
-    if model.prediction is None:
-        raise GenerationError("the model predicts no further tokens ([model.prediction]), so it has nothing to draft with")
+    if model.mtp is None:
+        raise GenerationError("speculation needs MTP modules; the model has no [model.mtp]")
     if model.cache_limit is not None:
         raise GenerationError("dynamic rope scaling depends on how long a row is, which drafts change; generate without drafting")
     return _Rounds(model, [list(prompt) for prompt in prompts], max_tokens, prefill, Tally() if tally is None else tally).run(
@@ -80,9 +80,9 @@ def speculate(
 
 class _Rounds:
     def __init__(self, model: Decoder, prompts: list[list[int]], max_tokens: int, prefill: int | None, tally: Tally) -> None:
-        assert model.prediction is not None
+        assert model.mtp is not None
         self.model, self.max_tokens, self.tally = model, max_tokens, tally
-        self.names = list(model.prediction.depths)
+        self.names = list(model.mtp.depths)
         self.device = next(model.parameters()).device
         self.depth, self.longest = len(self.names), max(len(prompt) for prompt in prompts)
         self.chunk = prefill or self.longest
@@ -138,7 +138,7 @@ class _Rounds:
                 here = (at >= 0) & (at < stop - start)
                 best = torch.where(here, self._best(x, at.clamp(0, stop - start - 1)[:, None])[:, 0], best)
                 for k, name in enumerate(self.names, 1):
-                    x, _ = self.model.drafted(name, x, self.tokens[:, start + k : stop + k], self.caches[name])
+                    x, _ = self.model.draft(name, x, self.tokens[:, start + k : stop + k], self.caches[name])
         return best.tolist()
 
     def _draft(self, before: list[int]) -> None:
@@ -152,7 +152,7 @@ class _Rounds:
         x = self.streams.gather(1, places.unsqueeze(2).expand(-1, -1, self.streams.shape[2]))
         for k, name in enumerate(self.names, 1):
             self.caches[name].rewind(max(starts))
-            x, hidden = self.model.drafted(name, x, self.tokens.gather(1, places + k), self.caches[name], places)
+            x, hidden = self.model.draft(name, x, self.tokens.gather(1, places + k), self.caches[name], places)
             self.tokens.scatter_(1, known + k - 1, self._most_likely(hidden, last))
 
     def _verified(self) -> list[list[int]]:
@@ -172,7 +172,7 @@ class _Rounds:
     def _streamed(self, tokens: Tensor, places: Tensor | None) -> Tensor:
         """The model's stream of some tokens, which is kept at their places."""
         first = self.cache.extent
-        x = self.model.streamed(tokens, self.cache, places)
+        x = self.model.hidden_states(tokens, self.cache, places)
         if self.streams is None:
             self.streams = x.new_zeros(x.shape[0], self.room, x.shape[2])
         if places is None:

@@ -51,6 +51,6 @@ model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
 
 def _left_out(model: Decoder) -> dict[str, str]:
     """What the model has that this format does not hold."""
-    if model.prediction is None:
+    if model.mtp is None:
         return {}
-    return {"Left out": f"modules that predict {model.prediction.depth} further tokens, which logits do not need"}
+    return {"Left out": f"{model.mtp.depth} MTP modules, which do not change logits"}

@@ -68,7 +68,7 @@ class Family:
         partial: share of a head that turns when `partial_rotary_factor` is absent; None = there is no such key.
         latent: attention is latent, of the DeepSeek kind.
         sparse: experts in the place of feed-forward parts.
-        further: key of the number of layers behind the last, which play no part here.
+        mtp_layers: key of the number of layers behind the last, which play no part here.
         ignores: keys without effect, with the values under which that holds; see `forge_models.hf.ignorable`.
     """
 
@@ -96,7 +96,7 @@ class Family:
     partial: float | None = None
     latent: bool = False
     sparse: Sparse | None = None
-    further: str | None = None
+    mtp_layers: str | None = None
     ignores: Mapping[str, Allowed] = field(default_factory=dict)
 
 
@@ -126,8 +126,8 @@ def decoder_of(family: Family, values: Mapping[str, Any], where: str, ignore: Se
         keys.fault("rope_scaling", f"rope_type {rope.scaling!r} is not implemented for this family")
     heads, attention = _heads(family, keys, sizes)
     experts = None if family.sparse is None else read_sparse(family.sparse, keys)
-    if family.further is not None:
-        keys.whole(family.further)
+    if family.mtp_layers is not None:
+        keys.whole(family.mtp_layers)
     soft_cap = None
     if family.gemma:
         scalar = keys.number("query_pre_attn_scalar")
@@ -260,8 +260,8 @@ def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
         written |= write_latent(decoder)
     if family.sparse is not None:
         written |= write_sparse(family.sparse, decoder)
-    if family.further is not None:
-        written[family.further] = 0
+    if family.mtp_layers is not None:
+        written[family.mtp_layers] = 0
     return written
 
 

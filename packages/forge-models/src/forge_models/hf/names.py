@@ -164,8 +164,8 @@ def _fused(family: Family, places: Mapping[str, Place]) -> dict[str, Place]:
     return found
 
 
-def further_layers(family: Family, decoder: Decoder, values: Mapping[str, object]) -> tuple[str, ...]:
+def mtp_layers(family: Family, decoder: Decoder, values: Mapping[str, object]) -> tuple[str, ...]:
     """Beginnings of the names of layers behind the last one, which are not read."""
-    count = values.get(family.further, 0) if family.further is not None else 0
+    count = values.get(family.mtp_layers, 0) if family.mtp_layers is not None else 0
     first = decoder.layers
     return tuple(f"model.layers.{layer}." for layer in range(first, first + (count if isinstance(count, int) else 0)))

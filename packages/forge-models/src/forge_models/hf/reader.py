@@ -11,7 +11,7 @@ from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
 from forge_models.hf.moe import unused_loss
-from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, further_layers, places_in
+from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, mtp_layers, places_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,8 +96,8 @@ class Folder:
             except Exception as cause:  # the library raises its own type for damage, OSError and others besides
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
         self._check_files()
-        further = further_layers(self.family, self.model, values)
-        self._places = self._match(further)
+        mtp = mtp_layers(self.family, self.model, values)
+        self._places = self._match(mtp)
         self.tensors: Mapping[str, Stored] = {
             name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in self._places.items()
         }
@@ -109,7 +109,7 @@ class Folder:
             tokenizer=tokenizer,
             origin=str(folder),
             family=self.family.model_type,
-            notes=tuple(self._notes(values, ignore, further)),
+            notes=tuple(self._notes(values, ignore, mtp)),
         )
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
@@ -129,17 +129,17 @@ class Folder:
         entries = [self._slice(theirs)[box[1:]] for theirs in place.names[box[0]]]
         return torch.stack(entries) if entries else torch.empty(tuple(extent))
 
-    def _notes(self, values: Mapping[str, Any], ignore: Sequence[str], further: tuple[str, ...]) -> Iterator[str]:
+    def _notes(self, values: Mapping[str, Any], ignore: Sequence[str], mtp: tuple[str, ...]) -> Iterator[str]:
         for key in ignore:
             yield f"{key} of {CONFIG} was ignored, as asked for"
         if values.get("auto_map"):
             yield f"the code that auto_map names was not run; {self.family.architecture} is read as transformers defines it"
         if self.family.sparse is not None and (unused := unused_loss(self.family.sparse, values)):
             yield unused
-        if left := [name for name in self._files if name.startswith(further)]:
+        if left := [name for name in self._files if name.startswith(mtp)]:
             yield (
-                f"{len(left)} tensors that predict further tokens were left out ({_some(left)}); logits do without them, and "
-                "[model.prediction] starts anew"
+                f"{len(left)} tensors of multi-token prediction were left out ({_some(left)}); logits do without them, and "
+                "[model.mtp] starts anew"
             )
 
     def _whole(self, theirs: str) -> "Tensor":
@@ -161,11 +161,11 @@ class Folder:
             if listed != held:
                 raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
 
-    def _match(self, further: tuple[str, ...]) -> dict[str, Place]:
+    def _match(self, mtp: tuple[str, ...]) -> dict[str, Place]:
         """Global name -> place in the files, once names and shapes agree exactly."""
         wanted = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self._files))
         names = {theirs for place in wanted.values() for theirs in place.names}
-        left = {name for name in set(self._files) - names if not name.endswith(DERIVED) and not name.startswith(further)}
+        left = {name for name in set(self._files) - names if not name.endswith(DERIVED) and not name.startswith(mtp)}
         if self.model.tied_embeddings and HEAD in left:
             left.remove(HEAD)
             self._check_tie(OUTSIDE["embed.weight"])

@@ -44,7 +44,7 @@ def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
 def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path | None, max_shard_bytes: int) -> None:
     """Writes weights, configuration, generation settings, tokenizer and a model card.
 
-    Modules that predict further tokens are left out, which the card says: logits do without them.
+    MTP modules are left out, which the card says: logits do without them.
 
     Args:
         path: of the new folder; an empty one may exist.
@@ -64,7 +64,7 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     folder = tokenizer or weights.facts.tokenizer
     if tokenizer is not None and not any((tokenizer / name).exists() for name in TOKENIZER_FILES):
         raise Unsupported(f"{tokenizer} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    model = replace(weights.model, prediction=None)
+    model = replace(weights.model, mtp=None)
     places = places_in(chosen_family, model)
     if odd := sorted({weights.tensors[name].dtype for name in places} - set(FLOATS)):
         raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written")

@@ -153,9 +153,9 @@ class ParallelModel:
         """Gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
         tied_weights.refresh(self)
 
-    def local_batch(self, batch: Batch, horizon: int = 0) -> Batch:
-        """This rank's share of what its data rank read, on the device; with labels of `horizon` tokens beyond the next one."""
-        batch = batch.to(str(self.topology.device)).looking_ahead(horizon)
+    def local_batch(self, batch: Batch, mtp_depth: int = 0) -> Batch:
+        """This rank's share of what its data rank read, on the device; with labels of `mtp_depth` tokens beyond the next one."""
+        batch = batch.to(str(self.topology.device)).with_mtp_targets(mtp_depth)
         for transform in self.plan.transforms:
             batch = transform.local_batch(batch, self.contexts[0])
         return batch

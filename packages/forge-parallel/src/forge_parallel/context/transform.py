@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from forge_core.batch import Batch, Further
+from forge_core.batch import Batch, MTPTargets
 from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import AttentionCore, PlacedCore, Transform
 from forge_parallel.build.plan import Phase
@@ -103,8 +103,8 @@ class ContextParallel(Transform):
         else:
             positions = cut(positions)
         documents = None if batch.documents is None else cut(batch.documents)
-        further = None if batch.further is None else Further(*map(cut, batch.further))
-        kept = replace(batch, positions=positions, documents=documents, further=further)
+        mtp_targets = None if batch.mtp_targets is None else MTPTargets(*map(cut, batch.mtp_targets))
+        kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets)
         return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
 
 

@@ -294,8 +294,8 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     elif wanted > sizes[-1]:
         flows = _continued(flows, counted[0].flows, flows, added=fewest, further=wanted - 2 * fewest)
         peak = _linear(counted[0].notes.ledger.peak(), peak, sizes, wanted)
-    # A forward of the last part scores once for the next token, and once for each further one.
-    scored = last.notes.heads[: 1 + model.specs.horizon]
+    # A forward of the last part scores once for the next token, and once for each MTP module.
+    scored = last.notes.heads[: 1 + model.specs.mtp_depth]
     heads = [ledger.growth(*span) for span in scored]
     work = [ledger.rise(*span) for span in scored]
     parts, state = model.parts, optimizer.state()

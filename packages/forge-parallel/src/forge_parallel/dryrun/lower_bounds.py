@@ -108,7 +108,7 @@ def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int)
 
     The stream is gathered before each pair of cut matrices and scattered after it, in the forward and, the other way round,
     in the backward; the table of the embedding scatters once, the head gathers once, and three numbers of each token's loss; all
-    of these again for each further token that the model predicts. Where recomputation keeps nothing, a block does its forward's
+    of these again for each MTP module. Where recomputation keeps nothing, a block does its forward's
     exchanges again, and no closed form is given.
     """
     size = model.topology.layout.tp
@@ -118,7 +118,7 @@ def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int)
     pairs = sum(spec.dims in (("embed", "heads"), ("embed", "ffn")) for spec in model.specs.tensors.values())
     stream = tokens * model.specs.units["embed"] * model.compute.itemsize
     numbers = 3 * tokens * torch.promote_types(model.compute, torch.float32).itemsize
-    scored = 1 + model.specs.horizon  # tokens that the head is called for
+    scored = 1 + model.specs.mtp_depth  # tokens that the head is called for
     for kind, further in (("all_gather", (size - 1) * numbers), ("reduce_scatter", 0)):
         yield Bound("tp", kind, micro_batches * (2 * (pairs + scored) * _share(stream, size) + scored * further))
 

@@ -153,7 +153,7 @@ class Runner:
         given: dict[str, Any] = {"positions": batch.positions, "documents": batch.documents, **batch.extras}
         if stage == len(self._cut.placement) - 1:
             given |= {"labels": batch.labels, "objective": objective}
-            given |= {} if batch.further is None else {"further": batch.further}
+            given |= {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
         if hidden is not None:
             length = batch.tokens.shape[1]
             if batch.positions is None and hidden.shape[1] != length:  # cut along the sequence, so they do not tell its length

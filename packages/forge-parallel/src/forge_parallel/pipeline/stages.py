@@ -15,7 +15,7 @@ from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import split
-from forge_parallel.placement.shares import prediction_refusal
+from forge_parallel.placement.shares import mtp_refusal
 
 MULTIPLIED = frozenset({"matrix", "head"})
 """Groups of tensors that every token is multiplied with. Looking up an embedding costs nothing."""
@@ -53,14 +53,14 @@ class Cut:
 
         Raises:
             PlanError: the specs do not say what runs before and after the blocks, a tensor belongs to no stage, there are too
-                few blocks, or the schedule cannot do with what the model predicts.
+                few blocks, or the schedule does not support the model's MTP depth.
         """
         if not (specs.blocks and specs.entry and specs.exit):
             raise PlanError(
                 "a pipeline needs specs() to name the modules before the first block (`entry`), the blocks, and those after the "
                 f"last one (`exit`); they are {specs.entry}, {specs.blocks}, {specs.exit}"
             )
-        if why := prediction_refusal(pipeline.schedule.name, pipeline.schedule.splits_backward, specs.horizon):
+        if why := mtp_refusal(pipeline.schedule.name, pipeline.schedule.splits_backward, specs.mtp_depth):
             raise PlanError(why)
         placement = pipeline.placement(ranks)
         before, after = (sum(_cost(module, specs, path) for path in paths) for paths in (specs.entry, specs.exit))
@@ -130,7 +130,7 @@ def _uses(name: str, specs: Specs) -> int:
         return 1
     if around.inputs[0] == ("batch", "sequence"):  # a tied copy that is looked up
         return 0
-    return 1 + specs.horizon if around.outputs[0][-1] == "vocab" else 1
+    return 1 + specs.mtp_depth if around.outputs[0][-1] == "vocab" else 1
 
 
 def _stage_of(name: str, at: Mapping[str, int]) -> int | None:

@@ -68,14 +68,14 @@ def ring_refusal(core: str, capped: bool) -> str | None:
     return f"transforms.context.kind = 'ring' cannot cap scores as {core} does; use 'all_gather' or 'ulysses'" if capped else None
 
 
-def prediction_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:
-    """Whether a schedule can run a model that predicts so many further tokens."""
+def mtp_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:
+    """Whether a schedule can run a model with `depth` MTP modules."""
     if not splits_backward or depth < 2:
         return None
     # A table that two modules look into, of which one builds on the other, takes a backward that is whole.
     return (
-        f"the pipeline schedule {schedule!r} computes gradients of inputs and of weights apart, which a model that predicts "
-        f"{depth} further tokens does not support; predict one, or take the schedule 1f1b or interleaved"
+        f"pipeline schedule {schedule!r} splits the backward pass, which multi-token prediction of depth {depth} does not "
+        "support; set model.mtp.depth = 1, or use schedule 1f1b or interleaved"
     )
 
 

@@ -86,7 +86,7 @@ class Step:
         Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
         """
         topology = self.model.topology
-        moved = [self.model.local_batch(batch, self.model.specs.horizon) for batch in batches]
+        moved = [self.model.local_batch(batch, self.model.specs.mtp_depth) for batch in batches]
         tokens = valid_tokens(moved, topology)
         divisor = tokens.clamp(min=1)
         self.model.refresh()
@@ -131,14 +131,14 @@ class Step:
         return terms._replace(sum=terms.sum.detach())
 
     def _forward(self, batch: Batch) -> LossTerms:
-        further = {} if batch.further is None else {"further": batch.further}
+        mtp = {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
         return self.model.part(
             batch.tokens,
             positions=batch.positions,
             documents=batch.documents,
             labels=batch.labels,
             objective=self.objective,
-            **further,
+            **mtp,
             **batch.extras,
         )
 

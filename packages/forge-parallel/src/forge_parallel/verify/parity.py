@@ -133,7 +133,7 @@ def measure(
         numbers.append(result.numbers())
     weights = gathered(model, _weights(model))
     column = {key: [row[key] for row in numbers] for key in ("loss", "grad_norm", "tokens")}
-    by_source = [{key: value for key, value in row.items() if key.startswith(("source/", "prediction_"))} for row in numbers]
+    by_source = [{key: value for key, value in row.items() if key.startswith(("source/", "mtp_"))} for row in numbers]
     return Measurement(column["loss"], column["grad_norm"], column["tokens"], initial, gradients, weights, by_source)
 
 

@@ -13,8 +13,8 @@ from forge_parallel.verify.proven_options import (
     EXPERT_OPTION_RUNS,
     LARGE_EXPERT_OPTION_RUNS,
     LARGE_OPTION_RUNS,
+    MTP_OPTION_RUNS,
     OPTION_RUNS,
-    PREDICTION_OPTION_RUNS,
 )
 
 FEATURES = MappingProxyType(
@@ -49,7 +49,7 @@ FEATURES = MappingProxyType(
         "float8_rowwise": "transforms.float8.recipe = 'rowwise'",
         "float8_wide_gather": "transforms.float8.all_gather = false",
         "float8_experts": "transforms.float8.experts = true",
-        "prediction": "model.prediction",
+        "mtp": "model.mtp",
         "experts": "[model.moe]",
         "ep_all_to_all": "parallel.ep > 1 with transforms.expert.dispatcher = 'all_to_all'",
         "ep_all_gather": "parallel.ep > 1 with transforms.expert.dispatcher = 'all_gather'",
@@ -172,8 +172,8 @@ GPU_RUNS = tuple(
 )
 """What `pytest -m gpu` compares with one process on the same device. That is no part of every change, so it proves no pair."""
 
-PREDICTION_RUNS = tuple(
-    frozenset(f"{row} prediction".split())
+MTP_RUNS = tuple(
+    frozenset(f"{row} mtp".split())
     for row in (
         "dp_shard accumulate reduce_each recompute",
         "dp_shard tp accumulate",
@@ -183,10 +183,10 @@ PREDICTION_RUNS = tuple(
         "experts dp_shard ep_all_to_all accumulate",
     )
 )
-"""Models that predict further tokens."""
+"""Models with multi-token prediction."""
 
-SLOW_PREDICTION_RUNS = tuple(
-    frozenset(f"{row} prediction".split())
+SLOW_MTP_RUNS = tuple(
+    frozenset(f"{row} mtp".split())
     for row in (
         "dp_shard tp accumulate recompute compile",
         "dp_shard dp_replicate accumulate reduce_each recompute",
@@ -207,7 +207,7 @@ SLOW_PREDICTION_RUNS = tuple(
         "dp_shard float8 float8_rowwise",
     )
 )
-"""The pairs with further tokens that are left, and the triples in which a table is looked up on two stages."""
+"""The remaining pairs with multi-token prediction, and the triples in which a table is looked up on two stages."""
 
 LARGE_RUNS = tuple(
     frozenset(row.split())
@@ -227,8 +227,8 @@ OPTION_TEST = "tests/parallel/compositions/test_options.py::test_an_option_equal
 TEST = "tests/parallel/compositions/test_compositions.py::test_a_run_equals_one_process"
 SLOW_TEST = "tests/parallel/compositions/test_compositions.py::test_the_remaining_pairs_equal_one_process"
 
-PREDICTION_TEST = "tests/parallel/compositions/test_prediction.py::test_a_run_equals_one_process"
-SLOW_PREDICTION_TEST = "tests/parallel/compositions/test_prediction.py::test_the_remaining_pairs_equal_one_process"
+MTP_TEST = "tests/parallel/compositions/test_mtp.py::test_a_run_equals_one_process"
+SLOW_MTP_TEST = "tests/parallel/compositions/test_mtp.py::test_the_remaining_pairs_equal_one_process"
 
 EXPERT_TEST = "tests/parallel/compositions/test_expert_compositions.py::test_a_run_equals_one_process"
 SLOW_EXPERT_TEST = "tests/parallel/compositions/test_expert_compositions.py::test_the_remaining_pairs_equal_one_process"
@@ -238,14 +238,14 @@ LARGE_EXPERT_TEST = "tests/parallel/compositions/test_expert_compositions.py::te
 EVIDENCE = (
     (RUNS, TEST),
     (SLOW_RUNS, SLOW_TEST),
-    (PREDICTION_RUNS, PREDICTION_TEST),
-    (SLOW_PREDICTION_RUNS, SLOW_PREDICTION_TEST),
+    (MTP_RUNS, MTP_TEST),
+    (SLOW_MTP_RUNS, SLOW_MTP_TEST),
     (EXPERT_RUNS, EXPERT_TEST),
     (SLOW_EXPERT_RUNS, SLOW_EXPERT_TEST),
     (LARGE_EXPERT_RUNS, LARGE_EXPERT_TEST),
     (LARGE_EXPERT_OPTION_RUNS, OPTION_TEST),
     (EXPERT_OPTION_RUNS, OPTION_TEST),
-    (PREDICTION_OPTION_RUNS, OPTION_TEST),
+    (MTP_OPTION_RUNS, OPTION_TEST),
     (LARGE_OPTION_RUNS, OPTION_TEST),
     (OPTION_RUNS, OPTION_TEST),
 )

@@ -75,12 +75,12 @@ SLOW_EXPERT_RUNS = _rows(
     "dp_shard tp ep_all_gather etp float8",
     "dp_shard tp ep_hierarchical float8",
     "dp_shard tp ep_all_to_all etp float8 float8_rowwise",
-    # Predicting further tokens.
-    "dp_shard ep_all_to_all accumulate recompute prediction",
-    "tp cp_ring ep_all_gather etp prediction",
-    "dp_shard tp ep_hierarchical accumulate prediction",
-    "dp_shard pp_zbv ep_all_to_all accumulate prediction",
-    "tp pp_1f1b etp accumulate prediction",
+    # Multi-token prediction.
+    "dp_shard ep_all_to_all accumulate recompute mtp",
+    "tp cp_ring ep_all_gather etp mtp",
+    "dp_shard tp ep_hierarchical accumulate mtp",
+    "dp_shard pp_zbv ep_all_to_all accumulate mtp",
+    "tp pp_1f1b etp accumulate mtp",
     # Multiplied in float8.
     "dp_shard tp ep_all_gather etp float8 float8_experts",
     "dp_shard tp ep_hierarchical float8 float8_rowwise float8_experts",

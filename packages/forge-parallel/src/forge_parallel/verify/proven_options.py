@@ -71,8 +71,8 @@ LARGE_OPTION_RUNS = tuple(
 )
 """On eight: with tp, for which there is nothing to gather on four."""
 
-PREDICTION_OPTION_RUNS = tuple(
-    frozenset(f"{row} prediction".split())
+MTP_OPTION_RUNS = tuple(
+    frozenset(f"{row} mtp".split())
     for row in (
         "dp_shard pp_zbv accumulate reshard",
         "dp_shard accumulate reduce_each keep_gathered",
@@ -80,7 +80,7 @@ PREDICTION_OPTION_RUNS = tuple(
         "dp_shard pp_interleaved accumulate more_stages",
     )
 )
-"""Models that predict further tokens."""
+"""Models with multi-token prediction."""
 
 EXPERT_OPTION_RUNS = tuple(
     frozenset(f"experts {row}".split())

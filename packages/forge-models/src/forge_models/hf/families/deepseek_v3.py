@@ -1,6 +1,6 @@
 """DeepSeek-V3 (2024): latent attention, groups of fine-grained experts chosen with a bias, shared ones, first layers dense.
 
-Its modules for predicting several tokens come after the last layer; they change no logit and are not read.
+Its MTP modules come after the last layer; they change no logit and are not read.
 """
 
 from forge_models.hf.family import Family
@@ -47,6 +47,6 @@ DEEPSEEK_V3 = Family(
         bias="gate.e_score_correction_bias",
         fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     ),
-    further="num_nextn_predict_layers",
+    mtp_layers="num_nextn_predict_layers",
     ignores=dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY),
 )

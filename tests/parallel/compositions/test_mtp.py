@@ -1,4 +1,4 @@
-"""Models that predict further tokens, on every layout that is offered, against one process."""
+"""Models with multi-token prediction, on every layout that is offered, against one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from forge_core.errors import ConfigError, PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.prediction import Prediction
 from forge_parallel.checks import features
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
@@ -19,48 +19,48 @@ from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.stages import Cut
 from forge_parallel.verify import proven
-from forge_parallel.verify.proven import FEATURES, PREDICTION_RUNS, SLOW_PREDICTION_RUNS
+from forge_parallel.verify.proven import FEATURES, MTP_RUNS, SLOW_MTP_RUNS
 from forge_train.recipe.load import load
 from harness.pool import World
 from parallel.compositions.test_compositions import DECODER, _name, equals_one_process, layout_of
 
 
-@pytest.mark.parametrize("run", PREDICTION_RUNS, ids=_name)
+@pytest.mark.parametrize("run", MTP_RUNS, ids=_name)
 def test_a_run_equals_one_process(world: World, run: frozenset[str]) -> None:
-    equals_one_process(world, run, tied=PREDICTION_RUNS.index(run) % 2 == 0)
+    equals_one_process(world, run, tied=MTP_RUNS.index(run) % 2 == 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", SLOW_PREDICTION_RUNS, ids=_name)
+@pytest.mark.parametrize("run", SLOW_MTP_RUNS, ids=_name)
 def test_the_remaining_pairs_equal_one_process(world: World, run: frozenset[str]) -> None:
-    equals_one_process(world, run, tied=SLOW_PREDICTION_RUNS.index(run) % 2 == 1)
+    equals_one_process(world, run, tied=SLOW_MTP_RUNS.index(run) % 2 == 1)
 
 
 def test_the_table_is_what_it_says() -> None:
-    for run in (*PREDICTION_RUNS, *SLOW_PREDICTION_RUNS):
-        assert "prediction" in run
+    for run in (*MTP_RUNS, *SLOW_MTP_RUNS):
+        assert "mtp" in run
         assert run <= FEATURES.keys()
         assert layout_of(run).world <= 4
         assert "accumulate" in run or layout_of(run).pp == 1, "a pipeline always has several micro-batches"
-    for test in (proven.PREDICTION_TEST, proven.SLOW_PREDICTION_TEST):
+    for test in (proven.MTP_TEST, proven.SLOW_MTP_TEST):
         file, _, name = test.partition("::")
         assert Path(__file__).match(file)
         assert name in globals()
-    left = {name for name in FEATURES if not proven.is_proven([name, "prediction"])}
+    left = {name for name in FEATURES if not proven.is_proven([name, "mtp"])}
     assert left <= {"tp_asynchronous", "offload", "float8_experts", "compile_budget", "float8_wide_gather", "ep_in_turn"}
 
 
 def cut(schedule: Any, ranks: int = 2, depth: int = 2, split: str = "balanced", **fields: Any) -> Cut:
     with torch.device("meta"):
-        module = replace(DECODER, prediction=Prediction(depth=depth), **fields).build()
+        module = replace(DECODER, mtp=MTP(depth=depth), **fields).build()
     return Cut.of(module, module.specs(), Pipeline(schedule.build(), split), ranks, ranks - 1)
 
 
 def test_modules_stay_beside_the_head_with_a_table_that_follows() -> None:
     found = cut(OneForwardOneBackward())
-    assert found.stages[-1][-3:] == ("norm", "head", "prediction")
+    assert found.stages[-1][-3:] == ("norm", "head", "mtp")
     assert sum(path.startswith("blocks.") for stage in found.stages for path in stage) == 4
-    assert [(one.copy, one.original) for one in found.followers] == [("prediction.embed.weight", "embed.weight")]
+    assert [(one.copy, one.original) for one in found.followers] == [("mtp.embed.weight", "embed.weight")]
     assert len(cut(OneForwardOneBackward(), tied_embeddings=True).followers) == 2
 
 
@@ -72,23 +72,23 @@ def test_a_balanced_split_counts_modules_and_every_use_of_the_head() -> None:
         assert [sum(path.startswith("blocks.") for path in stage) for stage in found.stages] == expected
 
 
-def test_two_further_tokens_do_not_go_with_split_backwards() -> None:
-    with pytest.raises(PlanError, match=r"'zbv'.*predicts 2 further tokens"):
+def test_depth_two_is_refused_with_split_backwards() -> None:
+    with pytest.raises(PlanError, match=r"'zbv'.*prediction of depth 2"):
         cut(ZeroBubbleV(), split="1,1,1,1")
     assert cut(ZeroBubbleV(), depth=1, split="1,1,1,1").last is False
-    recipe = ["--model.prediction.depth=2", "--parallel.pp=2", "--parallel.pipeline.schedule={name='zbv'}", "--model.layers=4"]
+    recipe = ["--model.mtp.depth=2", "--parallel.pp=2", "--parallel.pipeline.schedule={name='zbv'}", "--model.layers=4"]
     with pytest.raises(ConfigError) as refusal:
         load("debug", [*recipe, "--hooks=[]"], 2, Registry())
-    assert {fault.key for fault in refusal.value.faults} == {"model.prediction.depth"}
-    resolved = load("debug", ["--model.prediction.depth=2"], 1, Registry())
-    assert "prediction" in features(resolved.job, Layout())
-    assert "prediction" not in features(load("debug", [], 1, Registry()).job, Layout())
+    assert {fault.key for fault in refusal.value.faults} == {"model.mtp.depth"}
+    resolved = load("debug", ["--model.mtp.depth=2"], 1, Registry())
+    assert "mtp" in features(resolved.job, Layout())
+    assert "mtp" not in features(load("debug", [], 1, Registry()).job, Layout())
 
 
 def test_a_dry_run_knows_every_use_of_the_head() -> None:
     """What heads keep are gradients: of each one's input (rows x length x width), and of the weight (vocabulary x width)."""
     workload = Workload(
-        replace(DECODER, prediction=Prediction(depth=2)).build,
+        replace(DECODER, mtp=MTP(depth=2)).build,
         CrossEntropy().build(),
         AdamW().build,
         rows=2,

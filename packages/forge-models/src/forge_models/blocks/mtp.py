@@ -1,11 +1,11 @@
-"""Multi-token prediction (DeepSeek-V3, 2024, section 2.2): what comes behind the next token, for training and for drafting.
+"""Multi-token prediction (MTP; DeepSeek-V3, 2024, section 2.2), for training and for drafting.
 
 With h^0 the stream after the last block and t the tokens of a row, module k = 1, 2, ... computes at place i
 
     h^k_i = block_k(projection_k [norm(h^(k-1)_i) ; norm(embedding(t_(i+k)))])
 
-and scores its own norm of h^k_i with the model's head against t_(i+k+1). Embedding and head are the model's; each norm,
-projection and block is the module's own. What is minimised is
+and scores norm_k(h^k_i) with the model's head against t_(i+k+1). Embedding and head are the model's; each module has its
+norms, projection and block. The minimized loss is
 
     sum of nll / D  +  weight / depth * sum over k of (sum of module k's nll / D)
 
@@ -30,7 +30,7 @@ from forge_models.generation.cache import LayerCache
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 
 
-class Depth(nn.Module):
+class MTPModule(nn.Module):
     """Module k. Its block is made as that of layer `layers + k - 1` would be."""
 
     def __init__(self, config: Decoder, depth: int) -> None:
@@ -76,7 +76,7 @@ class Depth(nn.Module):
         return {"projection": ModuleSpec((pair,), (STREAM,))} | {name: ModuleSpec((STREAM,), (STREAM,)) for name in norms}
 
 
-class Prediction(nn.Module):
+class MTPModules(nn.Module):
     """All modules of a decoder. `embed` is the model's table under a second name, for a pipeline part that has no other.
 
     `weight` is that of the current step.
@@ -84,12 +84,12 @@ class Prediction(nn.Module):
 
     def __init__(self, config: Decoder, embed: Embedding) -> None:
         super().__init__()
-        assert config.prediction is not None
-        self.config = config.prediction
+        assert config.mtp is not None
+        self.config = config.mtp
         self.weight = self.config.weight
         self.embed = Embedding(config.vocab_size, config.dim)
         self.embed.weight = embed.weight
-        self.depths = nn.ModuleDict({str(k): Depth(config, k) for k in range(1, self.config.depth + 1)})
+        self.depths = nn.ModuleDict({str(k): MTPModule(config, k) for k in range(1, self.config.depth + 1)})
 
     def at_step(self, step: int, steps: int) -> None:
         """The weight of optimizer step `step` of a run of `steps`."""
@@ -97,21 +97,21 @@ class Prediction(nn.Module):
         factor = 1.0 if schedule is None else schedule.build(steps)(step)
         self.weight = self.config.weight * factor
 
-    def added(self, terms: LossTerms, depths: list[LossTerms]) -> LossTerms:
-        """`terms` of the next token, through whose sum the gradient of all depths flows; its value is as before.
+    def add_gradient(self, terms: LossTerms, mtp_terms: list[LossTerms]) -> LossTerms:
+        """`terms` of the next token with the gradient of all MTP losses added to its sum, whose value does not change.
 
-        Metrics `prediction_1`, ...: what each depth's loss is before it is weighted.
+        Metrics `mtp_1`, ...: the loss of each depth, unweighted.
         """
-        further = sum((depth.sum for depth in depths[1:]), depths[0].sum) * (self.weight / len(depths))
-        metrics = {f"prediction_{k}": depth.sum.detach() for k, depth in enumerate(depths, 1)}
-        return terms._replace(sum=_Attached.apply(terms.sum, further), metrics={**terms.metrics, **metrics})
+        mtp_loss = sum((one.sum for one in mtp_terms[1:]), mtp_terms[0].sum) * (self.weight / len(mtp_terms))
+        metrics = {f"mtp_{k}": one.sum.detach() for k, one in enumerate(mtp_terms, 1)}
+        return terms._replace(sum=_Attached.apply(terms.sum, mtp_loss), metrics={**terms.metrics, **metrics})
 
 
 class _Attached(torch.autograd.Function):
     """The first argument, with the gradient of the sum of both."""
 
     @staticmethod
-    def forward(_: Any, value: Tensor, further: Tensor) -> Tensor:  # noqa: ARG004 (only its gradient counts)
+    def forward(_: Any, value: Tensor, mtp_loss: Tensor) -> Tensor:  # noqa: ARG004 (only its gradient counts)
         return value.clone()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Runs of models that predict further tokens: what is logged, resumed, checked, exported and generated."""
+"""Runs of models with multi-token prediction: what is logged, resumed, checked, exported and generated."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ from forge_train.run.loop import fit
 from models.hf.command_line import WORDS, run
 from train.runs import prepared
 
-FURTHER = """
-[model.prediction]
+MTP = """
+[model.mtp]
 depth = 2
 weight = 0.4
 schedule = { name = "multi_step", at = [0.5], factors = [0.25] }
@@ -29,18 +29,18 @@ schedule = { name = "multi_step", at = [0.5], factors = [0.25] }
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
-    path.write_text(WORDS + FURTHER)
+    path.write_text(WORDS + MTP)
     return path
 
 
 class Watching(Hook):
-    """The weight of further tokens in each step."""
+    """The weight of the MTP losses in each step."""
 
     def __init__(self, weights: list[float]) -> None:
         self.weights = weights
 
     def before_update(self, run, result) -> None:
-        self.weights.append(run.model.part.prediction.weight)
+        self.weights.append(run.model.part.mtp.weight)
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -58,8 +58,8 @@ def test_a_run_logs_each_depth_resumes_exactly_and_is_exported_without(recipe: P
     assert len(rows) == 4
     for row in rows:
         assert row["loss"] == pytest.approx(row["nll"], rel=1e-6), "what is logged as the loss is that of the next token"
-        assert 4.0 < row["prediction_1"] < 6.5
-        assert row["prediction_2"] < row["prediction_1"] * 1.05
+        assert 4.0 < row["mtp_1"] < 6.5
+        assert row["mtp_2"] < row["mtp_1"] * 1.05
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / "step-00000004")
     again, _ = prepared(recipe, [*overrides, f"--job.dir={tmp_path / 'part'}"])
@@ -70,11 +70,11 @@ def test_a_run_logs_each_depth_resumes_exactly_and_is_exported_without(recipe: P
 
     assert run("convert", "--from", "forge", "--to", "hf", tmp_path / "whole", tmp_path / "hf") == 0
     folder = Folder(tmp_path / "hf")
-    assert folder.model.prediction is None
+    assert folder.model.mtp is None
     kept = {name for name, _ in whole.model.tensors()}
-    assert {name for name in kept if name.startswith("prediction.")}
-    assert set(folder.tensors) == {name for name in kept if not name.startswith("prediction.")}
-    assert "modules that predict 2 further tokens" in (tmp_path / "hf" / "README.md").read_text()
+    assert {name for name in kept if name.startswith("mtp.")}
+    assert set(folder.tensors) == {name for name in kept if not name.startswith("mtp.")}
+    assert "2 MTP modules" in (tmp_path / "hf" / "README.md").read_text()
     assert run("convert", "--from", "forge", "--to", "forge", tmp_path / "whole", tmp_path / "copy") == 0
     assert set(ForgeWeights(locate(tmp_path / "copy"), Registry()).tensors) == kept
 
@@ -96,13 +96,13 @@ def test_evaluation_knows_of_the_next_token_only(recipe: Path, tmp_path: Path) -
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=4"])
     batches, _ = next(iter(run.data.from_cursor(run.data.start())))
     found = run.step.evaluate(batches)
-    run.model.part.prediction = None
+    run.model.part.mtp = None
     assert run.step.evaluate(batches) == found
 
 
 FAULTS = {
-    "model.prediction.schedule.warmup": ["--model.prediction.schedule={name='cosine',warmup=9}", "--train.max_steps=4"],
-    "model.prediction.depth": ["--model.prediction.depth=64", "--data.sequence_length=32"],
+    "model.mtp.schedule.warmup": ["--model.mtp.schedule={name='cosine',warmup=9}", "--train.max_steps=4"],
+    "model.mtp.depth": ["--model.mtp.depth=64", "--data.sequence_length=32"],
 }
 
 

@@ -8,13 +8,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_core.batch import IGNORE, PADDING, Batch, Further
-from forge_models.blocks.prediction import Prediction as Modules
+from forge_core.batch import IGNORE, PADDING, Batch, MTPTargets
+from forge_models.blocks.mtp import MTPModules
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
+from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.prediction import Prediction
 from forge_models.components.routers import Hash, SigmoidTopK
 from forge_models.flops import count
 from forge_models.interp.tap import listening
@@ -79,7 +79,7 @@ def under(w, path):
 
 
 def by_hand(w, rows, depth):
-    """Sums over all documents of the negative log-likelihood of the next token and of each further one, from weights by name."""
+    """Sums over all documents of the negative log-likelihood of the next token and of each MTP module, from weights by name."""
     table, head = w["embed.weight"], w.get("head.weight", w["embed.weight"])
     sums, counts = [0.0] * (depth + 1), [0] * (depth + 1)
     for ids, length in (document for row in rows for document in row):
@@ -88,7 +88,7 @@ def by_hand(w, rows, depth):
             x = block(x, under(w, f"blocks.{layer}"))
         for k in range(depth + 1):
             if k:  # places of the row that have a token k further on in their document
-                own = under(w, f"prediction.depths.{k}")
+                own = under(w, f"mtp.depths.{k}")
                 x, tokens = x[: length - k], ids[k:length]
                 if not tokens:
                     break
@@ -101,9 +101,9 @@ def by_hand(w, rows, depth):
     return sums, counts
 
 
-def scored(model, batch, further=True):
-    batch = batch.looking_ahead(model.specs().horizon if further else 0)
-    extra = {} if batch.further is None else {"further": batch.further}
+def scored(model, batch, mtp_targets=True):
+    batch = batch.with_mtp_targets(model.specs().mtp_depth if mtp_targets else 0)
+    extra = {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
     fields = {"positions": batch.positions, "documents": batch.documents, "labels": batch.labels}
     return model(batch.tokens, **fields, objective=CrossEntropy().build(), **extra)
 
@@ -111,7 +111,7 @@ def scored(model, batch, further=True):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_loss_and_gradients_equal_the_formulas(make, depth, tied):
-    model = make(spread=5.0, dtype=torch.float64, tied_embeddings=tied, prediction=Prediction(depth=depth, weight=0.7))
+    model = make(spread=5.0, dtype=torch.float64, tied_embeddings=tied, mtp=MTP(depth=depth, weight=0.7))
     with torch.no_grad():  # no norm is like another
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -126,8 +126,8 @@ def test_loss_and_gradients_equal_the_formulas(make, depth, tied):
     torch.testing.assert_close(terms.sum, sums[0], rtol=1e-12, atol=0)  # the value is that of the next token alone
     torch.testing.assert_close(terms.rows.sum(), sums[0], rtol=1e-12, atol=0)
     for k in range(1, depth + 1):
-        torch.testing.assert_close(terms.metrics[f"prediction_{k}"], sums[k].detach(), rtol=1e-12, atol=0)
-    assert (batch.looking_ahead(depth).further.labels != IGNORE).sum((0, 1)).tolist() == counts[1:]
+        torch.testing.assert_close(terms.metrics[f"mtp_{k}"], sums[k].detach(), rtol=1e-12, atol=0)
+    assert (batch.with_mtp_targets(depth).mtp_targets.labels != IGNORE).sum((0, 1)).tolist() == counts[1:]
     for name, parameter in model.named_parameters():
         scale = float(weights[name].grad.abs().max())
         assert scale > 0, name
@@ -136,14 +136,14 @@ def test_loss_and_gradients_equal_the_formulas(make, depth, tied):
 
 def test_rows_that_do_not_tell_their_documents_have_the_same_labels():
     batch, _ = packed()
-    told = batch.looking_ahead(3).further
-    untold = Batch(batch.tokens, batch.labels).looking_ahead(3).further
+    told = batch.with_mtp_targets(3).mtp_targets
+    untold = Batch(batch.tokens, batch.labels).with_mtp_targets(3).mtp_targets
     assert torch.equal(told.labels, untold.labels)
     assert not torch.equal(told.tokens, untold.tokens)  # without a border tokens of the next document are read, and score nothing
 
 
 def test_what_lies_beyond_a_document_or_its_end_changes_nothing(make):
-    model = make(spread=5.0, dtype=torch.float64, prediction=Prediction(depth=2))
+    model = make(spread=5.0, dtype=torch.float64, mtp=MTP(depth=2))
     batch, _ = packed()
     losses = []
     for offset in (0, 13):
@@ -152,34 +152,34 @@ def test_what_lies_beyond_a_document_or_its_end_changes_nothing(make):
         labels = batch.labels.clone()
         labels[2, 3:7] = IGNORE
         changed = Batch(tokens, labels, batch.positions, batch.documents)
-        losses.append(scored(model, changed).metrics["prediction_2"])
+        losses.append(scored(model, changed).metrics["mtp_2"])
     assert torch.equal(*losses)
 
 
 def test_a_masked_label_ends_the_chain_that_reaches_it():
     labels = torch.tensor([[IGNORE, 2, 3, IGNORE, 5, 6]])
-    further = Batch(torch.tensor([[0, 1, 2, 3, 4, 5]]), labels).looking_ahead(2).further
-    assert further.labels[0, :, 0].tolist() == [IGNORE, 3, IGNORE, IGNORE, 6, IGNORE]
-    assert further.labels[0, :, 1].tolist() == [IGNORE] * 6
-    assert further.tokens[0, :, 1].tolist() == [2, 3, 4, 5, IGNORE, IGNORE]
+    mtp_targets = Batch(torch.tensor([[0, 1, 2, 3, 4, 5]]), labels).with_mtp_targets(2).mtp_targets
+    assert mtp_targets.labels[0, :, 0].tolist() == [IGNORE, 3, IGNORE, IGNORE, 6, IGNORE]
+    assert mtp_targets.labels[0, :, 1].tolist() == [IGNORE] * 6
+    assert mtp_targets.tokens[0, :, 1].tolist() == [2, 3, 4, 5, IGNORE, IGNORE]
 
 
 def test_rows_shorter_than_the_depth_have_no_label():
-    further = Batch(torch.tensor([[7, 8]]), torch.tensor([[8, 9]])).looking_ahead(3).further
-    assert further.labels.tolist() == [[[9, IGNORE, IGNORE], [IGNORE] * 3]]
-    assert further.tokens.tolist() == [[[8, IGNORE, IGNORE], [IGNORE] * 3]]
+    mtp_targets = Batch(torch.tensor([[7, 8]]), torch.tensor([[8, 9]])).with_mtp_targets(3).mtp_targets
+    assert mtp_targets.labels.tolist() == [[[9, IGNORE, IGNORE], [IGNORE] * 3]]
+    assert mtp_targets.tokens.tolist() == [[[8, IGNORE, IGNORE], [IGNORE] * 3]]
 
 
 def test_the_value_is_that_of_the_model_without_the_modules(make):
     """In training, in evaluation, and as logits: bit by bit."""
     batch, _ = packed()
-    plain, more = make(spread=5.0), make(spread=5.0, prediction=Prediction(depth=2))
-    more.load_state_dict(plain.state_dict() | {"prediction.embed.weight": plain.embed.weight}, strict=False)
+    plain, more = make(spread=5.0), make(spread=5.0, mtp=MTP(depth=2))
+    more.load_state_dict(plain.state_dict() | {"mtp.embed.weight": plain.embed.weight}, strict=False)
     assert torch.equal(plain(batch.tokens), more(batch.tokens))
-    for further in (False, True):
-        assert torch.equal(scored(plain, batch).sum, scored(more, batch, further).sum)
-    scored(more, batch, further=False).sum.backward()
-    assert more.prediction.depths["1"].projection.weight.grad is None
+    for mtp_targets in (False, True):
+        assert torch.equal(scored(plain, batch).sum, scored(more, batch, mtp_targets).sum)
+    scored(more, batch, mtp_targets=False).sum.backward()
+    assert more.mtp.depths["1"].projection.weight.grad is None
 
 
 def test_the_weight_follows_its_schedule(make):
@@ -188,17 +188,17 @@ def test_the_weight_follows_its_schedule(make):
             assert steps == 10
             return lambda step: 1.0 if step < 5 else 0.5
 
-    model = make(dtype=torch.float64, prediction=Prediction(weight=0.6, schedule=Halved()))
+    model = make(dtype=torch.float64, mtp=MTP(weight=0.6, schedule=Halved()))
     batch, _ = packed()
 
     def gradient(step):
         model.zero_grad()
         model.at_step(step, 10)
         scored(model, batch).sum.backward()
-        return model.prediction.depths["1"].projection.weight.grad.clone()
+        return model.mtp.depths["1"].projection.weight.grad.clone()
 
     torch.testing.assert_close(gradient(4), 2 * gradient(5), rtol=1e-12, atol=0)
-    assert model.prediction.weight == 0.3
+    assert model.mtp.weight == 0.3
 
 
 EXPERTS = {
@@ -212,8 +212,8 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_modules_have_experts_as_the_layers_would_go_on(make, name):
     """Every document alone, module by module, with blocks as black boxes."""
-    model = make(spread=5.0, dtype=torch.float64, moe=EXPERTS[name], prediction=Prediction(depth=2))
-    blocks = [depth.block for depth in model.prediction.depths.values()]
+    model = make(spread=5.0, dtype=torch.float64, moe=EXPERTS[name], mtp=MTP(depth=2))
+    blocks = [depth.block for depth in model.mtp.depths.values()]
     assert [one.sparse for one in blocks] == [model.config.moe.has(layer) for layer in (2, 3)]
     batch, rows = packed()
     terms = scored(model, batch)
@@ -224,7 +224,7 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
         with listening(lambda where, value: streams.update({where: value})):
             model(tokens)
         x = streams["residual"]
-        for k, depth in enumerate(model.prediction.depths.values(), 1):
+        for k, depth in enumerate(model.mtp.depths.values(), 1):
             here = torch.tensor([ids[k:length]], dtype=torch.int64)
             seen[k - 1] += here.shape[1]
             x = x[:, : length - k]
@@ -238,58 +238,56 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
             logits = hidden[0, : len(labels)] @ model.head.weight.T
             expected[k - 1] += float(F.cross_entropy(logits, labels, reduction="sum")) if len(labels) else 0.0
     for k, total in enumerate(expected, 1):
-        assert float(terms.metrics[f"prediction_{k}"]) == pytest.approx(total, rel=1e-12)
+        assert float(terms.metrics[f"mtp_{k}"]) == pytest.approx(total, rel=1e-12)
     counted = [one.mlp._counted[2 * one.mlp.config.experts] for one in blocks if one.sparse]
     # The listening forwards above ran the layers again, not the modules' own sums: a place without a token counts nowhere.
     assert [int(count) for count in counted] == [seen[k] for k in range(2) if blocks[k].sparse]
 
 
 def test_padding_reaches_no_expert_and_no_label(make):
-    model = make(moe=EXPERTS["softmax"], prediction=Prediction(depth=1))
+    model = make(moe=EXPERTS["softmax"], mtp=MTP(depth=1))
     batch, _ = packed()
     documents = batch.documents.clone()
     documents[1, 8:] = PADDING
     labels = batch.labels.clone()
     labels[1, 7:] = IGNORE
     scored(model, Batch(batch.tokens, labels, batch.positions, documents))
-    layer = model.prediction.depths["1"].block.mlp
+    layer = model.mtp.depths["1"].block.mlp
     assert int(layer._counted[2 * 4]) == (4 + 0 + 1 + 7) + 7 + (2 + 3 + 8)
 
 
 def test_blocks_go_on_with_the_pattern_of_windows():
-    config = Decoder(
-        dim=32, layers=3, heads=4, vocab_size=97, attention=GQA(window=4, global_every=2), prediction=Prediction(depth=2)
-    )
-    found = [depth.block.attention.window for depth in config.build().prediction.depths.values()]
+    config = Decoder(dim=32, layers=3, heads=4, vocab_size=97, attention=GQA(window=4, global_every=2), mtp=MTP(depth=2))
+    found = [depth.block.attention.window for depth in config.build().mtp.depths.values()]
     assert found == [None, 4]
 
 
 def test_specs_name_everything_once(make):
     for tied in (False, True):
-        model = make(tied_embeddings=tied, prediction=Prediction(depth=2))
+        model = make(tied_embeddings=tied, mtp=MTP(depth=2))
         specs = model.specs()
         assert specs.tensors.keys() == dict(model.named_parameters()).keys()
-        assert specs.ties == {"prediction.embed.weight": "embed.weight"} | ({"head.weight": "embed.weight"} if tied else {})
-        assert specs.horizon == 2
-        assert specs.blocks[-2:] == ("prediction.depths.1", "prediction.depths.2")
-        assert specs.exit == ("norm", "head", "prediction")
-    assert make().specs().horizon == 0
-    assert isinstance(model.prediction, Modules)
+        assert specs.ties == {"mtp.embed.weight": "embed.weight"} | ({"head.weight": "embed.weight"} if tied else {})
+        assert specs.mtp_depth == 2
+        assert specs.blocks[-2:] == ("mtp.depths.1", "mtp.depths.2")
+        assert specs.exit == ("norm", "head", "mtp")
+    assert make().specs().mtp_depth == 0
+    assert isinstance(model.mtp, MTPModules)
 
 
 def test_labels_that_nobody_asked_for_are_refused(make):
     batch, _ = packed()
-    further = batch.looking_ahead(1).further
-    with pytest.raises(ValueError, match=r"\[model.prediction\]"):
-        make()(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), further=further)
+    mtp_targets = batch.with_mtp_targets(1).mtp_targets
+    with pytest.raises(ValueError, match=r"\[model.mtp\]"):
+        make()(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), mtp_targets=mtp_targets)
     with pytest.raises(ValueError, match="objective"):
-        make(prediction=Prediction())(batch.tokens, further=further)
+        make(mtp=MTP())(batch.tokens, mtp_targets=mtp_targets)
 
 
 COUNTED = [
-    {"prediction": Prediction(depth=2)},
-    {"prediction": Prediction(), "tied_embeddings": True, "norm_placement": "sandwich"},
-    {"prediction": Prediction(depth=2), "moe": MoE(experts=4, shared=1, ffn_dim=24, every=2, kernel="loop")},
+    {"mtp": MTP(depth=2)},
+    {"mtp": MTP(), "tied_embeddings": True, "norm_placement": "sandwich"},
+    {"mtp": MTP(depth=2), "moe": MoE(experts=4, shared=1, ffn_dim=24, every=2, kernel="loop")},
 ]
 
 
@@ -298,17 +296,17 @@ def test_counts_equal_torchs_counter_and_the_model(make, tokens, fields):
     model = make(**fields)
     counts = count(model.config)
     assert counts.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert counts.prediction == sum(parameter.numel() for parameter in model.prediction.depths.parameters())
+    assert counts.mtp == sum(parameter.numel() for parameter in model.mtp.depths.parameters())
     model.requires_grad_()
     rows = tokens(2, 13)
     batch = Batch(rows[:, :-1], rows[:, 1:])
-    further = batch.looking_ahead(model.config.prediction.depth).further
-    # As if every place had a further token: what a module skips for want of one is the only thing that is not counted.
-    filled = Further(further.tokens.clamp(min=0), further.labels)
+    mtp_targets = batch.with_mtp_targets(model.config.mtp.depth).mtp_targets
+    # As if every place had a token at each depth: what a module skips for want of one is the only thing that is not counted.
+    filled = MTPTargets(mtp_targets.tokens.clamp(min=0), mtp_targets.labels)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        terms = model(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), further=filled)
+        terms = model(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), mtp_targets=filled)
         terms.sum.backward()
     assert counter.get_total_flops() == counts.training(12) * 2 * 12
-    plain = count(replace(model.config, prediction=None))
+    plain = count(replace(model.config, mtp=None))
     assert counts.forward(12) == plain.forward(12)
-    assert counts.parameters - plain.parameters == counts.prediction
+    assert counts.parameters - plain.parameters == counts.mtp
