@@ -126,7 +126,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
         dim, ffn, tokens, device, rounds = 32, 16, 64, torch.device("cpu"), 2
 
     def context(width: int) -> Any:
-        return Decoder(dim=dim, layers=1, heads=1, ffn_dim=width, vocab_size=2).context(0)
+        return Decoder(dim=dim, layers=1, heads=1, ffn_dim=width, vocab_size=2).shape.context(0)
 
     def drawn(module: Any) -> Any:
         for parameter in module.parameters():
@@ -136,7 +136,7 @@ def layer(configuration: LayerOf, smoke: bool) -> dict[str, Any]:
     with device:
         torch.manual_seed(0)
         dense = drawn(SwiGLU().build(context(at.top_k * ffn)).bfloat16())
-        experts = drawn(ExpertLayer(MoE(experts=at.experts, top_k=at.top_k), SwiGLU(), context(ffn)).bfloat16())
+        experts = drawn(ExpertLayer(MoE(experts=at.experts, top_k=at.top_k).shape(ffn), SwiGLU(), context(ffn)).bfloat16())
         x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
         slope = torch.randn_like(x)
     grouped = torch.compile(experts, fullgraph=True) if at.compiled else experts
@@ -190,7 +190,7 @@ def work(shape: Any, length: int) -> dict[str, float]:
     """Operations a token, by definition of MFU."""
     from forge_models.flops import count
 
-    counts = count(shape)
+    counts = count(shape.shape)
     attention, products = shape.layers * shape.dim * length, counts.active - counts.embedding
     return {
         "all": 6.0 * counts.active + 12 * attention,
@@ -253,7 +253,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     times = [train() for _ in range(steps)]
     rate = tokens_a_step / statistics.median(times)
     loads = [part.totals.load for part in model.part.modules() if isinstance(part, ExpertLayer) and part.totals is not None]
-    counts = count(shape)
+    counts = count(shape.shape)
     return {
         "tokens_per_second": rate,
         "spread": [tokens_a_step / max(times), tokens_a_step / min(times)],

@@ -63,7 +63,7 @@ def visits(experts: Tensor, share: int, home: int) -> int:
 
 def drawn(options: argparse.Namespace, own: range) -> Experts:
     """The experts `own` of all, each from its own number."""
-    context = Decoder(dim=options.dim, layers=1, heads=1, ffn_dim=options.ffn, vocab_size=2).context(0)
+    context = Decoder(dim=options.dim, layers=1, heads=1, ffn_dim=options.ffn, vocab_size=2).shape.context(0)
     held = Experts(context, len(own), "silu", True)
     with torch.no_grad():
         for parameter in held.parameters():

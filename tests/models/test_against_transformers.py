@@ -5,7 +5,7 @@ import torch
 
 from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.rope import Rope
+from forge_models.rope import Rope
 from harness.closeness import wide
 
 NAMES = {
@@ -33,18 +33,18 @@ def llama(model):
     """A LlamaForCausalLM with the weights of `model`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = model.config
+    config = model.shape
     twin = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.dim,
-            intermediate_size=config.resolved_ffn_dim,
+            intermediate_size=config.ffn_dim,
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
-            num_key_value_heads=config.resolved_kv_heads,
-            head_dim=config.resolved_head_dim,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
             max_position_embeddings=config.max_length,
-            rms_norm_eps=config.resolved_norm.eps,
+            rms_norm_eps=config.norm.eps,
             rope_theta=config.rope.theta,
             tie_word_embeddings=config.tied_embeddings,
             attn_implementation="eager",

@@ -14,9 +14,9 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import ReLU2
 from forge_models.components.norms import LayerNorm, RMSNorm
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.rope import Rope
 from forge_models.generation.generate import GenerationError, stream
 from forge_models.interp.tap import listening, tap
+from forge_models.rope import Rope
 from harness.closeness import assert_no_farther, wide
 
 

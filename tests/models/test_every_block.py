@@ -43,7 +43,7 @@ def test_specs_are_complete_and_fit(name):
     assert specs.tensors.keys() == parameters.keys() | buffers.keys()
     assert all(len(specs.tensors[path].dims) == buffer.dim() for path, buffer in buffers.items())
     assert all(parameter.isnan().all() for parameter in parameters.values()), "filled by its constructor, and again later"
-    head, kv_heads = config.resolved_head_dim, config.resolved_kv_heads
+    head, kv_heads = config.shape.head_dim, config.shape.kv_heads
     sizes = {"embed": {48}, "heads": {6 * head}, "kv_heads": {kv_heads * head}, "ffn": {56}, "vocab": {101}}
     sizes |= {"ffn": {56, 24, 2 * 24}, "expert": {config.moe.experts}} if config.moe is not None else {}
     if "latent" in name or name == "mla":
@@ -68,7 +68,7 @@ def test_module_specs_tell_the_shapes_that_flow(build, tokens, name):
     assert linear <= specs.modules.keys()
     fixed, seen = {"batch": 2, "sequence": 9, "embed": 48, "ffn": 56, "vocab": 101}, set()
     units = dict(specs.units)
-    if model.config.moe is not None:
+    if model.shape.moe is not None:
         del fixed["ffn"]  # of dense layers, experts and shared experts: multiples of one unit
 
     def check(path):

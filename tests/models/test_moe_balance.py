@@ -9,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core.batch import IGNORE, PADDING
 from forge_core.protocols.model import Observer
-from forge_models.components.moe import LAYOUT_DEPENDENT, Losses, MoE
+from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.moe.layer import ExpertLayer, Totals
+from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from models.test_moe_layer import inputs, layer
 
 NO = torch.zeros(())
@@ -44,8 +45,8 @@ def published(part, x, losses, before=None):
     for row in x:
         routing = part.router(row, None)
         probabilities.append(routing.probabilities)
-        chosen.append(torch.nn.functional.one_hot(routing.experts, part.config.experts).double().sum(1))
-    experts, k = part.config.experts, part.config.top_k
+        chosen.append(torch.nn.functional.one_hot(routing.experts, part.shape.experts).double().sum(1))
+    experts, k = part.shape.experts, part.shape.top_k
 
     def switch(p, c):
         return experts * sum((c[:, i].mean() / k) * p[:, i].mean() for i in range(experts))

@@ -8,9 +8,10 @@ from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import Losses, MoE
+from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
+from forge_models.shape import Losses
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.transforms import Compile
 from forge_parallel.verify.parity import Case, compare, measure

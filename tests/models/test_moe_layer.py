@@ -9,11 +9,12 @@ from torch.nn import functional as F
 from forge_core.protocols.model import ExpertDispatcher, Observer
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GELU, GeGLU, ReLU2, SwiGLU
-from forge_models.components.moe import Losses, MoE
+from forge_models.components.moe import MoE
 from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
 from forge_models.moe.capacity import limited
 from forge_models.moe.experts import Experts, unfit
 from forge_models.moe.layer import ExpertLayer
+from forge_models.shape import Losses
 from models.conftest import fill
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 24, "vocab_size": 53, "max_length": 64}
@@ -126,7 +127,7 @@ def test_the_grouped_product_equals_the_loop(dtype, mlp, capacity):
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 @pytest.mark.parametrize("counts", [[0, 0, 9, 0], [0, 0, 0, 0], [9, 0, 0, 0], [1, 0, 5, 3]], ids=str)
 def test_experts_without_tokens_and_one_with_all_have_defined_gradients(kernel, counts):
-    context = Decoder(**SIZES).context(0)
+    context = Decoder(**SIZES).shape.context(0)
     experts = Experts(context, 4, "silu", True, kernel)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, 0, 0.2)
@@ -145,7 +146,7 @@ def test_the_grouped_product_equals_the_loop_when_few_experts_have_tokens(busy):
     counts, found = torch.tensor([busy.get(expert, 0) for expert in range(16)]), {}
     for kernel in ("grouped", "loop"):
         torch.manual_seed(0)
-        experts = Experts(Decoder(**SIZES).context(0), 16, "silu", True, kernel)
+        experts = Experts(Decoder(**SIZES).shape.context(0), 16, "silu", True, kernel)
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, 0, 0.2)
         rows = torch.randn(sum(busy.values()) + 2, 16, requires_grad=True)  # two are nobody's

@@ -13,13 +13,14 @@ from forge_models.components.moe import MoE
 from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
 from forge_models.hf.streamed_forward import logits_of
 from forge_models.moe.upcycle import Upcycled
+from models.conftest import TINY
 
 
 class Held:
     """`Weights` of a module in memory."""
 
-    def __init__(self, module, dtype="float32"):
-        self.model, self.facts = module.config, Facts(step=7, origin="here", family="llama")
+    def __init__(self, module, dtype="float32", **fields):
+        self.model, self.facts = Decoder(**(TINY | fields)), Facts(step=7, origin="here", family="llama")
         self._held = {name: p.detach().to(getattr(torch, dtype)) for name, p in module.named_parameters()}
         self.tensors = {name: Stored(tuple(p.shape), dtype) for name, p in self._held.items()}
 
@@ -44,7 +45,7 @@ PRESERVING = {
 @pytest.mark.parametrize("name", PRESERVING)
 @pytest.mark.parametrize("fields", [{}, {"mlp": GELU()}], ids=["gated", "plain"])
 def test_the_function_is_preserved(make, tokens, name, fields):
-    dense = Held(make(spread=8.0, **fields))
+    dense = Held(make(spread=8.0, **fields), **fields)
     sparse = Upcycled(dense, PRESERVING[name])
     rows = tokens(2, 13)
     expected = logits_of(dense, rows, torch.float64)
@@ -84,7 +85,7 @@ def test_the_dtype_stays(make):
     ("moe", "message"),
     [
         (MoE(router=SoftmaxTopK(normalize=False)), r"router\.normalize"),
-        (MoE(ffn_dim=20), "must divide the dense ffn_dim 48"),
+        (MoE(ffn_dim=20), "must divide the dense model's ffn_dim 48"),
         (MoE(experts=9, top_k=2, ffn_dim=16), "top_k 2 must be a multiple of 3"),
         (MoE(experts=8, top_k=3, ffn_dim=16), "experts 8 must be a multiple of 3"),
         (MoE(experts=8, top_k=2, ffn_dim=24, router=Hash()), "cannot be made to choose"),
@@ -99,5 +100,5 @@ def test_what_cannot_be_preserved_is_refused(make, moe, message):
 
 def test_only_dense_models_are_taken(make):
     with pytest.raises(ForgeError, match="no dense decoder"):
-        Upcycled(Held(make(moe=MoE())), MoE())
+        Upcycled(Held(make(moe=MoE()), moe=MoE()), MoE())
     assert Decoder().moe is None

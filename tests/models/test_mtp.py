@@ -214,7 +214,7 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
     """Every document alone, module by module, with blocks as black boxes."""
     model = make(spread=5.0, dtype=torch.float64, moe=EXPERTS[name], mtp=MTP(depth=2))
     blocks = [depth.block for depth in model.mtp.depths.values()]
-    assert [one.sparse for one in blocks] == [model.config.moe.has(layer) for layer in (2, 3)]
+    assert [one.sparse for one in blocks] == [model.shape.moe.has(layer) for layer in (2, 3)]
     batch, rows = packed()
     terms = scored(model, batch)
     expected, seen = [0.0, 0.0], [0, 0]
@@ -239,7 +239,7 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
             expected[k - 1] += float(F.cross_entropy(logits, labels, reduction="sum")) if len(labels) else 0.0
     for k, total in enumerate(expected, 1):
         assert float(terms.metrics[f"mtp_{k}"]) == pytest.approx(total, rel=1e-12)
-    counted = [one.mlp._counted[2 * one.mlp.config.experts] for one in blocks if one.sparse]
+    counted = [one.mlp._counted[2 * one.mlp.shape.experts] for one in blocks if one.sparse]
     # The listening forwards above ran the layers again, not the modules' own sums: a place without a token counts nowhere.
     assert [int(count) for count in counted] == [seen[k] for k in range(2) if blocks[k].sparse]
 
@@ -294,19 +294,19 @@ COUNTED = [
 @pytest.mark.parametrize("fields", COUNTED)
 def test_counts_equal_torchs_counter_and_the_model(make, tokens, fields):
     model = make(**fields)
-    counts = count(model.config)
+    counts = count(model.shape)
     assert counts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert counts.mtp == sum(parameter.numel() for parameter in model.mtp.depths.parameters())
     model.requires_grad_()
     rows = tokens(2, 13)
     batch = Batch(rows[:, :-1], rows[:, 1:])
-    mtp_targets = batch.with_mtp_targets(model.config.mtp.depth).mtp_targets
+    mtp_targets = batch.with_mtp_targets(model.shape.mtp_depth).mtp_targets
     # As if every place had a token at each depth: what a module skips for want of one is the only thing that is not counted.
     filled = MTPTargets(mtp_targets.tokens.clamp(min=0), mtp_targets.labels)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         terms = model(batch.tokens, labels=batch.labels, objective=CrossEntropy().build(), mtp_targets=filled)
         terms.sum.backward()
     assert counter.get_total_flops() == counts.training(12) * 2 * 12
-    plain = count(replace(model.config, mtp=None))
+    plain = count(replace(model.shape, mtp_depth=0))
     assert counts.forward(12) == plain.forward(12)
     assert counts.parameters - plain.parameters == counts.mtp

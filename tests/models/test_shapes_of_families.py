@@ -8,7 +8,7 @@ import torch
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
 from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.rope import Rope
+from forge_models.rope import Rope
 from harness.closeness import wide
 
 COMMON = {
@@ -156,7 +156,7 @@ def test_logits_and_gradients_equal_those_of_the_family(make, tokens, family):
     twin = their_model(family, {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | their_fields | _tied(ours))
     model = make(dtype=torch.float64, **{"layers": 4, "norm": RMSNorm(eps=1e-6)} | ours)
     generator = torch.Generator().manual_seed(3)
-    middle = 1.0 - getattr(model.config.resolved_norm, "offset", 0)
+    middle = 1.0 - getattr(model.shape.norm, "offset", 0)
     theirs = dict(twin.named_parameters())
     names = {name: their_name(name, parts) for name, _ in model.named_parameters()}
     assert set(names.values()) == theirs.keys()

@@ -139,7 +139,7 @@ def test_float8_products_of_experts_are_the_emulated_ones(counts: list[int]) -> 
     weights = [torch.randn(4, *shape, generator=generator) * 0.1 for shape in ((192, 128), (192, 128), (128, 192))]
     for multiply in (float8.emulated, float8.native):
         with torch.device("cuda"):
-            stack: Any = Experts(Decoder(dim=128, layers=1, heads=2, ffn_dim=192).context(0), 4, "silu", True)
+            stack: Any = Experts(Decoder(dim=128, layers=1, heads=2, ffn_dim=192).shape.context(0), 4, "silu", True)
         stack.to(torch.bfloat16)
         stack.__class__, stack.multiply = float8.float8_experts_class(Experts), multiply
         with torch.no_grad():

@@ -19,7 +19,7 @@ from models.hf.zoo import CASES, exact_logits, random_model, saved, tokens
 def module_of(weights: Weights) -> torch.nn.Module:
     """Our module with the weights of a folder."""
     model = weights.model.build()
-    model.load_state_dict(weights.read(list(weights.tensors)), strict=not model.config.tied_embeddings)
+    model.load_state_dict(weights.read(list(weights.tensors)), strict=not model.shape.tied_embeddings)
     return model.eval()
 
 

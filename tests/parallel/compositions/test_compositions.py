@@ -20,10 +20,11 @@ import torch
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import Losses, MoE
+from forge_models.components.moe import MoE
 from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
+from forge_models.shape import Losses
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.experts.transform import Expert

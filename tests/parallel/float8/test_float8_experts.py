@@ -87,7 +87,7 @@ def _stack(gated: bool = True, multiply: str = "emulated") -> Any:
     library.require()
     from forge_parallel.float8 import experts as float8
 
-    stack: Any = Experts(DECODER.context(1), 4, "silu", gated)
+    stack: Any = Experts(DECODER.shape.context(1), 4, "silu", gated)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in stack.parameters():
@@ -366,7 +366,7 @@ def test_a_stack_that_does_not_say_how_it_multiplies_is_refused() -> None:
         model.blocks["1"].mlp.experts.__class__ = Opaque  # type: ignore[union-attr, index]
         return model
 
-    assert isinstance(Experts(DECODER.context(1), 4, "silu", True), ExpertStack)
+    assert isinstance(Experts(DECODER.shape.context(1), 4, "silu", True), ExpertStack)
     with pytest.raises(PlanError, match=r'1\.mlp\.experts is a Opaque without `products` .*add "blocks\.1\.mlp\.experts" to'):
         _converted(Float8(experts=True), build)
 

@@ -9,8 +9,9 @@ import pytest
 from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import Losses, MoE
-from forge_models.components.rope import Rope
+from forge_models.components.moe import MoE
+from forge_models.rope import Rope
+from forge_models.shape import Losses
 from forge_parallel.components.transforms import ContextParallel, Float8, Tensor
 from forge_parallel.model_checks import float8_can_multiply, rows_can_be_shared, tensors_can_be_cut
 

@@ -27,7 +27,7 @@ def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
             f"{moe.experts} experts cannot be shared by parallel.ep = {layout.ep} ranks",
             hint=f"parallel.ep may be {legal}",
         )
-    width = getattr(job.model, "resolved_ffn_dim", 0) if moe.ffn_dim is None else moe.ffn_dim
+    width = moe.shape(job.model.shape.ffn_dim).ffn_dim
     if width % layout.etp:
         key = "model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim"
         yield Fault(key, f"an expert's width {width} cannot be cut into parallel.etp = {layout.etp} equal parts")
@@ -68,7 +68,7 @@ def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
             f"experts compile in bf16 only, not in {job.precision.compute}",
             hint="set it to 'bf16', or leave out [transforms.compile]",
         )
-    width = getattr(job.model, "resolved_ffn_dim", 0) if moe.ffn_dim is None else moe.ffn_dim
+    width = moe.shape(job.model.shape.ffn_dim).ffn_dim
     for key, size in (("model.dim", job.model.dim), ("model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim", width)):
         if size % WHOLE_ROWS:
             yield Fault(key, f"{size} is no multiple of {WHOLE_ROWS}, which compiled experts need")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from forge_core.component import Component
-from forge_models.components.rope import Rope
+from forge_models.rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +63,8 @@ class RouterContext:
     top_k: int
     layer: int
     init_std: float
+
+    @classmethod
+    def of(cls, context: BlockContext, experts: int, top_k: int) -> "RouterContext":
+        """Of a block whose experts are these."""
+        return cls(dim=context.dim, experts=experts, top_k=top_k, layer=context.layer, init_std=context.init_std)

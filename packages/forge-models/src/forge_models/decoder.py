@@ -15,10 +15,10 @@ from forge_models.blocks.head import Head
 from forge_models.blocks.layers import Embedding
 from forge_models.blocks.mtp import MTPModules
 from forge_models.blocks.rope import Rotary, Rotation
-from forge_models.components.decoder import Decoder as DecoderComponent
 from forge_models.generation.cache import KVCache
 from forge_models.interp.tap import scope, tap
 from forge_models.moe.layer import observe_all
+from forge_models.shape import DecoderShape
 
 TABLE = "embed.weight"
 HEAD = "head.weight"
@@ -28,7 +28,7 @@ MTP_TABLE = "mtp.embed.weight"
 
 
 class Decoder(nn.Module):
-    """Decoder of a component's shape.
+    """Decoder of a shape.
 
     A block's attention is called with (x, turn, shared, cache). Three attributes of it are read when they are there:
     `core` (an `AttentionCore`, the seam where strategies enter; `shared` is what it prepares, None without one),
@@ -39,19 +39,19 @@ class Decoder(nn.Module):
     part is this module with the rest removed. The first part takes tokens, later ones hidden states.
     """
 
-    def __init__(self, config: DecoderComponent) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.config = config
-        norm: Any = config.resolved_norm
-        embed = Embedding(config.vocab_size, config.dim)
-        head = Head(config.dim, config.vocab_size, self._head_std(), config.soft_cap)
-        if config.tied_embeddings:
+        self.shape = shape
+        norm: Any = shape.norm
+        embed = Embedding(shape.vocab_size, shape.dim)
+        head = Head(shape.dim, shape.vocab_size, self._head_std(), shape.soft_cap)
+        if shape.tied_embeddings:
             head.weight = embed.weight  # type: ignore[assignment]
         self.embed: Embedding | None = embed
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.layers)})
-        self.norm: nn.Module | None = norm.build(config.dim)
+        self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in range(shape.layers)})
+        self.norm: nn.Module | None = norm.build(shape.dim)
         self.head: Head | None = head
-        self.mtp: MTPModules | None = MTPModules(config, embed) if config.mtp is not None else None
+        self.mtp: MTPModules | None = MTPModules(shape, embed) if shape.mtp_depth else None
 
     def forward(
         self,
@@ -188,9 +188,9 @@ class Decoder(nn.Module):
 
     def _embedded(self, table: Embedding, tokens: Tensor) -> Tensor:
         x = table(tokens)
-        if self.config.embed_multiplier == 1:
+        if self.shape.embed_multiplier == 1:
             return x
-        return x * torch.tensor(self.config.embed_multiplier, dtype=x.dtype)
+        return x * torch.tensor(self.shape.embed_multiplier, dtype=x.dtype)
 
     def at_step(self, step: int, steps: int) -> None:
         """Sets the weight of the MTP losses for optimizer step `step` of a run of `steps`."""
@@ -242,7 +242,7 @@ class Decoder(nn.Module):
 
     def _rotary(self, block: nn.Module) -> Rotary:
         found = getattr(_attention(block), "rotary", None)
-        return Rotary(self.config.resolved_head_dim, self.config.rope) if found is None else found
+        return Rotary(self.shape.head_dim, self.shape.rope) if found is None else found
 
     @property
     def cache_limit(self) -> int | None:
@@ -263,14 +263,14 @@ class Decoder(nn.Module):
         mtp_targets: MTPTargets | None,
         extras: dict[str, Tensor],
     ) -> None:
-        if self.config.moe is not None and self.config.moe.losses.pooled and (self.embed is None or self.head is None):
+        if self.shape.moe is not None and self.shape.moe.losses.pooled and (self.embed is None or self.head is None):
             raise ValueError(
                 "model.moe.losses.pooled joins all layers, and this part of a pipeline has some of them; set it to 0"
             )
         if extras:
             raise ValueError(f"a decoder of text takes no {', '.join(sorted(extras))}")
-        if x.shape[1] > self.config.max_length:
-            raise ValueError(f"{x.shape[1]} tokens in a row are more than max_length {self.config.max_length}")
+        if x.shape[1] > self.shape.max_length:
+            raise ValueError(f"{x.shape[1]} tokens in a row are more than max_length {self.shape.max_length}")
         if objective is not None and labels is None:
             raise ValueError("an objective needs labels")
         if labels is not None and objective is None:
@@ -286,7 +286,7 @@ class Decoder(nn.Module):
 
     def specs(self) -> Specs:
         """All that strategies know about this model."""
-        config = self.config
+        shape = self.shape
         stream: tuple[Dim, ...] = ("batch", "sequence", "embed")
         tensors: dict[str, TensorSpec] = {}
         modules: dict[str, ModuleSpec] = {}
@@ -303,7 +303,7 @@ class Decoder(nn.Module):
             for name, layout in getattr(module, "module_specs", dict)().items():
                 modules[_join(path, name)] = layout
         copies = [MTP_TABLE] if self._has("mtp") else []
-        copies += [HEAD] if config.tied_embeddings and self._has("head") else []
+        copies += [HEAD] if shape.tied_embeddings and self._has("head") else []
         for name in copies if self.embed is not None else ():
             del tensors[name]
         depths = () if self.mtp is None else tuple(f"mtp.depths.{name}" for name in self.mtp.depths)
@@ -311,12 +311,12 @@ class Decoder(nn.Module):
             tensors=tensors,
             modules=modules,
             blocks=(*(f"blocks.{name}" for name in self.blocks), *depths),
-            units=outline.units(config),
+            units=outline.units(shape),
             ties=dict.fromkeys(copies, TABLE),
             entry=("embed",) if self.embed is not None else (),
             exit=tuple(name for name in ("norm", "head", "mtp") if self._has(name)),
-            whole_rows=outline.whole_rows(config),
-            whole_stream=outline.whole_stream(config),
+            whole_rows=outline.whole_rows(shape),
+            whole_stream=outline.whole_stream(shape),
             mtp_depth=len(depths),
         )
 
@@ -329,11 +329,11 @@ class Decoder(nn.Module):
     def _head_std(self) -> float:
         """At most 1 / (2 sqrt(dim)): normed hidden states have length sqrt(dim), so logits start with variance <= 1/4
         and the loss at most 1/8 above ln vocab_size, for every width."""
-        return min(self.config.init_std, 0.5 / sqrt(self.config.dim))
+        return min(self.shape.init_std, 0.5 / sqrt(self.shape.dim))
 
     def _embed_std(self) -> float:
         """A tied table also scores a token against itself, with a logit of up to dim * std: kept below 2."""
-        return min(self.config.init_std, 2 / self.config.dim) if self.config.tied_embeddings else self.config.init_std
+        return min(self.shape.init_std, 2 / self.shape.dim) if self.shape.tied_embeddings else self.shape.init_std
 
 
 def _attention(block: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of a decoder, from its description alone: importing and calling this needs no torch.
+"""Parameter and FLOP counts of a decoder: weights from the module on the meta device, products from what its parts declare.
 
 Convention: a multiply-add is 2 FLOPs; a backward costs twice its forward; only matrix products count (norms, activations,
 rotation, softmax and the embedding's look-up do not). So per token
@@ -9,21 +9,22 @@ with P the weights that take part in matrix products for one token (the head alw
 table once, as head; biases never; of experts the `top_k` that a token goes to, the shared ones and the router) and T' the
 keys that a query meets: T, or the window if that is less, for the full square that most tables count ("PaLM" convention,
 Chowdhery et al., 2022); what a causal kernel needs is (T + 1) / 2 without a window.
-Recomputation is not counted, nor is what capacity saves where it drops slots. MTP modules count in
-training only: each has a projection of two widths to one and a block, and scores its token with the head once more. They too are
-counted for every token, though the last k of a row have nothing that module k could read.
+Recomputation is not counted, nor is what capacity saves where it drops slots. MTP modules count in training
+only: each has a projection of two widths to one and a block, and runs the head once more. They too are counted for every token,
+though the last k of a row have no input for module k.
+
+Parts declare their products: attentions, MLPs and routers by `matrices(context)`, attentions also by `score_width(context)`.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
-from forge_core.component import Component
-from forge_models.components.attentions import GQA, MLA
-from forge_models.components.decoder import Decoder
-from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU
-from forge_models.components.norms import LayerNorm, RMSNorm
-from forge_models.components.routers import Hash, SigmoidTopK, SoftmaxTopK
+from forge_models.context import RouterContext
+from forge_models.outline import matrices
+from forge_models.shape import DecoderShape
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
 """To be printed beside every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
@@ -80,126 +81,89 @@ class Counts:
         return 3 * (self.forward(length, causal) + mtp)
 
 
-def count(model: Decoder) -> Counts:
-    """Counts of `model`.
+def count(shape: DecoderShape) -> Counts:
+    """Counts of the decoder of a shape.
 
     Raises:
-        ValueError: when it has parts whose counts are not known here.
+        ValueError: a part does not declare its matrix products.
     """
-    dim, layers = model.dim, model.layers
-    depth = 0 if model.mtp is None else model.mtp.depth
-    attention = _attention(model, model.resolved_attention)
-    dense, biases = _mlp(model, model.resolved_mlp)
-    sparse = _experts(model, model.resolved_mlp)
-    sparse_layers = sum(model.moe is not None and model.moe.has(layer) for layer in range(layers))
-    dense_layers = layers - sparse_layers
-    block_norms = 4 if model.norm_placement == "sandwich" else 2
-    norms = block_norms * layers + 1
-    table = model.vocab_size * dim
-    behind = sum(model.moe is not None and model.moe.has(layer) for layer in range(layers, layers + depth))
-    block = attention.weights + 2 * dim * dim
-    mtp = depth * (block + attention.others + (block_norms + 3) * _norm(model.resolved_norm, dim))
-    mtp += (depth - behind) * (dense + biases) + behind * (sparse.active + sparse.idle)
+    sizes, idle = _sizes(shape)
+    products = _matrix_products(shape)
+    table = shape.vocab_size * shape.dim
     return Counts(
-        embedding=table,
-        attention=layers * (attention.weights + attention.others),
-        mlp=dense_layers * (dense + biases) + sparse_layers * (sparse.active + sparse.idle),
-        norms=norms * _norm(model.resolved_norm, dim),
-        head=0 if model.tied_embeddings else table,
-        matrix=layers * attention.weights + dense_layers * dense + sparse_layers * sparse.active + table,
-        idle=(sparse_layers + behind) * sparse.idle,
-        widths=_widths(model, model.resolved_attention, range(layers)),
-        mtp=mtp,
-        mtp_matrix=depth * (block + table) + (depth - behind) * dense + behind * sparse.active,
-        mtp_widths=_widths(model, model.resolved_attention, range(layers, layers + depth)),
+        embedding=sizes["embedding"],
+        attention=sizes["attention"],
+        mlp=sizes["mlp"],
+        norms=sizes["norms"],
+        head=sizes["head"],
+        matrix=products["blocks"] + table,
+        idle=idle,
+        widths=_widths(shape, range(shape.layers)),
+        mtp=sizes["mtp"],
+        mtp_matrix=products["mtp"] + shape.mtp_depth * table,
+        mtp_widths=_widths(shape, range(shape.layers, shape.blocks)),
     )
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """One layer's weights in matrix products and its other weights."""
+def _sizes(shape: DecoderShape) -> tuple[Counter[str], int]:
+    """Weights by part of the model, and those of experts that a token does not go to."""
+    import torch
 
-    weights: int
-    others: int
+    from forge_models.decoder import Decoder
 
-
-def _attention(model: Decoder, part: Component) -> _Attention:
-    dim, heads, norm = model.dim, model.heads, model.resolved_norm
-    if type(part) is GQA:
-        width, kv_width = heads * model.resolved_head_dim, model.resolved_kv_heads * model.resolved_head_dim
-        normed = {"none": (), "head": (model.resolved_head_dim,) * 2, "full": (width, kv_width)}[part.qk_norm]
-        others = sum(_norm(norm, size) for size in normed)
-        others += (width + 2 * kv_width if part.qkv_bias else 0) + (dim if part.output_bias else 0)
-        return _Attention(2 * dim * (width + kv_width), others)
-    if type(part) is MLA:
-        key, rank = part.qk_nope_head_dim + part.qk_rope_head_dim, part.q_lora_rank
-        queries = dim * heads * key if rank is None else rank * (dim + heads * key)
-        latent = dim * (part.kv_lora_rank + part.qk_rope_head_dim)
-        made = part.kv_lora_rank * heads * (part.qk_nope_head_dim + part.v_head_dim)
-        others = _norm(norm, part.kv_lora_rank) + (0 if rank is None else _norm(norm, rank))
-        weights = queries + latent + made + heads * part.v_head_dim * dim
-        return _Attention(weights, others)
-    raise _unknown(part)
+    with torch.device("meta"):
+        module = Decoder(shape)
+    sizes, idle = Counter[str](), 0
+    for name, parameter in module.named_parameters():
+        sizes[_part(name)] += parameter.numel()
+        if shape.moe is not None and ".mlp.experts." in name:
+            idle += parameter.numel() // shape.moe.experts * (shape.moe.experts - shape.moe.top_k)
+    return sizes, idle
 
 
-def _widths(model: Decoder, part: Component, layers: range) -> Mapping[int | None, int]:
+def _part(name: str) -> str:
+    """The field of `Counts` that a parameter belongs to."""
+    first, *rest = name.split(".")
+    if first == "blocks" and rest[1] in ("attention", "mlp"):
+        return rest[1]
+    return {"embed": "embedding", "head": "head", "mtp": "mtp"}.get(first, "norms")
+
+
+def _matrix_products(shape: DecoderShape) -> Counter[str]:
+    """Weights in the matrix products of one token: of the blocks, and of MTP modules; without the head."""
+    _require(shape.attention, "matrices", "score_width")
+    _require(shape.mlp, "matrices")
+    found, experts = matrices(shape)
+    products = Counter[str]()
+    for path, matrix in found.items():
+        products[path.partition(".")[0]] += prod(matrix.shape)
+    if shape.moe is not None:
+        for path, matrix in experts.items():
+            products[path.partition(".")[0]] += shape.moe.top_k * prod(matrix.shape)
+        router: Any = shape.moe.router
+        _require(router, "matrices")
+        for layer in filter(shape.has_experts, range(shape.blocks)):
+            linear = router.matrices(RouterContext.of(shape.context(layer), shape.moe.experts, shape.moe.top_k))
+            products["blocks" if layer < shape.layers else "mtp"] += sum(prod(matrix.shape) for matrix in linear.values())
+    return products
+
+
+def _require(part: Any, *methods: str) -> None:
+    if missing := [name for name in methods if not hasattr(part, name)]:
+        raise ValueError(f"{type(part).__name__} does not declare its FLOPs; define {' and '.join(missing)}(context)")
+
+
+def _widths(shape: DecoderShape, layers: Iterable[int]) -> Mapping[int | None, int]:
     """Multiply-adds per key of some layers, by window."""
-    if isinstance(part, MLA):
-        key = part.qk_nope_head_dim + part.qk_rope_head_dim
-        return {None: len(layers) * model.heads * (key + part.v_head_dim)}
-    assert isinstance(part, GQA)
-    widths = Counter[int | None]()
+    attention: Any = shape.attention
+    windows, widths = shape.windows(), Counter[int | None]()
     for layer in layers:
-        widths[part.window_at(layer)] += 2 * model.heads * model.resolved_head_dim
+        widths[windows[layer]] += attention.score_width(shape.context(layer))
     return widths
 
 
 def _products(matrix: int, widths: Mapping[int | None, int], length: int, causal: bool) -> float:
     return 2.0 * matrix + 2.0 * sum(width * _keys(length, window, causal) for window, width in widths.items())
-
-
-def _mlp(model: Decoder, part: Component, ffn_dim: int | None = None) -> tuple[int, int]:
-    """One layer's weights in matrix products, and its biases; `ffn_dim` is the model's when None."""
-    width = model.resolved_ffn_dim if ffn_dim is None else ffn_dim
-    if type(part) not in (SwiGLU, GeGLU, GELU, ReLU, ReLU2):
-        raise _unknown(part)
-    assert isinstance(part, SwiGLU | GeGLU | GELU | ReLU | ReLU2)
-    entries = 2 if part.gated else 1
-    biases = entries * width + model.dim if part.bias else 0
-    return (entries + 1) * model.dim * width, biases
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """Weights of one layer of experts that a token uses, and those that it does not."""
-
-    active: int
-    idle: int
-
-
-def _experts(model: Decoder, part: Component) -> _Experts:
-    moe = model.moe
-    if moe is None:
-        return _Experts(0, 0)
-    router = moe.resolved_router
-    if type(router) not in (SoftmaxTopK, SigmoidTopK, Hash):
-        raise _unknown(router)
-    matrices, biases = _mlp(model, part, moe.ffn_dim)
-    assert not biases
-    routing = 0 if type(router) is Hash else moe.experts * model.dim
-    return _Experts((moe.top_k + moe.shared) * matrices + routing, (moe.experts - moe.top_k) * matrices)
-
-
-def _norm(part: Component, width: int) -> int:
-    if type(part) is RMSNorm:
-        return width
-    if type(part) is LayerNorm:
-        return 2 * width if part.bias else width
-    raise _unknown(part)
-
-
-def _unknown(part: Component) -> ValueError:
-    return ValueError(f"no FLOP formula for {type(part).__name__}")
 
 
 def _keys(length: int, window: int | None, causal: bool) -> float:

@@ -36,7 +36,9 @@ def upcycle(
         console.note(note)
     weights = Upcycled(given, model.moe, noise, seed)
     registry.load("forge.converters", to)().build().write(target, weights)
-    moe = weights.model.moe
-    assert moe is not None
-    layers = sum(moe.has(layer) for layer in range(weights.model.layers))
-    console.text(f"{target}: {layers} of {weights.model.layers} layers with {moe.experts} experts, {moe.top_k} for each token")
+    shape = weights.model.shape
+    assert shape.moe is not None
+    layers = sum(map(shape.has_experts, range(shape.layers)))
+    console.text(
+        f"{target}: {layers} of {shape.layers} layers with {shape.moe.experts} experts, {shape.moe.top_k} for each token"
+    )

@@ -1,7 +1,7 @@
 """Causal attention: projections here, the softmax part in a core that strategies replace."""
 
 from math import sqrt
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -10,10 +10,10 @@ from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.blocks.layers import Linear, linear_specs
 from forge_models.blocks.rope import Rotary, Rotation, rotate
-from forge_models.components.attentions import GQA
 from forge_models.context import BlockContext
 from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap
+from forge_models.kernels import AttentionKernel
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 HEADS: tuple[Dim, ...] = ("batch", "sequence", "heads")
@@ -27,21 +27,33 @@ class Attention(nn.Module):
     `rotary` the positions of this layer.
     """
 
-    def __init__(self, config: GQA, context: BlockContext) -> None:
+    def __init__(
+        self,
+        context: BlockContext,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: Literal["none", "head", "full"] = "none",
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        window: int | None = None,
+        core: AttentionKernel = "auto",
+    ) -> None:
         super().__init__()
-        self.config = config
         self.context = context
-        self.core: AttentionCore = LocalAttention(config.core, capped=config.soft_cap is not None)
-        self.window = config.window_at(context.layer)
-        self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(self.window is not None))
-        self.scale = config.scale or 1 / sqrt(context.head_dim)
+        self.qk_norm = qk_norm
+        self.soft_cap = soft_cap
+        self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None)
+        self.window = window
+        self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(window is not None))
+        self.scale = scale or 1 / sqrt(context.head_dim)
         heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
-        self.q_proj = Linear(context.dim, heads, config.qkv_bias)
-        self.k_proj = Linear(context.dim, kv_heads, config.qkv_bias)
-        self.v_proj = Linear(context.dim, kv_heads, config.qkv_bias)
-        self.o_proj = Linear(heads, context.dim, config.output_bias)
+        self.q_proj = Linear(context.dim, heads, qkv_bias)
+        self.k_proj = Linear(context.dim, kv_heads, qkv_bias)
+        self.v_proj = Linear(context.dim, kv_heads, qkv_bias)
+        self.o_proj = Linear(heads, context.dim, output_bias)
         norm: Any = context.norm
-        widths = {"none": None, "head": (context.head_dim, context.head_dim), "full": (heads, kv_heads)}[config.qk_norm]
+        widths = {"none": None, "head": (context.head_dim, context.head_dim), "full": (heads, kv_heads)}[qk_norm]
         self.q_norm: nn.Module | None = norm.build(widths[0]) if widths else None
         self.k_norm: nn.Module | None = norm.build(widths[1]) if widths else None
 
@@ -53,14 +65,14 @@ class Attention(nn.Module):
         q, k = tap("attention.q", rotate(q, turn)), tap("attention.k", rotate(k, turn))
         if cache is not None:
             k, v = cache.update(k, v)
-        cap = self.config.soft_cap
+        cap = self.soft_cap
         out = self.core(q, k, v, shared, self.scale) if cap is None else self.core(q, k, v, shared, self.scale, cap)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is None:
             return self._heads(x)
-        return self._heads(norm(x)) if self.config.qk_norm == "full" else norm(self._heads(x))
+        return self._heads(norm(x)) if self.qk_norm == "full" else norm(self._heads(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         # The number of heads is left open: a strategy may have split the projections.
@@ -85,6 +97,6 @@ class Attention(nn.Module):
             "v_proj": ModuleSpec((STREAM,), (KV_HEADS,)),
             "o_proj": ModuleSpec((HEADS,), (STREAM,)),
         }
-        if self.config.qk_norm == "full":
+        if self.qk_norm == "full":
             specs |= {"q_norm": ModuleSpec((HEADS,), (HEADS,)), "k_norm": ModuleSpec((KV_HEADS,), (KV_HEADS,))}
         return specs

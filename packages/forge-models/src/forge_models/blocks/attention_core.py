@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.protocols.model import Placed
-from forge_models.components.attentions import Core
+from forge_models.kernels import AttentionKernel
 
 
 class Boundaries(NamedTuple):
@@ -28,8 +28,8 @@ class LocalAttention:
     A soft cap has no fused kernel on a CPU: there the softmax is written out. `capped` says that calls will have one.
     """
 
-    def __init__(self, kind: Core = "auto", capped: bool = False) -> None:
-        self.kind: Core = kind
+    def __init__(self, kind: AttentionKernel = "auto", capped: bool = False) -> None:
+        self.kind: AttentionKernel = kind
         self.capped = capped
 
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from forge_core.specs import ModuleSpec
 from forge_models.blocks.rope import Rotation
-from forge_models.components.decoder import Decoder
 from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap
 from forge_models.moe.layer import ExpertLayer
+from forge_models.shape import DecoderShape
 
 
 class Block(nn.Module):
@@ -19,22 +19,22 @@ class Block(nn.Module):
     sandwich both. In a `sparse` block experts stand in the place of the feed-forward part.
     """
 
-    def __init__(self, config: Decoder, layer: int) -> None:
+    def __init__(self, shape: DecoderShape, layer: int) -> None:
         super().__init__()
-        context = config.context(layer)
-        norm: Any = config.resolved_norm
-        attention: Any = config.resolved_attention
-        mlp: Any = config.resolved_mlp
-        before, after = config.norm_placement != "post", config.norm_placement != "pre"
-        self.multiplier = config.residual_multiplier
-        self.attention_norm: nn.Module | None = norm.build(config.dim) if before else None
+        context = shape.context(layer)
+        norm: Any = shape.norm
+        attention: Any = shape.attention
+        mlp: Any = shape.mlp
+        before, after = shape.norm_placement != "post", shape.norm_placement != "pre"
+        self.multiplier = shape.residual_multiplier
+        self.attention_norm: nn.Module | None = norm.build(shape.dim) if before else None
         self.attention: nn.Module = attention.build(context)
-        self.attention_post_norm: nn.Module | None = norm.build(config.dim) if after else None
-        self.mlp_norm: nn.Module | None = norm.build(config.dim) if before else None
-        moe = config.moe if config.moe is not None and config.moe.has(layer) else None
+        self.attention_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
+        self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before else None
+        moe = shape.moe if shape.has_experts(layer) else None
         self.sparse = moe is not None
         self.mlp: nn.Module = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
-        self.mlp_post_norm: nn.Module | None = norm.build(config.dim) if after else None
+        self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
 
     def forward(
         self,

@@ -12,10 +12,10 @@ from forge_models.blocks.attention import HEADS, STREAM
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.blocks.layers import Linear, linear_specs
 from forge_models.blocks.rope import Rotary, Rotation, magnitude, rotate
-from forge_models.components.attentions import MLA
 from forge_models.context import BlockContext
 from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap
+from forge_models.kernels import AttentionKernel
 
 LATENT: tuple[Dim, ...] = ("batch", "sequence", None)
 
@@ -26,39 +26,49 @@ class LatentAttention(nn.Module):
     The rotary parts turn half-split, as everywhere here: weights that turn neighboring pairs need their rows permuted.
     """
 
-    def __init__(self, config: MLA, context: BlockContext) -> None:
+    def __init__(
+        self,
+        context: BlockContext,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        norm: Any,
+        core: AttentionKernel = "auto",
+    ) -> None:
         super().__init__()
-        self.config = config
         self.context = context
-        self.core: AttentionCore = LocalAttention(config.core)
+        self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.core: AttentionCore = LocalAttention(core)
         self.window: int | None = None
-        self.rotary = Rotary(config.qk_rope_head_dim, context.rope)
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        self.rotary = Rotary(qk_rope_head_dim, context.rope)
+        width = qk_nope_head_dim + qk_rope_head_dim
         self.scale = 1 / sqrt(width)
         if context.rope.scaling == "yarn" and context.rope.mscale_all_dim:
             self.scale *= magnitude(context.rope, context.rope.mscale_all_dim) ** 2
-        norm: Any = config.norm(context)
-        rank = config.q_lora_rank
+        rank = q_lora_rank
         self.q_proj = Linear(context.dim, context.heads * width) if rank is None else None
         self.q_a_proj = None if rank is None else Linear(context.dim, rank)
         self.q_a_norm: nn.Module | None = None if rank is None else norm.build(rank)
         self.q_b_proj = None if rank is None else Linear(rank, context.heads * width)
-        self.kv_a_proj = Linear(context.dim, config.kv_lora_rank + config.qk_rope_head_dim)
-        self.kv_a_norm: nn.Module = norm.build(config.kv_lora_rank)
-        self.kv_b_proj = Linear(config.kv_lora_rank, context.heads * (config.qk_nope_head_dim + config.v_head_dim))
-        self.o_proj = Linear(context.heads * config.v_head_dim, context.dim)
+        self.kv_a_proj = Linear(context.dim, kv_lora_rank + qk_rope_head_dim)
+        self.kv_a_norm: nn.Module = norm.build(kv_lora_rank)
+        self.kv_b_proj = Linear(kv_lora_rank, context.heads * (qk_nope_head_dim + v_head_dim))
+        self.o_proj = Linear(context.heads * v_head_dim, context.dim)
 
     def forward(self, x: Tensor, turn: Rotation, shared: Any, cache: LayerCache | None = None) -> Tensor:
         """(B, T, dim) -> (B, T, dim). `shared` is what the core prepared for this batch."""
-        config = self.config
-        q = self._queries(x).unflatten(-1, (-1, config.qk_nope_head_dim + config.qk_rope_head_dim)).transpose(1, 2)
-        q_still, q_turning = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        latent, key = self.kv_a_proj(x).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        q = self._queries(x).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).transpose(1, 2)
+        q_still, q_turning = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        latent, key = self.kv_a_proj(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         latent, key = self.kv_a_norm(latent).unsqueeze(1), rotate(key.unsqueeze(1), turn)
         if cache is not None:
             key, latent = cache.update(key, latent)
-        made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, config.qk_nope_head_dim + config.v_head_dim))
-        k_still, v = made.transpose(1, 2).split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
+        made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
+        k_still, v = made.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         q = tap("attention.q", torch.cat((q_still, rotate(q_turning, turn)), dim=-1))
         k = tap("attention.k", torch.cat((k_still, key.expand(-1, k_still.shape[1], -1, -1)), dim=-1))
         out = self.core(q, k, v, shared, self.scale)

@@ -29,7 +29,7 @@ HIDDEN: tuple[Dim, ...] = ("batch", "sequence", "ffn")
 class MLP(nn.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, context: BlockContext, activation: str, bias: bool = False) -> None:
+    def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
         super().__init__()
         self.context = context
         self.activation = activation
@@ -57,8 +57,8 @@ class MLP(nn.Module):
 class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-    def __init__(self, context: BlockContext, activation: str, bias: bool = False) -> None:
-        super().__init__(context, activation, bias)
+    def __init__(self, context: BlockContext, *, activation: str, bias: bool = False) -> None:
+        super().__init__(context, activation=activation, bias=bias)
         self.gate_proj = Linear(context.dim, context.ffn_dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:

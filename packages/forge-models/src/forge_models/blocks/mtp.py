@@ -24,8 +24,8 @@ from forge_core.specs import Dim, ModuleSpec, TensorSpec
 from forge_models.blocks.block import Block
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.rope import Rotation
-from forge_models.components.decoder import Decoder
 from forge_models.generation.cache import LayerCache
+from forge_models.shape import DecoderShape
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 
@@ -33,15 +33,15 @@ STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
 class MTPModule(nn.Module):
     """Module k. Its block is made as that of layer `layers + k - 1` would be."""
 
-    def __init__(self, config: Decoder, depth: int) -> None:
+    def __init__(self, shape: DecoderShape, depth: int) -> None:
         super().__init__()
-        norm: Any = config.resolved_norm
-        self.std = config.init_std
-        self.stream_norm: nn.Module = norm.build(config.dim)
-        self.token_norm: nn.Module = norm.build(config.dim)
-        self.projection = Linear(2 * config.dim, config.dim)
-        self.block = Block(config, config.layers + depth - 1)
-        self.norm: nn.Module = norm.build(config.dim)
+        norm: Any = shape.norm
+        self.std = shape.init_std
+        self.stream_norm: nn.Module = norm.build(shape.dim)
+        self.token_norm: nn.Module = norm.build(shape.dim)
+        self.projection = Linear(2 * shape.dim, shape.dim)
+        self.block = Block(shape, shape.layers + depth - 1)
+        self.norm: nn.Module = norm.build(shape.dim)
 
     def forward(
         self,
@@ -82,20 +82,19 @@ class MTPModules(nn.Module):
     `weight` is that of the current step.
     """
 
-    def __init__(self, config: Decoder, embed: Embedding) -> None:
+    def __init__(self, shape: DecoderShape, embed: Embedding) -> None:
         super().__init__()
-        assert config.mtp is not None
-        self.config = config.mtp
-        self.weight = self.config.weight
-        self.embed = Embedding(config.vocab_size, config.dim)
+        self.shape = shape
+        self.weight = shape.mtp_weight
+        self.embed = Embedding(shape.vocab_size, shape.dim)
         self.embed.weight = embed.weight
-        self.depths = nn.ModuleDict({str(k): MTPModule(config, k) for k in range(1, self.config.depth + 1)})
+        self.depths = nn.ModuleDict({str(k): MTPModule(shape, k) for k in range(1, shape.mtp_depth + 1)})
 
     def at_step(self, step: int, steps: int) -> None:
         """The weight of optimizer step `step` of a run of `steps`."""
-        schedule: Any = self.config.schedule
+        schedule: Any = self.shape.mtp_schedule
         factor = 1.0 if schedule is None else schedule.build(steps)(step)
-        self.weight = self.config.weight * factor
+        self.weight = self.shape.mtp_weight * factor
 
     def add_gradient(self, terms: LossTerms, mtp_terms: list[LossTerms]) -> LossTerms:
         """`terms` of the next token with the gradient of all MTP losses added to its sum, whose value does not change.

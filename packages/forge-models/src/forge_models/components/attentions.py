@@ -8,11 +8,10 @@ from annotated_types import Ge, Gt
 from forge_core.component import FREE, IDENTITY, Component
 from forge_core.specs import Matrix
 from forge_models.context import BlockContext
+from forge_models.kernels import AttentionKernel
 
 if TYPE_CHECKING:
     from torch import nn
-
-Core = Literal["auto", "sdpa", "flex", "varlen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class GQA(Component):
     """Every n-th layer (the n-th, the 2n-th, ...) is global."""
     global_layers: tuple[Annotated[int, Ge(0)], ...] | None = None
     """Indices, from 0, of the layers that are global."""
-    core: Annotated[Core, FREE] = "auto"
+    core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
     def __post_init__(self) -> None:
@@ -79,10 +78,23 @@ class GQA(Component):
             "o_proj": Matrix((context.dim, heads), ("embed", "heads")),
         }
 
+    def score_width(self, context: BlockContext) -> int:
+        """Multiply-adds of one query with one key and its value, over all heads."""
+        return 2 * context.heads * context.head_dim
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.attention import Attention
 
-        return Attention(self, context)
+        return Attention(
+            context,
+            qkv_bias=self.qkv_bias,
+            output_bias=self.output_bias,
+            qk_norm=self.qk_norm,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            window=self.window_at(context.layer),
+            core=self.core,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +119,7 @@ class MLA(Component):
     """Width of each head's value."""
     norm_eps: Annotated[float, Gt(0)] | None = None
     """`eps` of the norms of the latents; that of the model's norm when absent (DeepSeek-V3's is 1e-6 for any other)."""
-    core: Annotated[Core, FREE] = "auto"
+    core: Annotated[AttentionKernel, FREE] = "auto"
     """Kernel: `sdpa` (with a mask where needed), `flex` or `varlen` (CUDA only, no T x T mask), or what fits best."""
 
     def __post_init__(self) -> None:
@@ -141,7 +153,20 @@ class MLA(Component):
             "o_proj": Matrix((dim, heads * self.v_head_dim), ("embed", "heads")),
         }
 
+    def score_width(self, context: BlockContext) -> int:
+        """Multiply-adds of one query with one key and its value, over all heads."""
+        return context.heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
+
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mla import LatentAttention
 
-        return LatentAttention(self, context)
+        return LatentAttention(
+            context,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            norm=self.norm(context),
+            core=self.core,
+        )

@@ -29,4 +29,4 @@ class Hf(Component):
     def build(self) -> "HfConverter":
         from forge_models.hf.converter import HfConverter
 
-        return HfConverter(self)
+        return HfConverter(family=self.family, tokenizer=self.tokenizer, max_shard_bytes=self.max_shard_bytes, ignore=self.ignore)

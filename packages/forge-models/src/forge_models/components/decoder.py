@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
@@ -10,18 +10,18 @@ from forge_core.component import FREE, IDENTITY, Component, Slot
 from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
-from forge_models.components.moe import LAYOUT_DEPENDENT, MoE
+from forge_models.components.moe import MoE
 from forge_models.components.mtp import MTP
 from forge_models.components.norms import RMSNorm
-from forge_models.components.rope import Rope
-from forge_models.context import BlockContext
 from forge_models.outline import elements, outline
+from forge_models.rope import Rope
+from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement
 
 if TYPE_CHECKING:
-    from forge_models.decoder import Decoder as Module
+    from forge_models import decoder
 
 FFN_MULTIPLE = 64
-"""The feed-forward width that nobody chose is a multiple of this, so that it divides over ranks and tiles."""
+"""The default feed-forward width is a multiple of this, so that it divides over ranks and tiles."""
 
 
 MOST_ELEMENTS = 10**15
@@ -60,7 +60,7 @@ class Decoder(Component):
     """The head uses the embedding's table."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Logits become soft_cap * tanh(logits / soft_cap); no cap when absent."""
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    norm_placement: NormPlacement = "pre"
     """Norms before each part of a block (Llama), after it (OLMo-2), or both (Gemma-2); always inside of the residual."""
     embed_multiplier: Annotated[float, Gt(0)] = 1.0
     """Multiplies embedded tokens, rounded to the compute precision first (Gemma: sqrt(dim))."""
@@ -88,31 +88,31 @@ class Decoder(Component):
     def __post_init__(self) -> None:
         if self.from_hf_ignore and self.from_hf is None:
             raise ValueError("from_hf_ignore names keys of the config.json of a folder; give from_hf, or leave it out")
-        self._check_size()
-        if self.heads % self.resolved_kv_heads:
+        shape = self.shape
+        self._check_size(shape)
+        if self.heads % shape.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}, or head_dim must be given")
-        if self.resolved_head_dim % 2:
+        if shape.head_dim % 2:
             source = "head_dim" if self.head_dim is not None else f"dim {self.dim} / heads {self.heads} = head_dim"
-            raise ValueError(f"{source} {self.resolved_head_dim} must be even: rotary positions turn pairs")
-        for part in (self.resolved_attention, self.resolved_mlp):
+            raise ValueError(f"{source} {shape.head_dim} must be even: rotary positions turn pairs")
+        for part in (shape.attention, shape.mlp):
             check: Any = getattr(part, "check", None)
             if check is not None:
-                check(self.context(0))
-        if self.moe is not None:
-            self._check_experts(self.moe)
+                check(shape.context(0))
+        if shape.moe is not None:
+            self._check_experts(shape.moe, shape.mlp)
 
-    def _check_size(self) -> None:
-        if (size := elements(self)) > MOST_ELEMENTS:
+    def _check_size(self, shape: DecoderShape) -> None:
+        if (size := elements(shape)) > MOST_ELEMENTS:
             asked = {name: getattr(self, name) or 0 for name in USUAL}
             name = max(USUAL, key=lambda name: asked[name] / USUAL[name])
             raise ValueError(f"{name} {asked[name]} makes {size:.1e} parameters; more than {MOST_ELEMENTS:.0e} are refused")
 
-    def _check_experts(self, moe: MoE) -> None:
+    def _check_experts(self, moe: MoEShape, mlp: Any) -> None:
         if not any(moe.has(layer) for layer in range(self.layers)):
             raise ValueError(f"moe has no layer: first_dense {moe.first_dense} and every {moe.every} leave none of {self.layers}")
-        mlp: Any = self.resolved_mlp
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
             raise ValueError(f"moe makes experts like mlp, and {type(mlp).__name__} does not say its `activation` and `gated`")
         if getattr(mlp, "bias", False):
@@ -127,61 +127,48 @@ class Decoder(Component):
         return losses + (("model.moe.capacity",) if self.moe.capacity is not None else ())
 
     @property
-    def resolved_kv_heads(self) -> int:
-        """`kv_heads`, or `heads` when absent."""
-        return self.heads if self.kv_heads is None else self.kv_heads
+    def shape(self) -> DecoderShape:
+        """This model with every default resolved."""
+        mlp = SwiGLU() if self.mlp is None else self.mlp
+        ffn_dim = self._default_ffn_dim(mlp) if self.ffn_dim is None else self.ffn_dim
+        return DecoderShape(
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
+            head_dim=self.dim // self.heads if self.head_dim is None else self.head_dim,
+            ffn_dim=ffn_dim,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+            rope=self.rope,
+            tied_embeddings=self.tied_embeddings,
+            soft_cap=self.soft_cap,
+            norm_placement=self.norm_placement,
+            embed_multiplier=self.embed_multiplier,
+            residual_multiplier=self.residual_multiplier,
+            init_std=self.init_std,
+            attention=GQA() if self.attention is None else self.attention,
+            mlp=mlp,
+            norm=RMSNorm() if self.norm is None else self.norm,
+            moe=None if self.moe is None else self.moe.shape(ffn_dim),
+            mtp_depth=0 if self.mtp is None else self.mtp.depth,
+            mtp_weight=0.0 if self.mtp is None else self.mtp.weight,
+            mtp_schedule=None if self.mtp is None else self.mtp.schedule,
+        )
 
-    @property
-    def resolved_head_dim(self) -> int:
-        """`head_dim`, or dim / heads when absent."""
-        return self.dim // self.heads if self.head_dim is None else self.head_dim
-
-    @property
-    def resolved_ffn_dim(self) -> int:
-        """`ffn_dim`; when absent 4 * dim for an MLP of two matrices, and as many weights in all for one of three: 8/3 * dim,
-        rounded up to a multiple of 64. A component says which it is by a class attribute `gated` (True when absent)."""
-        if self.ffn_dim is not None:
-            return self.ffn_dim
-        if not getattr(self.resolved_mlp, "gated", True):
+    def _default_ffn_dim(self, mlp: Component) -> int:
+        """4 * dim for an MLP of two matrices, and as many weights in all for one of three: 8/3 * dim, rounded up to a multiple
+        of 64. A component says which it is by a class attribute `gated` (True when absent)."""
+        if not getattr(mlp, "gated", True):
             return 4 * self.dim
         return -(-8 * self.dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
-    @property
-    def resolved_attention(self) -> Component:
-        """`attention`, or grouped-query attention when this object was made in Python without one."""
-        return GQA() if self.attention is None else self.attention
-
-    @property
-    def resolved_mlp(self) -> Component:
-        """`mlp`, or SwiGLU when this object was made in Python without one."""
-        return SwiGLU() if self.mlp is None else self.mlp
-
-    @property
-    def resolved_norm(self) -> Component:
-        """`norm`, or RMSNorm when this object was made in Python without one."""
-        return RMSNorm() if self.norm is None else self.norm
-
-    def context(self, layer: int) -> BlockContext:
-        """What the components of block `layer` are given."""
-        return BlockContext(
-            dim=self.dim,
-            layers=self.layers,
-            layer=layer,
-            heads=self.heads,
-            kv_heads=self.resolved_kv_heads,
-            head_dim=self.resolved_head_dim,
-            ffn_dim=self.resolved_ffn_dim,
-            max_length=self.max_length,
-            rope=self.rope,
-            init_std=self.init_std,
-            norm=self.resolved_norm,
-        )
-
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""
-        return outline(self)
+        own = self.moe is not None and self.moe.ffn_dim is not None
+        return outline(self.shape, expert_key="model.moe.ffn_dim" if own else "model.ffn_dim")
 
-    def build(self) -> "Module":
-        from forge_models.decoder import Decoder as Module
+    def build(self) -> "decoder.Decoder":
+        from forge_models import decoder
 
-        return Module(self)
+        return decoder.Decoder(self.shape)

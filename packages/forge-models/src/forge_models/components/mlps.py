@@ -44,7 +44,7 @@ class SwiGLU(FeedForward):
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import GatedMLP
 
-        return GatedMLP(context, self.activation, self.bias)
+        return GatedMLP(context, activation=self.activation, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class GeGLU(FeedForward):
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import GatedMLP
 
-        return GatedMLP(context, self.activation, self.bias)
+        return GatedMLP(context, activation=self.activation, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class GELU(FeedForward):
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import MLP
 
-        return MLP(context, self.activation, self.bias)
+        return MLP(context, activation=self.activation, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class ReLU(FeedForward):
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import MLP
 
-        return MLP(context, self.activation, self.bias)
+        return MLP(context, activation=self.activation, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,4 +128,4 @@ class ReLU2(FeedForward):
     def build(self, context: BlockContext) -> "nn.Module":
         from forge_models.blocks.mlp import MLP
 
-        return MLP(context, self.activation, self.bias)
+        return MLP(context, activation=self.activation, bias=self.bias)

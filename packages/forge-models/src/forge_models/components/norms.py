@@ -23,9 +23,9 @@ class RMSNorm(Component):
     """Added to the weight; with 1 (Gemma) weights start at zero, with 0 at one."""
 
     def build(self, dim: int) -> "nn.Module":
-        from forge_models.blocks.norm import RMSNorm as Module
+        from forge_models.blocks import norm
 
-        return Module(dim, self.eps, self.offset)
+        return norm.RMSNorm(dim, eps=self.eps, offset=self.offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,6 @@ class LayerNorm(Component):
     """A learned bias is added."""
 
     def build(self, dim: int) -> "nn.Module":
-        from forge_models.blocks.norm import LayerNorm as Module
+        from forge_models.blocks import norm
 
-        return Module(dim, self.eps, self.bias)
+        return norm.LayerNorm(dim, eps=self.eps, bias=self.bias)

@@ -21,6 +21,6 @@ class CrossEntropy(Component):
     """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""
 
     def build(self) -> "Objective":
-        from forge_models.objectives import CrossEntropy as Objective
+        from forge_models import objectives
 
-        return Objective(self.z_loss)
+        return objectives.CrossEntropy(z_loss=self.z_loss)

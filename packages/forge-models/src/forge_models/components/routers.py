@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt
 
 from forge_core.component import FREE, IDENTITY, Component
+from forge_core.specs import Matrix
 from forge_models.context import RouterContext
 
 if TYPE_CHECKING:
@@ -33,10 +34,14 @@ class SoftmaxTopK(Component):
     def total(self) -> float | None:
         return 1.0 if self.normalize else None
 
-    def build(self, context: RouterContext) -> "nn.Module":
-        from forge_models.moe.routers import SoftmaxTopK as Module
+    def matrices(self, context: RouterContext) -> dict[str, Matrix]:
+        """Its linear layers."""
+        return _matrices(context)
 
-        return Module(self, context)
+    def build(self, context: RouterContext) -> "nn.Module":
+        from forge_models.moe import routers
+
+        return routers.SoftmaxTopK(context, normalize=self.normalize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +81,12 @@ class SigmoidTopK(Component):
     def total(self) -> float | None:
         return self.scaling if self.normalize else None
 
+    def matrices(self, context: RouterContext) -> dict[str, Matrix]:
+        """Its linear layers."""
+        return _matrices(context)
+
     @property
-    def resolved_topk_group(self) -> int:
+    def groups_kept(self) -> int:
         """`topk_group`, or all groups when absent."""
         return self.n_group if self.topk_group is None else self.topk_group
 
@@ -85,14 +94,23 @@ class SigmoidTopK(Component):
         """Faults that need the layer's sizes."""
         if experts % self.n_group:
             raise ValueError(f"n_group {self.n_group} must divide experts {experts}")
-        within = self.resolved_topk_group * (experts // self.n_group)
+        within = self.groups_kept * (experts // self.n_group)
         if top_k > within:
             raise ValueError(f"topk_group {self.topk_group} leaves {within} of {experts} experts, fewer than top_k {top_k}")
 
     def build(self, context: RouterContext) -> "nn.Module":
-        from forge_models.moe.routers import SigmoidTopK as Module
+        from forge_models.moe import routers
 
-        return Module(self, context)
+        return routers.SigmoidTopK(
+            context,
+            normalize=self.normalize,
+            scaling=self.scaling,
+            n_group=self.n_group,
+            topk_group=self.groups_kept,
+            bias_rate=self.bias_rate,
+            bias_schedule=self.bias_schedule,
+            bias_steps=self.bias_steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +124,15 @@ class Hash(Component):
     learned: ClassVar[bool] = False
     total: ClassVar[float] = 1.0
 
-    def build(self, context: RouterContext) -> "nn.Module":
-        from forge_models.moe.routers import Hash as Module
+    def matrices(self, context: RouterContext) -> dict[str, Matrix]:
+        """It has no linear layers."""
+        return {}
 
-        return Module(self, context)
+    def build(self, context: RouterContext) -> "nn.Module":
+        from forge_models.moe import routers
+
+        return routers.Hash(context, seed=self.seed)
+
+
+def _matrices(context: RouterContext) -> dict[str, Matrix]:
+    return {"weight": Matrix((context.experts, context.dim), (None, "embed"))}

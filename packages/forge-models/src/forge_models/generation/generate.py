@@ -182,7 +182,7 @@ def ends_of(
 
 def check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, prefill: int | None) -> None:
     """Refuses what `stream` cannot continue; see there."""
-    config = model.config
+    shape = model.shape
     if not prompts:
         raise GenerationError("there is no prompt")
     if max_tokens < 1:
@@ -192,11 +192,11 @@ def check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, pre
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise GenerationError(f"prompt {row} is empty; begin it with the tokenizer's beginning-of-text token")
-        wrong = next((token for token in prompt if not 0 <= token < config.vocab_size), None)
+        wrong = next((token for token in prompt if not 0 <= token < shape.vocab_size), None)
         if wrong is not None:
-            raise GenerationError(f"prompt {row} holds token {wrong}; the vocabulary has {config.vocab_size}")
+            raise GenerationError(f"prompt {row} holds token {wrong}; the vocabulary has {shape.vocab_size}")
     longest = max(len(prompt) for prompt in prompts)
-    limits = {"max_length": config.max_length, "the original_max_length of dynamic rope scaling": model.cache_limit}
+    limits = {"max_length": shape.max_length, "the original_max_length of dynamic rope scaling": model.cache_limit}
     for name, limit in limits.items():
         # The last token is never read again, yet counts: a row that is filled up to max_length can be trained on.
         if limit is not None and longest + max_tokens > limit:

@@ -14,7 +14,7 @@ def card(weights: Weights, family: Family, dtype: str, count: int) -> str:
         "Parameters": f"{count:,}",
         "Layers": model.layers,
         "Width": model.dim,
-        "Heads": f"{model.heads} ({model.resolved_kv_heads} for keys and values)",
+        "Heads": f"{model.heads} ({model.shape.kv_heads} for keys and values)",
         "Experts": "none" if model.moe is None else f"{model.moe.experts}, {model.moe.top_k} of them for each token",
         "Vocabulary": f"{model.vocab_size:,}",
         "Context": f"{model.max_length:,} tokens",

@@ -1,5 +1,6 @@
 """The converter `hf`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +11,21 @@ from forge_models.hf.writer import write
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge_models.components.converters import Hf
-
 
 class HfConverter:
     """Reads and writes folders with `config.json` and safetensors."""
 
-    def __init__(self, config: "Hf") -> None:
-        self.config = config
+    def __init__(self, *, family: str | None, tokenizer: str | None, max_shard_bytes: int, ignore: Sequence[str]) -> None:
+        self.family, self.tokenizer, self.max_shard_bytes, self.ignore = family, tokenizer, max_shard_bytes, ignore
 
     def read(self, path: Path) -> Folder:
         """Opens a folder; see `Folder`."""
-        return Folder(path, self.config.ignore)
+        return Folder(path, self.ignore)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""
-        tokenizer = None if self.config.tokenizer is None else Path(self.config.tokenizer)
-        limit = self.config.max_shard_bytes
-        write(path, weights, family=self.config.family, tokenizer=tokenizer, max_shard_bytes=limit)
+        tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
+        write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
 
     def reference(self, path: Path, tokens: "Tensor") -> "Tensor | str":
         """Logits of transformers in fp32, or why there are none."""

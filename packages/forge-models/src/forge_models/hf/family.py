@@ -219,15 +219,13 @@ def _windows(family: Family, keys: Keys, layers: int) -> dict[str, Any]:
 
 def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
     """The keys of `config.json` that say what `decoder` is; `expresses` tells whether they say all of it."""
-    attention, norm, mlp = decoder.resolved_attention, decoder.resolved_norm, decoder.resolved_mlp
+    attention, norm, mlp = decoder.shape.attention, decoder.shape.norm, decoder.shape.mlp
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     written |= {"attention_dropout": 0.0, "use_cache": True, "initializer_range": decoder.init_std}
-    written |= {theirs: getattr(decoder, ours) for theirs, ours in SIZES.items()} | {
-        "intermediate_size": decoder.resolved_ffn_dim
-    }
-    written["num_key_value_heads"] = decoder.resolved_kv_heads
+    written |= {theirs: getattr(decoder, ours) for theirs, ours in SIZES.items()} | {"intermediate_size": decoder.shape.ffn_dim}
+    written["num_key_value_heads"] = decoder.shape.kv_heads
     if "head_dim" in family.defaults:
-        written["head_dim"] = decoder.resolved_head_dim
+        written["head_dim"] = decoder.shape.head_dim
     written |= {_eps(family): getattr(norm, "eps", 0.0), "tie_word_embeddings": decoder.tied_embeddings}
     written |= {family.activation[0]: family.activation[1]} | write_rope(decoder.rope, family.local_key)
     if decoder.rope.scaling == "dynamic":
@@ -252,7 +250,7 @@ def config_of(family: Family, decoder: Decoder) -> dict[str, Any]:
             written |= {"use_sliding_window": bool(local), "max_window_layers": local[0] if local else decoder.layers}
     if family.gemma:
         scale = getattr(attention, "scale", None)
-        written["query_pre_attn_scalar"] = decoder.resolved_head_dim if scale is None else _inverse_square(scale)
+        written["query_pre_attn_scalar"] = decoder.shape.head_dim if scale is None else _inverse_square(scale)
         written["final_logit_softcapping"] = decoder.soft_cap
     if family.attention_cap:
         written["attn_logit_softcapping"] = getattr(attention, "soft_cap", None)
@@ -272,8 +270,7 @@ def _inverse_square(scale: float) -> float:
 
 def windows_of(decoder: Decoder) -> tuple[int | None, ...]:
     """The window of every layer."""
-    attention: Any = decoder.resolved_attention
-    return tuple(attention.window_at(layer) if hasattr(attention, "window_at") else None for layer in range(decoder.layers))
+    return decoder.shape.windows()[: decoder.layers]
 
 
 def meaning_of(decoder: Decoder) -> dict[str, Any]:
@@ -285,15 +282,15 @@ def meaning_of(decoder: Decoder) -> dict[str, Any]:
     if decoder.rope.scaling != "dynamic":
         found["max_length"] = decoder.max_length
     found |= {f"rope.{name}": value for name, value in meaning(decoder.rope).items()}
-    attention = decoder.resolved_attention
+    attention = decoder.shape.attention
     if isinstance(attention, GQA):
-        scale = attention.scale or decoder.resolved_head_dim**-0.5
-        found |= {"kv_heads": decoder.resolved_kv_heads, "head_dim": decoder.resolved_head_dim}
+        scale = attention.scale or decoder.shape.head_dim**-0.5
+        found |= {"kv_heads": decoder.shape.kv_heads, "head_dim": decoder.shape.head_dim}
         found |= {"attention.scale": scale, "attention.windows": windows_of(decoder)}
         attention = replace(attention, scale=None, window=None, global_every=None, global_layers=None, core="auto")
     elif isinstance(attention, MLA):
-        attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.context(0)), "eps", None))
-    return found | {"attention": attention, "mlp": decoder.resolved_mlp, "norm": decoder.resolved_norm}
+        attention = replace(attention, core="auto", norm_eps=getattr(attention.norm(decoder.shape.context(0)), "eps", None))
+    return found | {"attention": attention, "mlp": decoder.shape.mlp, "norm": decoder.shape.norm}
 
 
 def misfits(family: Family, decoder: Decoder) -> list[str]:

@@ -42,7 +42,7 @@ def read_latent(keys: Keys, heads: int) -> dict[str, Any]:
 
 def write_latent(decoder: Decoder) -> dict[str, Any]:
     """The keys that say the attention of `decoder`; empty when it is of another kind."""
-    attention = decoder.resolved_attention
+    attention = decoder.shape.attention
     if not isinstance(attention, MLA):
         return {}
     fields = {name: getattr(attention, name) for name in (*WIDTHS, "q_lora_rank")}

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from forge_models.components.decoder import Decoder
-from forge_models.components.moe import Losses
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.hf.config import Keys
+from forge_models.shape import Losses
 
 TOP_K = "num_experts_per_tok"
 SWITCH, AUXILIARY = "output_router_logits", "router_aux_loss_coef"
@@ -103,40 +103,38 @@ def unused_loss(sparse: Sparse, values: Mapping[str, Any]) -> str | None:
 
 def write_sparse(sparse: Sparse, decoder: Decoder) -> dict[str, Any]:
     """The keys that say the experts of `decoder`, as far as the family can; `intermediate_size` among them."""
-    moe = decoder.moe
+    moe = decoder.shape.moe
     if moe is None:
         return {}
-    width = decoder.resolved_ffn_dim if moe.ffn_dim is None else moe.ffn_dim
     written: dict[str, Any] = {sparse.experts[0]: moe.experts, TOP_K: moe.top_k}
     if sparse.auxiliary:
         written |= {SWITCH: moe.losses.pooled > 0, AUXILIARY: moe.losses.pooled}
-    written |= {"intermediate_size": width} if sparse.width is None else {sparse.width: width}
+    written |= {"intermediate_size": moe.ffn_dim} if sparse.width is None else {sparse.width: moe.ffn_dim}
     written |= {} if sparse.shared is None else {sparse.shared: moe.shared}
     if sparse.layers == "step":
         written |= {"decoder_sparse_step": moe.every, "mlp_only_layers": list(range(moe.first_dense))}
     elif sparse.layers == "first":
         written["first_k_dense_replace"] = moe.first_dense
-    router = moe.resolved_router
+    router = moe.router
     if sparse.normalize is not None:
         written[sparse.normalize] = getattr(router, "normalize", True)
     if isinstance(router, SigmoidTopK) and sparse.router == "sigmoid":
-        written |= {"n_group": router.n_group, "topk_group": router.resolved_topk_group}
+        written |= {"n_group": router.n_group, "topk_group": router.groups_kept}
         written["routed_scaling_factor"] = router.scaling
     return written | {key: allowed[0] for key, allowed in sparse.fixed.items()}
 
 
 def meaning_of_experts(decoder: Decoder) -> dict[str, Any]:
     """What of the experts decides the logits; equal for equal models."""
-    moe = decoder.moe
-    layers = tuple(moe is not None and moe.has(layer) for layer in range(decoder.layers))
+    moe = decoder.shape.moe
+    layers = tuple(decoder.shape.has_experts(layer) for layer in range(decoder.layers))
     found: dict[str, Any] = {"moe.layers": layers if any(layers) else ()}
     if not all(layers):
-        found["ffn_dim"] = decoder.resolved_ffn_dim
+        found["ffn_dim"] = decoder.shape.ffn_dim
     if moe is None:
         return found
-    router = moe.resolved_router
+    router = moe.router
     if isinstance(router, SigmoidTopK):
-        router = replace(router, topk_group=router.resolved_topk_group, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
-    width = decoder.resolved_ffn_dim if moe.ffn_dim is None else moe.ffn_dim
-    sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "capacity")}
-    return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.ffn_dim": width, "moe.router": router}
+        router = replace(router, topk_group=router.groups_kept, bias_rate=0.0, bias_schedule="constant", bias_steps=None)
+    sizes = {name: getattr(moe, name) for name in ("experts", "top_k", "shared", "capacity", "ffn_dim")}
+    return found | {f"moe.{name}": value for name, value in sizes.items()} | {"moe.router": router}

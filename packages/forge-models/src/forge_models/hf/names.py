@@ -124,7 +124,7 @@ def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], 
     if blocks != "blocks":
         raise KeyError(name)
     prefix, sparse = f"model.layers.{layer}", family.sparse
-    if part == "mlp" and sparse is not None and decoder.moe is not None and decoder.moe.has(int(layer)):
+    if part == "mlp" and sparse is not None and decoder.shape.has_experts(int(layer)):
         prefix = f"{prefix}.{sparse.part}"
         if rest.startswith("experts.") and sparse.fused:
             matrix, width = rest.removeprefix("experts."), shape[1]
@@ -141,7 +141,7 @@ def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], 
             raise KeyError(name)
         return Place(shape, (f"{prefix}.{theirs}",), buffer=buffer)
     rows: tuple[int, ...] = ()
-    attention = decoder.resolved_attention
+    attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, MLA):
         inner, _, end = rest.partition(".")
         rows = mla.rows_of(attention, decoder.heads, inner)

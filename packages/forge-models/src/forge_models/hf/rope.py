@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forge_models.components.rope import Rope
 from forge_models.hf.config import WHOLE, Keys
 from forge_models.hf.ignorable import equal
+from forge_models.rope import Rope
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),

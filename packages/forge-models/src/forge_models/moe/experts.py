@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import unfilled
 from forge_models.blocks.mlp import ACTIVATIONS
-from forge_models.components.moe import Kernel
 from forge_models.context import BlockContext
+from forge_models.kernels import ExpertKernel
 
 ALIGNMENT = 16
 """Bytes: rows of both factors of a grouped product begin at multiples of this."""
@@ -27,7 +27,7 @@ GROUPED = (torch.bfloat16, torch.float16, torch.float32)
 class Experts(nn.Module):
     """`count` feed-forward parts of `context.ffn_dim` hidden width."""
 
-    def __init__(self, context: BlockContext, count: int, activation: str, gated: bool, kernel: Kernel = "auto") -> None:
+    def __init__(self, context: BlockContext, count: int, activation: str, gated: bool, kernel: ExpertKernel = "auto") -> None:
         super().__init__()
         self.context, self.activation, self.kernel = context, activation, kernel
         self.gate_proj = unfilled(count, context.ffn_dim, context.dim) if gated else None

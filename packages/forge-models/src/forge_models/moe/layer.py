@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from forge_core.protocols.model import ExpertDispatcher
 from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.blocks.mlp import STREAM
-from forge_models.components.moe import MoE
 from forge_models.context import BlockContext, RouterContext
 from forge_models.moe.capacity import limited
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
 from forge_models.moe.losses import attach, entropy, loads, pooled, probability_sums, weighted
 from forge_models.moe.routers import Biased
+from forge_models.shape import MoEShape
 
 
 class Totals(NamedTuple):
@@ -54,26 +54,18 @@ class ExpertLayer(nn.Module):
 
     load: Tensor
 
-    def __init__(self, config: MoE, mlp: Any, context: BlockContext) -> None:
+    def __init__(self, shape: MoEShape, mlp: Any, context: BlockContext) -> None:
         super().__init__()
-        self.config = config
-        width = context.ffn_dim if config.ffn_dim is None else config.ffn_dim
-        router: Any = config.resolved_router
-        self.router: nn.Module = router.build(
-            RouterContext(
-                dim=context.dim,
-                experts=config.experts,
-                top_k=config.top_k,
-                layer=context.layer,
-                init_std=context.init_std,
-            )
-        )
-        self.experts = Experts(replace(context, ffn_dim=width), config.experts, mlp.activation, mlp.gated, config.kernel)
+        self.shape = shape
+        router: Any = shape.router
+        self.router: nn.Module = router.build(RouterContext.of(context, shape.experts, shape.top_k))
+        self.experts = Experts(replace(context, ffn_dim=shape.ffn_dim), shape.experts, mlp.activation, mlp.gated, shape.kernel)
         # N experts that see every token are one of N times the width: their outputs are added anyway.
-        self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=config.shared * width)) if config.shared else None
+        shared = shape.shared * shape.ffn_dim
+        self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
         self.dispatch: ExpertDispatcher = LocalDispatch()
-        if config.losses.global_batch:
-            self.register_buffer("load", torch.full((config.experts,), -1))
+        if shape.losses.global_batch:
+            self.register_buffer("load", torch.full((shape.experts,), -1))
         self._scale: Tensor | None = None
         self._counted: Tensor | None = None
         self.totals: Totals | None = None
@@ -89,28 +81,28 @@ class ExpertLayer(nn.Module):
             tokens: (B, T) ids, for routers that look at them.
             cached: tokens come in portions, so none may be dropped because of others in its portion.
         """
-        config = self.config
+        shape = self.shape
         flat, mask = x.flatten(0, -2), None if real is None else real.flatten()
         routing = self.router(flat, None if tokens is None else tokens.flatten())
         experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
-        drops = config.capacity is not None and not cached
-        kept = limited(experts, routing.weights, config.capacity or 0, config.experts) if drops else experts
+        drops = shape.capacity is not None and not cached
+        kept = limited(experts, routing.weights, shape.capacity or 0, shape.experts) if drops else experts
         slots = None if drops or mask is not None else experts.numel()
-        y = self.dispatch(flat, kept, routing.weights, self.experts, config.experts, slots, self._beside(x)).view_as(x)
+        y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, self._beside(x)).view_as(x)
         if not self.training:
             return y, None
-        counts, loss = loads(experts, x.shape[0], config.experts), None
+        counts, loss = loads(experts, x.shape[0], shape.experts), None
         further: list[Tensor] = []
-        if config.losses.any():
-            before = self.load if config.losses.global_batch else None
+        if shape.losses.any():
+            before = self.load if shape.losses.global_batch else None
             sums = probability_sums(routing, x.shape[0], mask)
-            loss = weighted(config.losses, routing, counts, sums, before, mask)
+            loss = weighted(shape.losses, routing, counts, sums, before, mask)
             y = attach(y, loss, self._scale)
-            further = [sums.sum(0).double()] if config.losses.pooled else []
+            further = [sums.sum(0).double()] if shape.losses.pooled else []
         with torch.no_grad():
             seen = flat.shape[0] if mask is None else mask.sum()
             load = counts.sum(0)
-            dropped = load - loads(kept, 1, config.experts)[0] if drops else torch.zeros_like(load)
+            dropped = load - loads(kept, 1, shape.experts)[0] if drops else torch.zeros_like(load)
             scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
             counted = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
         return y, torch.cat([counted, *further]) if further else counted
@@ -122,7 +114,7 @@ class ExpertLayer(nn.Module):
 
     def observe(self, counted: Tensor) -> None:
         """Adds what a forward counted to this step's sum."""
-        counted = counted.detach()[: 2 * self.config.experts + 3]
+        counted = counted.detach()[: 2 * self.shape.experts + 3]
         self._counted = counted if self._counted is None else self._counted + counted
 
     def before_step(self, scale: Tensor) -> None:
@@ -133,7 +125,7 @@ class ExpertLayer(nn.Module):
         """See `Observer`; what `Totals` unpacks."""
         if self._counted is None:
             device = next(self.parameters()).device
-            return torch.zeros(2 * self.config.experts + 3, dtype=torch.float64, device=device)
+            return torch.zeros(2 * self.shape.experts + 3, dtype=torch.float64, device=device)
         return self._counted
 
     @torch.no_grad()
@@ -142,12 +134,12 @@ class ExpertLayer(nn.Module):
         self._counted, self.totals = None, Totals.of(totals)
         if isinstance(self.router, Biased):
             self.router.balance(self.totals.load, skip)
-        if self.config.losses.global_batch:
+        if self.shape.losses.global_batch:
             self.load.copy_(torch.where(skip > 0, self.load, self.totals.load.to(self.load.dtype)))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The buffer of this module itself; router, experts and the shared part have their own."""
-        return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.config.losses.global_batch else {}
+        return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Layout of the hidden states, and of the two tensors that enter beside them."""
@@ -159,13 +151,13 @@ def observe_all(x: Tensor, found: list[tuple[ExpertLayer, Tensor]]) -> Tensor:
 
     A layer cannot do that: the loads of later layers have a part in the gradient of its probabilities.
     """
-    config = found[0][0].config if found else None
-    if config is not None and config.losses.pooled:
+    shape = found[0][0].shape if found else None
+    if shape is not None and shape.losses.pooled:
         counted = torch.stack([counted for _, counted in found])
-        counts, sums = counted[:, : config.experts].detach(), counted[:, 2 * config.experts + 3 :]
-        shares = config.losses.pooled * pooled(counts, sums, config.top_k)
+        counts, sums = counted[:, : shape.experts].detach(), counted[:, 2 * shape.experts + 3 :]
+        shares = shape.losses.pooled * pooled(counts, sums, shape.top_k)
         x = attach(x, shares.sum(), found[0][0]._scale)
-        place = torch.arange(counted.shape[1], device=x.device) == 2 * config.experts + 2
+        place = torch.arange(counted.shape[1], device=x.device) == 2 * shape.experts + 2
         with torch.no_grad():
             found = [(layer, one + place * share) for (layer, one), share in zip(found, shares, strict=True)]
     for layer, counted in found:

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_models.components.moe import Losses
 from forge_models.moe.routers import Routing
+from forge_models.shape import Losses
 
 
 def loads(experts: Tensor, rows: int, count: int) -> Tensor:

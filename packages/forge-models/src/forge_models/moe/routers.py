@@ -1,7 +1,7 @@
 """Routers: (N, dim) tokens -> the experts of each, and their weights. Logits are in fp32 at least."""
 
 from math import pi
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import unfilled
-from forge_models.components import routers as components
 from forge_models.context import RouterContext
 from forge_models.interp.tap import tap
 
@@ -50,9 +49,9 @@ class Biased(Protocol):
 class SoftmaxTopK(nn.Module):
     """See `forge_models.components.routers.SoftmaxTopK`."""
 
-    def __init__(self, config: components.SoftmaxTopK, context: RouterContext) -> None:
+    def __init__(self, context: RouterContext, *, normalize: bool = True) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.context, self.normalize = context, normalize
         self.weight = unfilled(context.experts, context.dim)
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
@@ -60,7 +59,7 @@ class SoftmaxTopK(nn.Module):
         logits = _logits(x, self.weight)
         probabilities = logits.softmax(-1)
         weights, experts = probabilities.topk(self.context.top_k, dim=-1)
-        if self.config.normalize:
+        if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(experts, weights, probabilities, logits)
 
@@ -75,12 +74,25 @@ class SigmoidTopK(nn.Module):
     bias: Tensor
     updates: Tensor
 
-    def __init__(self, config: components.SigmoidTopK, context: RouterContext) -> None:
+    def __init__(
+        self,
+        context: RouterContext,
+        *,
+        normalize: bool = True,
+        scaling: float = 1.0,
+        n_group: int = 1,
+        topk_group: int = 1,
+        bias_rate: float = 1e-3,
+        bias_schedule: Literal["constant", "cosine", "warmup"] = "constant",
+        bias_steps: int | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.context, self.normalize, self.scaling = context, normalize, scaling
+        self.n_group, self.topk_group = n_group, topk_group
+        self.bias_rate, self.bias_schedule, self.bias_steps = bias_rate, bias_schedule, bias_steps
         self.weight = unfilled(context.experts, context.dim)
         self.register_buffer("bias", torch.full((context.experts,), torch.nan))
-        if config.bias_steps is not None:
+        if self.bias_steps is not None:
             self.register_buffer("updates", torch.full((), -1))
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
@@ -89,14 +101,14 @@ class SigmoidTopK(nn.Module):
         scores = logits.sigmoid()
         experts = self._choice(scores.detach() + self.bias).topk(self.context.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
-        if self.config.normalize:
+        if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        return Routing(experts, weights * self.config.scaling, probabilities, logits)
+        return Routing(experts, weights * self.scaling, probabilities, logits)
 
     def _choice(self, biased: Tensor) -> Tensor:
         """(N, experts) with -inf outside of the best groups."""
-        groups, kept = self.config.n_group, self.config.resolved_topk_group
+        groups, kept = self.n_group, self.topk_group
         if kept == groups:
             return biased
         grouped = biased.unflatten(-1, (groups, -1))
@@ -111,17 +123,16 @@ class SigmoidTopK(nn.Module):
         # Counts are whole numbers, so this sign is exact and the same everywhere.
         direction = (load.sum() - load * len(load)).sign()
         self.bias += (direction * moves * self._rate()).to(self.bias.dtype)
-        if self.config.bias_steps is not None:
+        if self.bias_steps is not None:
             self.updates += moves.to(self.updates.dtype)
 
     def _rate(self) -> Tensor | float:
-        config = self.config
-        if config.bias_steps is None:
-            return config.bias_rate
-        done = self.updates.double() / config.bias_steps
-        if config.bias_schedule == "cosine":
-            return config.bias_rate * 0.5 * (1 + (pi * done.clamp(max=1)).cos())
-        return config.bias_rate * (done + 1 / config.bias_steps).clamp(max=1)
+        if self.bias_steps is None:
+            return self.bias_rate
+        done = self.updates.double() / self.bias_steps
+        if self.bias_schedule == "cosine":
+            return self.bias_rate * 0.5 * (1 + (pi * done.clamp(max=1)).cos())
+        return self.bias_rate * (done + 1 / self.bias_steps).clamp(max=1)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SigmoidTopK":
         """Keeps the bias at fp32 or more where a module's parameters become bf16: steps of 1e-3 would be lost in it."""
@@ -134,15 +145,15 @@ class SigmoidTopK(nn.Module):
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The matrix of logits, the bias, and the number of its updates where the rate changes."""
         specs = {"weight": _spec(self.context), "bias": TensorSpec((None,), Init("zeros"), "vector")}
-        return specs | ({"updates": TensorSpec((), Init("zeros"), "vector")} if self.config.bias_steps is not None else {})
+        return specs | ({"updates": TensorSpec((), Init("zeros"), "vector")} if self.bias_steps is not None else {})
 
 
 class Hash(nn.Module):
     """See `forge_models.components.routers.Hash`. Each (token, expert) has a pseudo-random score, the largest win."""
 
-    def __init__(self, config: components.Hash, context: RouterContext) -> None:
+    def __init__(self, context: RouterContext, *, seed: int = 0) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.context, self.seed = context, seed
 
     def forward(self, x: Tensor, tokens: Tensor | None) -> Routing:
         """See `Router`.
@@ -154,7 +165,7 @@ class Hash(nn.Module):
             raise ValueError(
                 "the hash router needs the ids of the tokens; pass `tokens` to a part that begins with hidden states"
             )
-        salt = _mix(torch.tensor(self.config.seed * 1_000_003 + self.context.layer, device=tokens.device))
+        salt = _mix(torch.tensor(self.seed * 1_000_003 + self.context.layer, device=tokens.device))
         experts = _mix(torch.arange(self.context.experts, device=tokens.device) + salt)
         chosen = _mix(_mix(tokens.long() ^ salt).unsqueeze(-1) ^ experts).topk(self.context.top_k, dim=-1).indices
         weights = x.new_full(chosen.shape, 1 / self.context.top_k, dtype=torch.promote_types(x.dtype, torch.float32))

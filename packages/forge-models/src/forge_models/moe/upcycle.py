@@ -19,6 +19,7 @@ from forge_core.protocols.convert import Stored, Weights
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK
+from forge_models.shape import MoEShape
 
 
 class Upcycled:
@@ -37,11 +38,12 @@ class Upcycled:
         """
         if not isinstance(dense.model, Decoder) or dense.model.moe is not None:
             raise ForgeError(f"{dense.facts.origin} is no dense decoder, so there is nothing to make experts of")
-        ffn_dim = dense.model.resolved_ffn_dim
+        ffn_dim = dense.model.shape.ffn_dim
         self._dense, self._seed, self._noise = dense, seed, noise
-        self._width = ffn_dim if moe.ffn_dim is None else moe.ffn_dim
-        self._slices = _slices(moe, ffn_dim, self._width)
-        router: Any = moe.resolved_router
+        shape = moe.shape(ffn_dim)
+        self._width = shape.ffn_dim
+        self._slices = _slices(shape, ffn_dim)
+        router: Any = shape.router
         self._scale = self._slices / router.total
         try:
             self.model = replace(dense.model, moe=moe, ffn_dim=ffn_dim, from_hf=None)
@@ -112,18 +114,18 @@ def _layer(name: str) -> str:
     return f"{name.partition('.mlp.')[0]}.mlp"
 
 
-def _slices(moe: MoE, ffn_dim: int, width: int) -> int:
+def _slices(moe: MoEShape, ffn_dim: int) -> int:
     """Experts that make one copy of the dense part.
 
     Raises:
         ForgeError: see `Upcycled`.
     """
-    router: Any = moe.resolved_router
+    router: Any = moe.router
     if getattr(router, "total", None) is None:
         raise ForgeError("the combine weights of a token must add up to one number: set model.moe.router.normalize = true")
-    if ffn_dim % width:
-        raise ForgeError(f"model.moe.ffn_dim {width} must divide the dense ffn_dim {ffn_dim}, so that experts make whole copies")
-    slices = ffn_dim // width
+    if ffn_dim % moe.ffn_dim:
+        raise ForgeError(f"model.moe.ffn_dim {moe.ffn_dim} must divide the dense model's ffn_dim {ffn_dim}")
+    slices = ffn_dim // moe.ffn_dim
     for key, value in (("experts", moe.experts), ("top_k", moe.top_k)):
         if value % slices:
             raise ForgeError(f"model.moe.{key} {value} must be a multiple of {slices}, the experts that make one dense part")
