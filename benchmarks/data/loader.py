@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from forge_core.batch import IGNORE
-from forge_data.components.section import Data
 from forge_data.components.sources import Store, Tokens
 from forge_data.loading.loader import MixedStream, open_stream
+from forge_data.section import Data
 from forge_data.store.writer import StoreWriter
 
 MEAN_DOCUMENT = 900

@@ -118,9 +118,9 @@ def batches(side: str, setting: dict[str, Any], folder: Path) -> Iterator[Any]:
     """An endless loader of one side."""
     sources, length, rows, workers, packed = (setting[key] for key in ("sources", "length", "rows", "workers", "packed"))
     if side == "forge":
-        from forge_data.components.section import Data
         from forge_data.components.sources import Tokens
         from forge_data.loading.loader import open_stream
+        from forge_data.section import Data
 
         data = Data(
             sequence_length=length,

@@ -14,7 +14,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Arrow, Jsonl, Parquet, Text
 from forge_data.sources.parts import Document, Skips, read
-from forge_data.storage.files import find
+from forge_data.storage.files import find, read_bytes
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 FINE = '{"text": "fine", "ids": [1, 2]}'
@@ -136,7 +136,7 @@ def test_a_read_of_a_whole_file_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
     (file,) = find(str(tmp_path / "a.txt"), (".txt",), "text")
     real = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: real(descriptor, min(size, 3), offset))
-    assert file.read(0, 10) == b"0123456789" and file.read(4, 99) == b"456789"
+    assert read_bytes(file, 0, 10) == b"0123456789" and read_bytes(file, 4, 99) == b"456789"
 
 
 def test_examples_of_evaluation_sets_name_their_line(tmp_path: Path) -> None:

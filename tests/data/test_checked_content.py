@@ -15,8 +15,8 @@ from data import foreign
 from forge_core.errors import DataError
 from forge_data import evaluation, open_stream
 from forge_data.commands.verify import verify
-from forge_data.components.section import Data
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.section import Data
 from forge_data.storage import shards
 from forge_data.store import checksums
 from forge_data.store.reader import StoreSource

@@ -15,7 +15,7 @@ from forge_core.component import fields_of
 from forge_core.groups import GROUPS
 from forge_core.registry import Registry
 from forge_data.__main__ import main
-from forge_data.components.section import Data
+from forge_data.section import Data
 
 GROUPS_HERE = ("forge.sources", "forge.tokenizers")
 

@@ -14,10 +14,10 @@ import pytest
 
 from data import foreign
 from forge_core.errors import DataError
-from forge_data.components.section import Data
 from forge_data.components.sources import Arrow, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Text, Tokens
 from forge_data.components.tokenizers import Bytes
 from forge_data.loading.loader import open_stream
+from forge_data.section import Data
 from forge_data.storage import fingerprints
 from forge_data.storage.files import find
 from forge_data.storage.fingerprints import digest_of, places

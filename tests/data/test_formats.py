@@ -17,8 +17,8 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceComponent, SourceContext
-from forge_data.components.section import Data
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.section import Data
 from forge_data.sources.megatron import Index, pairs, search
 from forge_data.storage import shards
 from forge_data.store.writer import StoreWriter

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from forge_core.batch import IGNORE, Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.section import Data
 from forge_data.components.sources import Random, Store, Tokens
 from forge_data.loading.loader import MixedStream, evaluation, open_stream
+from forge_data.section import Data
 from forge_data.store.reader import StoreSource
 
 LENGTH = 16

@@ -11,10 +11,10 @@ from forge_core.errors import ConfigError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_data.__main__ import main
+from forge_data.checks import phases_fit
 from forge_data.commands.mix import mix
-from forge_data.components.section import Data, Phase
 from forge_data.components.sources import Random
-from forge_data.order.phases import phases_fit
+from forge_data.section import Data, Phase
 
 RECIPE = """
 [job]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
-from forge_data.components.section import Data, Phase
 from forge_data.components.sources import Random
 from forge_data.loading.loader import open_stream
+from forge_data.section import Data, Phase
 
 
 def data(*weights: float, phases: tuple[Phase, ...] = (), **more: Any) -> Data:

@@ -18,7 +18,6 @@ from data import foreign
 from data.steps import Drip, Row, opened, steps_of
 from forge_core.errors import ConfigError, DataError
 from forge_core.registry import Registry
-from forge_data.components.section import Data, Phase
 from forge_data.components.sources import (
     Arrow,
     Datatrove,
@@ -35,6 +34,7 @@ from forge_data.components.sources import (
 )
 from forge_data.components.tokenizers import Bytes
 from forge_data.order.cursor import fingerprint_of
+from forge_data.section import Data, Phase
 from forge_data.store.reader import StoreSource
 from forge_data.writers.megatron import MegatronWriter
 

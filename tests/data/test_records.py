@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, TextComponent
-from forge_data.components.section import Data
+from forge_data.commands import recipe_data
 from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent
-from forge_data.components.tokenizers import Bpe
+from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import open_stream
 from forge_data.loading.open_sources import context_of
+from forge_data.section import Data
 from forge_data.sources import jsonl
 from forge_data.sources.parts import Skips, Wanted, as_json, from_json, read
 from forge_data.storage.files import find
@@ -249,7 +250,7 @@ def test_truncated_files_are_refused(tmp_path: Path, write: Write, name: str, me
     with pytest.raises(DataError, match=message):
         component.build(context(tmp_path / "w"))
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError, match=r"damaged|holds no record"):
+    with pytest.raises(DataError, match=r"damaged|has no records"):
         component.build(context(tmp_path / "w"))
 
 
@@ -257,7 +258,7 @@ def test_nothing_there_is_refused(tmp_path: Path) -> None:
     for component in (Jsonl, Parquet, Arrow):
         with pytest.raises(DataError, match="does not exist"):
             component(path=str(tmp_path / "none")).texts()
-        with pytest.raises(DataError, match=r"names no .* file; a directory is searched for"):
+        with pytest.raises(DataError, match=r"matches no .* file; in a directory, Forge looks for"):
             component(path=str(tmp_path)).texts()
     with pytest.raises(DataError, match="cannot be loaded"):
         HuggingFace(path=str(tmp_path / "none")).texts()
@@ -299,3 +300,35 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
     opened = open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2)
     assert opened.tokens == 1200 + sum(opened.sources[0].tokens for _ in range(1))
     next(iter(opened.from_cursor(opened.start())))
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from forge_data.components.sources import Jsonl
+
+@dataclass(frozen=True, kw_only=True)
+class Web(Jsonl):
+    '''Pages of the web.'''
+
+    language: str = "en"
+    '''Language of the pages.'''
+"""
+
+
+def test_a_plugin_may_give_a_record_source_another_name(tmp_path: Path) -> None:
+    """The format is declared, not taken from the name of the class."""
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    files = as_jsonl(tmp_path, "text", TEXTS)
+    (tmp_path / "recipe.toml").write_text(
+        f"[[data.sources]]\nname = '{tmp_path}/mine.py:Web'\npath = '{tmp_path}'\nlanguage = 'de'\n"
+        "[data]\nsequence_length = 8\ntokenizer = { name = 'bytes' }\n"
+    )
+    (web,) = recipe_data.read(tmp_path / "recipe.toml").data.sources
+    assert type(web).__name__ == "Web"
+    own, plain = (component.build(context(tmp_path / name)) for name, component in (("own", web), ("plain", files)))
+    assert own.fingerprint == plain.fingerprint and own.read(0, own.tokens).tolist() == plain.read(0, plain.tokens).tolist()
+    for stream in (False, True):
+        data = Data(sequence_length=8, sources=[type(web)(path=str(tmp_path), stream=stream)], tokenizer=Bytes())
+        opened = open_stream(data, workspace=tmp_path / "run", seed=0, global_batch=2, micro_batch=2)
+        assert opened.describe()["sources"][0]["label"] == "web"
+        next(opened.from_cursor(opened.start()))

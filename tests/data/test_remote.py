@@ -16,7 +16,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Text, Tokens
 from forge_data.storage import remote
-from forge_data.storage.files import find
+from forge_data.storage.files import find, local_path
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 
@@ -108,7 +108,7 @@ def test_text_behind_urls_is_prepared_like_files(tmp_path: Path, bucket: Any, ca
 def test_a_file_that_changed_is_fetched_again(bucket: Any, cache: Path) -> None:
     bucket.pipe_file("/bucket/a.bin", np.arange(4, dtype="<u2").tobytes())
     (file,) = find("memory://bucket/a.bin", (".bin",), "token")
-    assert file.local() == file.local() and fetched(cache) == ["a.bin"]
+    assert local_path(file) == local_path(file) and fetched(cache) == ["a.bin"]
     before = opened(Tokens(path="memory://bucket/a.bin", dtype="uint16"))
     assert before.read(0, 4).tolist() == [0, 1, 2, 3]
     bucket.pipe_file("/bucket/a.bin", np.arange(10, 14, dtype="<u2").tobytes())
@@ -119,7 +119,7 @@ def test_a_file_that_changed_is_fetched_again(bucket: Any, cache: Path) -> None:
     for path in cache.rglob("*a.bin"):
         path.unlink()
     with pytest.raises(DataError, match="had 8 bytes and now has 2; it was changed while it was read"):
-        stale.local()
+        local_path(stale)
     assert fetched(cache) == []
 
 
@@ -130,7 +130,7 @@ def test_a_file_url_and_a_path_are_the_same_corpus(tmp_path: Path) -> None:
 
 def test_urls_that_name_nothing_are_refused(bucket: Any) -> None:
     for path in ("memory://bucket/none.npy", "memory://bucket/none*.npy", "memory://bucket/"):
-        with pytest.raises(DataError, match="names no token file"):
+        with pytest.raises(DataError, match="matches no token file"):
             opened(Tokens(path=path))
     with pytest.raises(DataError, match="nothing://x cannot be read: Protocol not known"):
         opened(Tokens(path="nothing://x"))

@@ -197,4 +197,4 @@ def test_bad_token_files_are_refused(tmp_path: Path) -> None:
         tokens_of(tmp_path / "float.npy")
     np.save(tmp_path / "signed.npy", np.array([1, -5]))
     with pytest.raises(DataError, match=r"at byte 136 .token 1.: negative"):
-        open_tokens(Tokens(path=str(tmp_path / "signed.npy")))
+        open_tokens(str(tmp_path / "signed.npy"))

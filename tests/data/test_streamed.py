@@ -13,10 +13,10 @@ import pytest
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, StreamedSource
-from forge_data.components.section import Data
 from forge_data.components.sources import HuggingFace, Jsonl, Parquet, RecordComponent
 from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import open_stream
+from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 TEXTS = [f"document {number} " + "über " * (number % 7) for number in range(40)]

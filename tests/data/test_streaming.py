@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from data.steps import Drip, DripSource, opened, steps_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.components.section import Data, Phase
 from forge_data.components.sources import Random
 from forge_data.loading.loader import evaluation
 from forge_data.loading.streaming import Reader, readers_for
 from forge_data.order.cursor import merged
+from forge_data.section import Data, Phase
 
 LENGTH, G = 8, 8
 

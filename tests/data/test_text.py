@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.section import Data
 from forge_data.components.sources import Stdlib, Store, Text
 from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import evaluation, open_stream
 from forge_data.preparation import parts, prepare
+from forge_data.section import Data
 from forge_data.sources.parts import Records, in_split
 from forge_data.sources.text import text_files
 from forge_data.store.reader import StoreSource
@@ -176,7 +176,7 @@ def test_patterns_and_single_files_name_documents(corpus: Path) -> None:
 def test_bad_text_is_refused(corpus: Path, tmp_path: Path) -> None:
     for path, message in [
         (tmp_path / "nowhere", "does not exist"),
-        (tmp_path / "*.none", "names no text file"),
+        (tmp_path / "*.none", "matches no text file"),
         (corpus / "empty.txt", "holds no text"),
     ]:
         with pytest.raises(DataError, match=message):

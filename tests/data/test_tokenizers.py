@@ -50,7 +50,7 @@ def test_tiktoken_gives_the_ids_of_its_library(ranks: tuple[Path, dict[bytes, in
 
 
 def test_tiktoken_refuses_what_it_cannot_know(tmp_path: Path, ranks: tuple[Path, dict[bytes, int]]) -> None:
-    with pytest.raises(DataError, match="state the encoding's `pattern`"):
+    with pytest.raises(DataError, match="set `pattern` to the regular"):
         built(Tiktoken(path=str(ranks[0])))
     with pytest.raises(DataError, match="no special token '<eos>'"):
         built(Tiktoken(path=str(ranks[0]), pattern=PATTERN, special_tokens={"<pad>": 300}, eos="<eos>"))

@@ -19,9 +19,9 @@ import torch
 
 from data.steps import Drip, opened, rows_of, steps_of
 from forge_core.errors import DataError
-from forge_data.components.section import Data
 from forge_data.components.sources import Store, Tokens
 from forge_data.loading.workers import Crew
+from forge_data.section import Data
 
 LENGTH, G = 16, 16
 
@@ -229,7 +229,7 @@ SCRIPT = """
 import itertools, os, sys, time
 from pathlib import Path
 from forge_data.loading.loader import open_stream
-from forge_data.components.section import Data
+from forge_data.section import Data
 from forge_data.components.sources import Store
 data = Data(sequence_length=16, sources=[Store(path=sys.argv[1])], loader_workers=2)
 stream = open_stream(data, workspace=Path("unused"), seed=5, global_batch=16, micro_batch=16)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from forge_core.batch import IGNORE
-from forge_data.components.section import Data
 from forge_data.components.sources import Store
 from forge_data.loading.loader import open_stream
+from forge_data.section import Data
 from forge_data.store.reader import open_store
 
 assert find_spec("forge_parallel") is None

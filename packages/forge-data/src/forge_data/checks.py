@@ -8,6 +8,7 @@ from typing import Any
 
 from forge_core.errors import Absent, Caution, Fault
 from forge_data.components import sources, tokenizers
+from forge_data.order.phases import batch_faults, faults_of
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 """Ids of tiktoken's own encodings, one more than the largest."""
@@ -50,6 +51,19 @@ def tokenizer_fits(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (e
         if isinstance(known, int) and known > rows:
             key = f"data.sources.{index}.vocab_size"
             yield Fault(key, f"{known} ids are more than the model's vocabulary of {rows}", hint=hint)
+
+
+def phases_fit(job: Any, layout: Any) -> list[Fault]:
+    """Phases fit the sources, the run, the layout and the model."""
+    data, train = job.data, job.train
+    found = faults_of(data, train.global_batch, train.max_steps)
+    found += batch_faults(data, train.global_batch, layout.data, train.micro_batch)
+    longest = getattr(job.model, "max_length", None)
+    for index, phase in enumerate(data.phases):
+        if longest is not None and (phase.sequence_length or 0) > longest:
+            what = f"{phase.sequence_length} tokens are more than model.max_length = {longest}"
+            found.append(Fault(f"data.phases.{index}.sequence_length", what, hint="raise model.max_length or shorten the phase"))
+    return found
 
 
 def ids_of(tokenizer: Any) -> int | None:

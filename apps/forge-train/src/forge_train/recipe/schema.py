@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt
 
 from forge_ckpt.components.section import Checkpoint
 from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
-from forge_data.components.section import Data
+from forge_data.section import Data
 from forge_parallel.components.sections import Parallel, Precision
 
 

@@ -1,13 +1,17 @@
 """Which source reads what lies at a path: for commands, where nobody has chosen one by name."""
 
 from pathlib import Path
-from typing import Any
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source, SourceContext
-from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_core.protocols.data import Source
 from forge_data.sources.containers import is_llmc
-from forge_data.storage.files import find, find_one, is_url
+from forge_data.sources.datatrove import open_datatrove
+from forge_data.sources.llmc import open_llmc
+from forge_data.sources.megatron import open_megatron
+from forge_data.sources.tokens import open_tokens
+from forge_data.storage.file import is_url
+from forge_data.storage.files import find, find_one, read_bytes
+from forge_data.store.reader import open_store
 
 FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -31,21 +35,20 @@ def open_any(
     if dtype is not None and dtype not in DTYPES:
         raise DataError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     chosen = kind or detect(path)
-    component: Any
     match chosen:
         case "store":
-            component = Store(path=path)
+            return open_store(path)
         case "megatron":
-            component = Megatron(path=path, vocab_size=vocab_size)
+            return open_megatron(path, vocab_size=vocab_size)
         case "llmc":
-            component = Llmc(path=path, bos=bos, vocab_size=vocab_size)
+            return open_llmc(path, bos=bos, vocab_size=vocab_size)
         case "datatrove":
-            component = Datatrove(path=path, vocab_size=vocab_size)
+            return open_datatrove(path, vocab_size=vocab_size)
         case "tokens":
-            component = Tokens(path=path, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)  # type: ignore[arg-type]
-        case _:
-            raise DataError(f"unknown format {chosen!r}; known: {', '.join(FORMATS)}")
-    return component.build(SourceContext(Path(), None, 1, lambda _: None))
+            if eos is not None and bos is not None:
+                raise DataError("give --eos or --bos, not both: one token is enough to tell documents apart")
+            return open_tokens(path, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
+    raise DataError(f"unknown format {chosen!r}; known: {', '.join(FORMATS)}")
 
 
 def detect(path: str) -> str:
@@ -72,7 +75,7 @@ def detect(path: str) -> str:
     first = find(path, (".npy", ".bin"), "token")[0]
     if first.name.endswith(_RECORDS):
         raise DataError(f"{path} is text, not tokens; tokenise it with `data prepare`")
-    return "llmc" if is_llmc(first.read(0, 256)) else "tokens"
+    return "llmc" if is_llmc(read_bytes(first, 0, 256)) else "tokens"
 
 
 def _is_directory(path: str) -> bool:

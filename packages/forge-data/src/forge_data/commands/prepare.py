@@ -7,18 +7,22 @@ from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
-from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent, Stdlib, Text
-from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_data.loading.entropy import unigram_entropy
 from forge_data.order.cursor import differences_of
 from forge_data.preparation.prepare import tokenise
+from forge_data.sources.huggingface import open_dataset
 from forge_data.sources.parts import Records
+from forge_data.sources.record_formats import FORMATS, open_records
+from forge_data.sources.stdlib import stdlib_files
+from forge_data.sources.text import text_files
 from forge_data.storage.partial import remove_left
 from forge_data.store.manifest import MANIFEST
 from forge_data.store.reader import StoreSource
+from forge_data.tokenizers import bpe, sentencepiece
+from forge_data.tokenizers.bytes import ByteTokenizer
+from forge_data.tokenizers.tiktoken import load_encoding
 
 Report = Callable[[str], None]
-SOURCES: dict[str, type[RecordComponent]] = {"jsonl": Jsonl, "parquet": Parquet, "arrow": Arrow, "huggingface": HuggingFace}
 
 
 def prepare(
@@ -115,8 +119,6 @@ def source_of(path: str) -> str:
     Raises:
         DataError: several kinds of files, or none that is known.
     """
-    from forge_data.sources.record_formats import FORMATS
-
     directory = Path(path)
     if directory.is_dir() and any((directory / name).exists() for name in ("dataset_dict.json", "state.json")):
         return "huggingface"
@@ -141,29 +143,29 @@ def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Tex
         if option not in allowed.get(chosen, ("split", "skip", "text", "ids")):
             raise DataError(f"source {chosen!r} has no {option.replace('_', ' ')}; remove --{option.replace('_', '-')}")
     if chosen == "stdlib":
-        return Stdlib(**{"split": "all", **options}).texts()
+        return stdlib_files(**options)
     if chosen == "text":
-        return Text(path=str(path), **options).texts()
-    if chosen not in SOURCES:
-        raise DataError(f"unknown source {chosen!r}; known: text, stdlib, {', '.join(SOURCES)}")
-    return SOURCES[chosen](path=str(path), **options).records()
+        return text_files(str(path), **options)
+    if chosen == "huggingface":
+        return open_dataset(str(path), **options)
+    if chosen not in FORMATS:
+        raise DataError(f"unknown source {chosen!r}; known: text, stdlib, {', '.join(FORMATS)}, huggingface")
+    return open_records(str(path), chosen, **options)
 
 
 def _tokenizer(name: str, vocab_size: int, eos: str | None, context: SourceContext, ids: bool) -> Tokenizer | None:
     if ids and name in ("none", "bpe"):
         return None  # there is no text to train one on
     if name == "bytes":
-        return Bytes().build(context)
-    named: dict[str, Any] = {} if eos is None else {"eos": eos}
-    if name.startswith("tiktoken:"):
-        return Tiktoken(encoding=name.removeprefix("tiktoken:"), **named).build(context)
+        return ByteTokenizer()
     if name.endswith(".model"):
-        return SentencePiece(path=name, **named).build(context)
+        return sentencepiece.load(name, eos)
+    end = "<|endoftext|>" if eos is None else eos
+    if name.startswith("tiktoken:"):
+        return load_encoding(name.removeprefix("tiktoken:"), end)
     if name != "bpe":
-        return Bpe(path=name, **named).build(context)
-    from forge_data.tokenizers.bpe import trained
-
-    return trained(Bpe(vocab_size=vocab_size, **named), context)
+        return bpe.load(name, end)
+    return bpe.trained(bpe.BpeSettings(vocab_size=vocab_size, eos=end), context)
 
 
 def _id(eos: str | None) -> int | None:

@@ -13,7 +13,7 @@ from forge_core.config.validate import resolve
 from forge_core.errors import ConfigError
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
-from forge_data.components.section import Data
+from forge_data.section import Data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from forge_core.protocols.data import SourceComponent
 
 if TYPE_CHECKING:
     from forge_core.protocols.data import Source, SourceContext, StreamedSource, Texts
+    from forge_data.preparation.streamed_text import DatasetTexts
     from forge_data.sources.parts import Records
 
 Split = Literal["all", "train", "held_out"]
@@ -59,9 +60,14 @@ class Text(SourceComponent):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordComponent(SourceComponent):
-    """Base of sources whose documents are records with a field of text, or of token ids."""
+    """Base of sources whose documents are records with a field of text, or of token ids.
+
+    `format` says who reads the files; a subclass inherits it, whatever its own name. A subclass with a reader of its own
+    overrides `records`.
+    """
 
     key_class: ClassVar = DATA
+    format: ClassVar[str]
 
     path: str
     """Where the records are."""
@@ -88,13 +94,15 @@ class RecordComponent(SourceComponent):
             return self.streamed(context)
         from forge_data.preparation.prepare import prepared
 
-        return prepared(self.records(), context, type(self).__name__.lower(), eos=self.eos)
+        return prepared(self.records(), context, self.format, eos=self.eos)
 
     def records(self) -> "Records":
         """The documents as a corpus in parts."""
-        from forge_data.sources.record_formats import records
+        from forge_data.sources.record_formats import open_records
 
-        return records(self, type(self).__name__.lower())
+        return open_records(
+            self.path, self.format, text=self.text, ids=self.ids, split=self.split, held_out=self.held_out, skip=self.skip
+        )
 
     def streamed(self, context: "SourceContext") -> "StreamedSource":
         """The documents in their order, file by file."""
@@ -108,6 +116,7 @@ class Jsonl(RecordComponent):
     """JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`, `.json.gz`, `.json.zst`)."""
 
     key_class: ClassVar = DATA
+    format: ClassVar[str] = "jsonl"
 
     path: str
     """A file, a directory, a pattern such as `corpus/**/*.jsonl.gz`, or a URL of these."""
@@ -118,6 +127,7 @@ class Parquet(RecordComponent):
     """Parquet files with a column of text or of lists of token ids."""
 
     key_class: ClassVar = DATA
+    format: ClassVar[str] = "parquet"
 
     path: str
     """A file, a directory (all `.parquet` below it), a pattern, or a URL of these."""
@@ -128,6 +138,7 @@ class Arrow(RecordComponent):
     """Arrow files, of the file or the stream format, with a column of text or of lists of token ids."""
 
     key_class: ClassVar = DATA
+    format: ClassVar[str] = "arrow"
 
     path: str
     """A file, a directory (all `.arrow` and `.feather` below it), a pattern, or a URL of these."""
@@ -138,6 +149,7 @@ class HuggingFace(RecordComponent):
     """A dataset of the `datasets` library, with a column of text or of lists of token ids."""
 
     key_class: ClassVar = DATA
+    format: ClassVar[str] = "huggingface"
 
     path: str
     """A directory that `save_to_disk` wrote, a directory of data files, or a name on the hub."""
@@ -149,21 +161,42 @@ class HuggingFace(RecordComponent):
     def texts(self) -> "Texts | None":
         if self.ids is not None or not self.stream:
             return super().texts()
-        from forge_data.preparation.streamed_text import DatasetTexts
-
-        return DatasetTexts(self)
+        return self._streamed_texts()
 
     def records(self) -> "Records":
         """The documents as a corpus in parts."""
-        from forge_data.sources.huggingface import records
+        from forge_data.sources.huggingface import open_dataset
 
-        return records(self)
+        return open_dataset(
+            self.path,
+            subset=self.subset,
+            dataset_split=self.dataset_split,
+            text=self.text,
+            ids=self.ids,
+            split=self.split,
+            held_out=self.held_out,
+            skip=self.skip,
+        )
 
     def streamed(self, context: "SourceContext") -> "StreamedSource":
         """The documents in their order, shard by shard of the dataset, which is not downloaded as a whole."""
         from forge_data.preparation.streamed_text import StreamedDataset
 
-        return StreamedDataset(self, context.tokenizer)
+        return StreamedDataset(self._streamed_texts(), context.tokenizer, self.eos)
+
+    def _streamed_texts(self) -> "DatasetTexts":
+        from forge_data.preparation.streamed_text import DatasetTexts
+
+        return DatasetTexts(
+            self.path,
+            subset=self.subset,
+            dataset_split=self.dataset_split,
+            text=self.text,
+            ids=self.ids,
+            split=self.split,
+            held_out=self.held_out,
+            skip=self.skip,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +245,7 @@ class Tokens(SourceComponent):
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens import open_tokens
 
-        return open_tokens(self)
+        return open_tokens(self.path, dtype=self.dtype, eos=self.eos, bos=self.bos, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +262,7 @@ class Megatron(SourceComponent):
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.megatron import open_megatron
 
-        return open_megatron(self)
+        return open_megatron(self.path, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +281,7 @@ class Llmc(SourceComponent):
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.llmc import open_llmc
 
-        return open_llmc(self)
+        return open_llmc(self.path, bos=self.bos, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +302,7 @@ class Datatrove(SourceComponent):
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.datatrove import open_datatrove
 
-        return open_datatrove(self)
+        return open_datatrove(self.path, dtype=self.dtype, ignore_loss_mask=self.ignore_loss_mask, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,4 +323,4 @@ class Random(SourceComponent):
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.random import RandomSource
 
-        return RandomSource(self)
+        return RandomSource(vocab_size=self.vocab_size, tokens=self.tokens, document=self.document, seed=self.seed)

@@ -41,9 +41,18 @@ class Bpe(Component):
     """Training reads documents in order until it has seen so much text."""
 
     def build(self, context: "SourceContext") -> "Tokenizer":
-        from forge_data.tokenizers.bpe import load, train
+        from forge_data.tokenizers.bpe import BpeSettings, load, train
 
-        return load(self.path, self.eos) if self.path is not None else train(self, context)
+        if self.path is not None:
+            return load(self.path, self.eos)
+        settings = BpeSettings(
+            vocab_size=self.vocab_size,
+            files=self.files,
+            eos=self.eos,
+            min_frequency=self.min_frequency,
+            train_bytes=self.train_bytes,
+        )
+        return train(settings, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +73,11 @@ class Tiktoken(Component):
     """The special string that ends a document."""
 
     def build(self, context: "SourceContext") -> "Tokenizer":
-        from forge_data.tokenizers.tiktoken import load
+        from forge_data.tokenizers.tiktoken import load_encoding, load_ranks
 
-        return load(self)
+        if self.path is None:
+            return load_encoding(self.encoding, self.eos)
+        return load_ranks(self.path, pattern=self.pattern, special_tokens=self.special_tokens, eos=self.eos)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import StatefulIterable, StreamedSource, Tokenizer
-from forge_data.components.section import Data
 from forge_data.loading.evaluation import HeldOut
 from forge_data.loading.foreign_loader import ForeignStream
 from forge_data.loading.open_sources import Opened, build, context_of, open_sources, refuse_tokenizers
 from forge_data.loading.reader import Reading, packing_for
 from forge_data.loading.stream import MixedStream
 from forge_data.loading.workers import Recipe
+from forge_data.section import Data
 
 Report = Callable[[str], None]
 

@@ -8,8 +8,8 @@ from typing import Any
 from forge_core.errors import DataError
 from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
-from forge_data.components.section import Data
 from forge_data.order.phases import labels_of, used
+from forge_data.section import Data
 from forge_data.store.reader import StoreSource
 
 AnySource = Source | StreamedSource

@@ -10,7 +10,6 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, StreamedSource
-from forge_data.components.section import Data
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.open_sources import Opened
 from forge_data.loading.rows import Rows
@@ -22,6 +21,7 @@ from forge_data.order.timeline import Timeline
 from forge_data.packing.concatenate import Concatenated, Packing, refuse_short
 from forge_data.packing.plan import planned
 from forge_data.packing.portions import place_of
+from forge_data.section import Data
 
 
 def packing_for(data: Data, workspace: Path, report: Callable[[str], None]) -> Callable[[str], Callable[[Source, int], Packing]]:

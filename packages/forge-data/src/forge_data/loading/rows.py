@@ -7,8 +7,8 @@ import numpy as np
 
 from forge_core.batch import IGNORE, PADDING, Batch, Sources
 from forge_data.loading.buffers import Buffers
-from forge_data.packing import labels as label_shift
 from forge_data.packing.concatenate import Cut, places
+from forge_data.packing.labels import shift
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class Rows:
 
     def fill(self, at: np.ndarray, cut: Cut) -> None:
         """Writes rows `at` (N,) int64 from N windows."""
-        label_shift.shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
+        shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
         if self.positions is not None and self.documents is not None:
             self.positions[at], self.documents[at] = places(cut)
         if cut.filled is not None:

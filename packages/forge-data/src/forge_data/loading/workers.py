@@ -26,16 +26,30 @@ from typing import Any, Self
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.components.section import Data
-from forge_data.components.sources import Store
+from forge_core.protocols.data import SourceContext
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.reader import Reading
 from forge_data.loading.rows import Rows
 from forge_data.order.cursor import fingerprint_of
-from forge_data.store.reader import StoreSource
+from forge_data.section import Data
+from forge_data.store.reader import StoreSource, open_store
 
 _PATIENCE = 2.0
 """Seconds that a worker has to end by itself."""
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """Takes the place of a source component whose store is on the disk, so that a worker opens the store alone."""
+
+    path: Path
+    label: str
+    weight: float
+    max_epochs: float | None
+
+    def build(self, context: SourceContext) -> StoreSource:
+        """The store."""
+        return open_store(self.path, context.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class Recipe:
         for place, (label, source), most in zip(opened.places, opened.sources.items(), opened.max_epochs, strict=True):
             if isinstance(source, StoreSource):
                 weight = getattr(components[place], "weight", 1.0)
-                components[place] = Store(path=str(source.path), label=label, weight=weight, max_epochs=most)
+                components[place] = PreparedSource(source.path, label, weight, most)
         only_stores = all(isinstance(source, StoreSource) for source in opened.sources.values())
         own = replace(
             data, sources=components, tokenizer=None if only_stores else data.tokenizer, evaluation={}, loader_workers=0

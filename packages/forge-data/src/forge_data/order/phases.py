@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
 
 from forge_core.errors import ConfigError, Fault, did_you_mean
-from forge_data.components.section import Data, Phase
 from forge_data.order.weights import Weight, exact_of
+from forge_data.section import Data, Phase
 
 STAIRS = 32
 """Weights move over a ramp in at most so many equal stairs, each of them with exact shares."""
@@ -167,16 +166,3 @@ def refuse_faults(faults: Sequence[Fault]) -> None:
     """
     if faults:
         raise ConfigError(faults)
-
-
-def phases_fit(job: Any, layout: Any) -> list[Fault]:
-    """The check of a recipe: phases against sources, run, layout and model."""
-    data, train = job.data, job.train
-    found = faults_of(data, train.global_batch, train.max_steps)
-    found += batch_faults(data, train.global_batch, layout.data, train.micro_batch)
-    longest = getattr(job.model, "max_length", None)
-    for index, phase in enumerate(data.phases):
-        if longest is not None and (phase.sequence_length or 0) > longest:
-            what = f"{phase.sequence_length} tokens are more than model.max_length = {longest}"
-            found.append(Fault(f"data.phases.{index}.sequence_length", what, hint="raise model.max_length or shorten the phase"))
-    return found

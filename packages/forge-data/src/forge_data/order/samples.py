@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 
-from forge_data.components.section import Data
 from forge_data.order.permutation import key_of, permute, permute_blocks
 from forge_data.order.timeline import Timeline
+from forge_data.section import Data
 
 BLOCK = 16_384
 

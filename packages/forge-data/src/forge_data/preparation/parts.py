@@ -99,7 +99,7 @@ def tokenise_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer |
     """
     skips = Skips(job.skip)
     documents = read(job.parts[number], job.wanted, skips)
-    portions = _ids(documents, job) if tokenizer is None else encoded(documents, tokenizer)
+    portions = _ids(documents, job) if tokenizer is None else encode_documents(documents, tokenizer)
     return write_part(directory, number, job.dtype, portions, skips)
 
 
@@ -196,7 +196,7 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Documents of text in portions of ids."""
     chunk: list[str] = []
     size = 0

@@ -14,8 +14,7 @@ from forge_core.errors import DataError
 from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation import pool
-from forge_data.preparation.parts import Done, Job, content_of, finished, write_job, write_part
-from forge_data.preparation.parts import encoded as encoded_texts
+from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part
 from forge_data.preparation.progress import Progress
 from forge_data.sources.parts import Part, Records, Skips, Wanted
 from forge_data.storage.workspace_lock import locked
@@ -178,7 +177,7 @@ def _alone(
 ) -> Iterator[tuple[pool.Work, Callable[[], None]]]:
     """Documents that know no parts are one part, read by this process."""
     assert tokenizer is not None
-    yield lambda number: write_part(directory, number, job.dtype, encoded_texts(texts, tokenizer), Skips()), lambda: None
+    yield lambda number: write_part(directory, number, job.dtype, encode_documents(texts, tokenizer), Skips()), lambda: None
 
 
 def _restorable(tokenizer: Tokenizer | None, job: Job) -> bool:

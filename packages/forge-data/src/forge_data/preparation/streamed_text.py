@@ -13,7 +13,6 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.components.sources import HuggingFace
 from forge_data.preparation.parts import encode
 from forge_data.sources import huggingface
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read
@@ -59,18 +58,30 @@ class DatasetTexts:
         shards: of the dataset.
     """
 
-    def __init__(self, component: HuggingFace) -> None:
-        """
+    def __init__(
+        self,
+        path: str,
+        *,
+        subset: str | None = None,
+        dataset_split: str = "train",
+        text: str = "text",
+        ids: str | None = None,
+        split: str = "all",
+        held_out: float = 0.05,
+        skip: int = 0,
+    ) -> None:
+        """Arguments as of `huggingface.open_dataset`.
+
         Raises:
-            DataError: see `huggingface.streamed`.
+            DataError: see `huggingface.open_stream_of`.
         """
-        self._dataset, identity = huggingface.streamed(component)
-        column = component.ids or component.text
-        self.wanted = Wanted("huggingface", column, component.ids is not None, component.split, component.held_out)
-        self.name = f"{component.path} ({component.dataset_split}, streamed)"
+        column = ids or text
+        self._dataset, identity = huggingface.open_stream_of(path, subset, dataset_split, column)
+        self.wanted = Wanted("huggingface", column, ids is not None, split, held_out)
+        self.name = f"{path} ({dataset_split}, streamed)"
         self.fingerprint = sha256(f"{identity} {self.wanted}".encode()).hexdigest()
         self.shards: int = self._dataset.num_shards
-        self._skip = component.skip
+        self._skip = skip
 
     def shard(self, number: int) -> Iterator[Document]:
         """The documents of one shard that are in the wanted split; those without content are left out."""
@@ -94,17 +105,18 @@ class StreamedDataset:
 
     max_id: int | None = None
 
-    def __init__(self, component: HuggingFace, tokenizer: Tokenizer | None) -> None:
-        """
+    def __init__(self, texts: DatasetTexts, tokenizer: Tokenizer | None, eos: int | None) -> None:
+        """Arguments as of `StreamedRecords`.
+
         Raises:
-            DataError: see `huggingface.streamed`; or text and no tokenizer.
+            DataError: text and no tokenizer.
         """
-        self._texts = DatasetTexts(component)
+        self._texts = texts
         self.name = self._texts.name
-        self._documents = _Tokens(self._texts.wanted, tokenizer, component.eos, self.name)
+        self._documents = _Tokens(self._texts.wanted, tokenizer, eos, self.name)
         self.vocab_size = tokenizer.vocab_size if tokenizer else None
         self.tokenizer = tokenizer.fingerprint if tokenizer else None
-        self.fingerprint = sha256(f"stream {self._texts.fingerprint} {self.tokenizer} {component.eos}".encode()).hexdigest()
+        self.fingerprint = sha256(f"stream {self._texts.fingerprint} {self.tokenizer} {eos}".encode()).hexdigest()
         self.shards = self._texts.shards
 
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
-from forge_data.storage.files import File
+from forge_data.storage.file import File
+from forge_data.storage.files import local_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -104,7 +105,7 @@ def _opened(file: File) -> Iterator[_Parquet | _Arrow]:
         import pyarrow as pa
     except ImportError as error:
         raise DataError(f"{file.where} needs pyarrow; pip install 'forge-data[arrow]'") from error
-    path = str(file.local())
+    path = str(local_path(file))
     try:
         content = _Parquet(path) if file.where.endswith(PARQUET) else _Arrow(path)
         try:

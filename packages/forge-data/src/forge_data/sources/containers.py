@@ -4,7 +4,8 @@ import struct
 import zlib
 from collections.abc import Callable
 
-from forge_data.storage.files import File
+from forge_data.storage.file import File
+from forge_data.storage.files import read_bytes
 from forge_data.store.manifest import FORMAT, MANIFEST
 
 _UNPACK = "unpack it, for ids are mapped as they lie"
@@ -95,6 +96,6 @@ def _by_neighbors(file: File, beside: Callable[[str], File | None]) -> str | Non
         return "has an index of documents, as datatrove writes it; use source 'datatrove'"
     folder = file.where.rpartition("/")[0]
     manifest = beside(f"{folder}/{MANIFEST}" if folder else MANIFEST)
-    if manifest is not None and FORMAT.encode() in manifest.read(0, 256):
+    if manifest is not None and FORMAT.encode() in read_bytes(manifest, 0, 256):
         return f"is a shard of the token store {folder or '.'}; use source 'store', which knows its dtype and documents"
     return None

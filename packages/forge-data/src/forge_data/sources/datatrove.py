@@ -12,10 +12,10 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Datatrove
 from forge_data.sources.document_ends import Ends, Listed
 from forge_data.sources.token_files import Corpus, Described, same_dtype
-from forge_data.storage.files import File, find, neighbours
+from forge_data.storage.file import File
+from forge_data.storage.files import find, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file
 
 _WIDTHS = {2: "<u2", 4: "<u4"}
@@ -23,15 +23,17 @@ _U8 = np.dtype("<u8")
 Beside = Callable[[str], File | None]
 
 
-def open_datatrove(component: Datatrove) -> Corpus:
+def open_datatrove(
+    path: str, *, dtype: str | None = None, ignore_loss_mask: bool = False, vocab_size: int | None = None
+) -> Corpus:
     """Opens one file, or all of a directory or pattern in the order of their names.
 
     Raises:
         DataError: a file has no index, or its size, index and metadata contradict each other.
     """
-    files = find(component.path, (".ds",), "datatrove")
-    beside = neighbours(files)
-    if not component.ignore_loss_mask:
+    files = find(path, (".ds",), "datatrove")
+    beside = neighbors(files)
+    if not ignore_loss_mask:
         for file in files:
             if beside(f"{file.where}.loss"):
                 raise DataError(
@@ -39,14 +41,14 @@ def open_datatrove(component: Datatrove) -> Corpus:
                     "set ignore_loss_mask = true to train on all of them"
                 )
     indices = [_index(file, beside) for file in files]
-    counts = [int.from_bytes(index.read(index.size - 8, index.size), "little") for index in indices]
-    dtypes = [_dtype(file, tokens, component.dtype, beside) for file, tokens in zip(files, counts, strict=True)]
-    dtype = same_dtype([(file.where, found) for file, found in zip(files, dtypes, strict=True)])
-    shards = Shards([Shard(file, tokens) for file, tokens in zip(files, counts, strict=True)], dtype)
+    counts = [int.from_bytes(read_bytes(index, index.size - 8, index.size), "little") for index in indices]
+    dtypes = [_dtype(file, tokens, dtype, beside) for file, tokens in zip(files, counts, strict=True)]
+    same = same_dtype([(file.where, found) for file, found in zip(files, dtypes, strict=True)])
+    shards = Shards([Shard(file, tokens) for file, tokens in zip(files, counts, strict=True)], same)
     documents = sum(index.size // 8 for index in indices)
     listed = Listed(shards.firsts, partial(_table, indices, counts), remote=shards.remote)
-    described = Described("datatrove", documents, component.vocab_size, more={"made_with": _metadata(files[0], beside)[0]})
-    return Corpus(component.path, shards, listed, described, _identity(indices), listed.faults)
+    described = Described("datatrove", documents, vocab_size, more={"made_with": _metadata(files[0], beside)[0]})
+    return Corpus(path, shards, listed, described, _identity(indices), listed.faults)
 
 
 def _index(file: File, beside: Beside) -> File:
@@ -80,7 +82,7 @@ def _metadata(file: File, beside: Beside) -> tuple[str | None, int | None]:
     found = beside(f"{file.where}.metadata")
     if found is None:
         return None, None
-    lines = found.read(0, 4096).decode("utf-8", errors="replace").splitlines()
+    lines = read_bytes(found, 0, 4096).decode("utf-8", errors="replace").splitlines()
     return (lines[0] if lines else None), (int(lines[1]) if len(lines) > 1 and lines[1].isdigit() else None)
 
 
@@ -93,5 +95,6 @@ def _identity(indices: list[File]) -> str:
     """Of sizes and both ends of every index."""
     digest = xxhash.xxh3_128()
     for index in indices:
-        digest.update(f"{index.size} ".encode() + index.read(0, 4096) + index.read(max(0, index.size - 4096), index.size))
+        head, tail = read_bytes(index, 0, 4096), read_bytes(index, max(0, index.size - 4096), index.size)
+        digest.update(f"{index.size} ".encode() + head + tail)
     return digest.hexdigest()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.components.sources import HuggingFace
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked
-from forge_data.storage.files import File, find_one, is_url
+from forge_data.storage.file import File, is_url
+from forge_data.storage.files import find_one
 from forge_data.storage.fingerprints import digest_of
 
 if TYPE_CHECKING:
@@ -19,22 +19,41 @@ _STREAM_SHARDS = 64
 _CANNOT = "dataset {} cannot be loaded: {}; is the name right, and has this machine a connection?"
 
 
-def records(component: HuggingFace) -> Records:
-    """The dataset's documents; it is downloaded first when it comes from the hub.
+def open_dataset(
+    path: str,
+    *,
+    subset: str | None = None,
+    dataset_split: str = "train",
+    text: str = "text",
+    ids: str | None = None,
+    split: str = "all",
+    held_out: float = 0.05,
+    skip: int = 0,
+) -> Records:
+    """The dataset's documents; a dataset of the hub is downloaded first.
+
+    Args:
+        path: a directory that `save_to_disk` wrote, a directory of data files, or a name on the hub.
+        subset: configuration of a hub dataset that has several.
+        dataset_split: the dataset's own split.
+        text: column of the text.
+        ids: column of lists of token ids, which is read instead of the text.
+        split, held_out: see `in_split`.
+        skip: broken records that may be left out.
 
     Raises:
         DataError: `datasets` is not installed, there is no such dataset or split, or it has no such column.
     """
-    options: dict[str, Any] = {"path": component.path, "subset": component.subset, "dataset_split": component.dataset_split}
+    options: dict[str, Any] = {"path": path, "subset": subset, "dataset_split": dataset_split}
     dataset = _load(**options)
-    column = component.ids or component.text
+    column = ids or text
     if column not in dataset.column_names:
-        raise DataError(f"{component.path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
-    wanted = Wanted("huggingface", column, component.ids is not None, component.split, component.held_out, options)
-    files = _files(dataset, component.path)
+        raise DataError(f"{path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
+    wanted = Wanted("huggingface", column, ids is not None, split, held_out, options)
+    files = _files(dataset, path)
     # The dataset's own fingerprint knows of rows that were filtered out.
-    cut, what = partial(_cut, len(dataset)), f"{component.path} ({component.dataset_split})"
-    return Records(files, wanted, what, cut, component.skip, dataset._fingerprint)
+    cut, what = partial(_cut, len(dataset)), f"{path} ({dataset_split})"
+    return Records(files, wanted, what, cut, skip, dataset._fingerprint)
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
@@ -68,22 +87,21 @@ def _files(dataset: "Dataset", path: str) -> list[File]:
     return found
 
 
-def streamed(component: HuggingFace) -> tuple["IterableDataset", str]:
-    """The dataset as a stream, and what it is a stream of: its files by their content or their etags.
+def open_stream_of(path: str, subset: str | None, dataset_split: str, column: str) -> tuple["IterableDataset", str]:
+    """The dataset as a stream, and its identity: its files by their content or their ETags.
 
     Raises:
         DataError: `datasets` is not installed, or there is no such dataset, split or column.
     """
-    directory = Path(component.path).expanduser()
+    directory = Path(path).expanduser()
     if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
-        dataset = _load(component.path, component.subset, component.dataset_split)
+        dataset = _load(path, subset, dataset_split)
         stream = dataset.to_iterable_dataset(num_shards=min(len(dataset), _STREAM_SHARDS))
-        identity = digest_of(_files(dataset, component.path), f"{dataset._fingerprint} {stream.num_shards}")
+        identity = digest_of(_files(dataset, path), f"{dataset._fingerprint} {stream.num_shards}")
     else:
-        stream, identity = _hub_stream(component.path, component.subset, component.dataset_split)
-    column = component.ids or component.text
+        stream, identity = _hub_stream(path, subset, dataset_split)
     if stream.column_names is not None and column not in stream.column_names:
-        raise DataError(f"{component.path} has no column {column!r}; it has {', '.join(stream.column_names)}")
+        raise DataError(f"{path} has no column {column!r}; it has {', '.join(stream.column_names)}")
     return stream, identity
 
 

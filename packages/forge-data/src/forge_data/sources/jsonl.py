@@ -11,7 +11,8 @@ from forge_core.errors import DataError
 from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
 from forge_data.sources.record_values import wide_encoding
 from forge_data.storage import zstd
-from forge_data.storage.files import File
+from forge_data.storage.file import File
+from forge_data.storage.files import local_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
 _BLOCK = 1 << 22
@@ -130,7 +131,7 @@ class _Lines:
 @contextmanager
 def _opened(file: File) -> Iterator[IO[bytes]]:
     try:
-        path = file.local()
+        path = local_path(file)
         if file.where.endswith(".zst"):
             with path.open("rb") as raw, zstd.lines(raw, file.where) as content:
                 yield content

@@ -9,10 +9,11 @@ import struct
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Llmc
 from forge_data.sources.document_ends import Delimited
 from forge_data.sources.token_files import Corpus, Described, same_dtype
-from forge_data.storage.files import File, find
+from forge_data.sources.tokens import read_heads
+from forge_data.storage.file import File
+from forge_data.storage.files import find
 from forge_data.storage.shards import Shard, Shards
 
 HEADER = 1024
@@ -21,25 +22,23 @@ _KINDS = {(20240520, 1): ("<u2", 50256), (20240801, 7): ("<u4", 128000)}
 _EVALUATION = 20240522
 
 
-def open_llmc(component: Llmc) -> Corpus:
+def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = None) -> Corpus:
     """Opens one file, or all of a directory or pattern in the order of their names.
 
     Raises:
         DataError: a file has no such header, or another size than it says.
     """
-    from forge_data.sources.tokens import read_heads
-
-    files = find(component.path, (".bin",), "llm.c")
+    files = find(path, (".bin",), "llm.c")
     kinds, shards = [], []
     for file, head in zip(files, read_heads(files, 12), strict=True):
         kind, tokens = _read(file, head)
         kinds.append(kind)
         shards.append(Shard(file, tokens, HEADER))
     dtype = same_dtype([(file.where, np.dtype(kind[0])) for file, kind in zip(files, kinds, strict=True)])
-    bos = kinds[0][1] if component.bos is None else component.bos
+    first = kinds[0][1] if bos is None else bos
     stream = Shards(shards, dtype)
-    described = Described(format="llm.c", vocab_size=component.vocab_size, more={"bos": bos})
-    return Corpus(component.path, stream, Delimited(stream, bos=bos), described, f"bos {bos}")
+    described = Described(format="llm.c", vocab_size=vocab_size, more={"bos": first})
+    return Corpus(path, stream, Delimited(stream, bos=first), described, f"bos {first}")
 
 
 def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:

@@ -14,10 +14,10 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Megatron
 from forge_data.sources.document_ends import Listed, blocks_of, distinct
 from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
-from forge_data.storage.files import File, find, find_one, neighbours
+from forge_data.storage.file import File
+from forge_data.storage.files import find, find_one, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file, refuse_shrunk
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -137,25 +137,25 @@ def search(array: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return low
 
 
-def open_megatron(component: Megatron) -> Corpus:
+def open_megatron(path: str, *, vocab_size: int | None = None) -> Corpus:
     """Opens one dataset, or all of a directory or pattern in the order of their names.
 
     Raises:
         DataError: see `pairs`.
     """
-    found = pairs(component.path)
+    found = pairs(path)
     dtype = same_dtype([(pair.index.where, pair.dtype) for pair in found])
     shards = Shards([Shard(pair.ids, pair.tokens) for pair in found], dtype)
     described = Described(
         format="megatron",
         documents=sum(pair.entries - 1 for pair in found),
-        vocab_size=component.vocab_size,
+        vocab_size=vocab_size,
         more={"sequences": sum(pair.sequences for pair in found)},
         joins=partial(_joins, found),
     )
     remote = any(pair.index.remote for pair in found)
     listed = Listed(shards.firsts, partial(_index, found), remote=remote, advice="restore the index")
-    return Corpus(component.path, shards, listed, described, _identity(found), listed.faults)
+    return Corpus(path, shards, listed, described, _identity(found), listed.faults)
 
 
 def pairs(path: str) -> list[Pair]:
@@ -169,7 +169,7 @@ def pairs(path: str) -> list[Pair]:
     if one is None and find_one(f"{prefix}.bin"):
         raise DataError(f"{prefix}.bin has no {prefix}.idx beside it; restore it, or read raw ids with source 'tokens'")
     indices = [one] if one else find(path, (".idx",), "Megatron index")
-    beside = neighbours(indices)
+    beside = neighbors(indices)
     return [_pair(index, beside) for index in indices]
 
 
@@ -192,7 +192,7 @@ def _pair(index: File, beside: Callable[[str], File | None]) -> Pair:
     ids = beside(f"{prefix}.bin")
     if ids is None:
         raise DataError(f"{index.where} has no {prefix}.bin beside it; restore it")
-    head = index.read(0, HEAD.size)
+    head = read_bytes(index, 0, HEAD.size)
     if head[: len(MAGIC)] != MAGIC:
         raise DataError(f"{index.where} is no Megatron index: it begins with {head[:9]!r}")
     if len(head) < HEAD.size:
@@ -218,7 +218,7 @@ def _fits(pair: Pair) -> None:
     n, head = pair.sequences, HEAD.size
 
     def number(offset: int, dtype: np.dtype) -> int:
-        return int(np.frombuffer(pair.index.read(offset, offset + dtype.itemsize), dtype)[0])
+        return int(np.frombuffer(read_bytes(pair.index, offset, offset + dtype.itemsize), dtype)[0])
 
     first, last = number(head + 4 * n, _I8), number(head + 12 * n - 8, _I8)
     wanted = last + number(head + 4 * n - 4, _I4) * pair.dtype.itemsize
@@ -244,6 +244,6 @@ def _identity(found: Sequence[Pair]) -> str:
     for pair in found:
         start = pair.index.size - 8 * pair.entries
         digest.update(f"{pair.sequences} {pair.entries} ".encode())
-        digest.update(pair.index.read(start, min(start + 4096, pair.index.size)))
-        digest.update(pair.index.read(max(start, pair.index.size - 4096), pair.index.size))
+        digest.update(read_bytes(pair.index, start, min(start + 4096, pair.index.size)))
+        digest.update(read_bytes(pair.index, max(start, pair.index.size - 4096), pair.index.size))
     return digest.hexdigest()

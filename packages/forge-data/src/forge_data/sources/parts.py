@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.errors import DataError
 from forge_data.sources.record_values import ids_of, text_of
-from forge_data.storage.files import File
+from forge_data.storage.file import File
 from forge_data.storage.fingerprints import digest_of
 
 if TYPE_CHECKING:

@@ -3,27 +3,36 @@
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Random
 from forge_data.order.permutation import key_of, mix
 
 
 class RandomSource:
-    """A stream of `component.tokens` tokens; the modulo bias is below vocab_size / 2^64."""
+    """A stream of random tokens; the modulo bias is below vocab_size / 2^64."""
 
     text_bytes: int | None = None
     tokenizer: str | None = None
     borders_checked = True
 
-    def __init__(self, component: Random) -> None:
-        self.name = f"random tokens of seed {component.seed}"
-        self.tokens = component.tokens
-        self.vocab_size: int | None = component.vocab_size
-        self.max_id: int | None = component.vocab_size - 1
-        self.document = component.document or component.tokens
-        self.fingerprint = f"random-{component.seed}-{component.tokens}-{component.vocab_size}-{self.document}"
-        self._key = np.uint64(key_of("random tokens", component.seed))
-        if component.vocab_size > 1 << 32:
-            raise DataError(f"a vocabulary of {component.vocab_size} does not fit 32 bits")
+    def __init__(self, *, vocab_size: int, tokens: int, document: int | None = None, seed: int = 0) -> None:
+        """
+        Args:
+            vocab_size: ids are drawn from 0 to vocab_size - 1.
+            tokens: length of the stream.
+            document: tokens of a document; by default all tokens are one document.
+            seed: another seed gives other tokens.
+
+        Raises:
+            DataError: an id does not fit 32 bits.
+        """
+        self.name = f"random tokens of seed {seed}"
+        self.tokens = tokens
+        self.vocab_size: int | None = vocab_size
+        self.max_id: int | None = vocab_size - 1
+        self.document = document or tokens
+        self.fingerprint = f"random-{seed}-{tokens}-{vocab_size}-{self.document}"
+        self._key = np.uint64(key_of("random tokens", seed))
+        if vocab_size > 1 << 32:
+            raise DataError(f"vocab_size = {vocab_size} does not fit 32 bits; lower it")
 
     def read(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= self.tokens:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from forge_core.errors import DataError
-from forge_data.components.sources import RecordComponent
 from forge_data.sources import columns, jsonl
 from forge_data.sources.parts import Part, Records, Wanted
-from forge_data.storage.files import File, find
+from forge_data.storage.file import File
+from forge_data.storage.files import find
 
 
 class Format(NamedTuple):
@@ -25,15 +25,34 @@ FORMATS = {
 }
 
 
-def records(component: RecordComponent, name: str) -> Records:
-    """The documents of a component of format `name`.
+def open_records(
+    path: str,
+    format: str,  # noqa: A002 (the field's term)
+    *,
+    text: str = "text",
+    ids: str | None = None,
+    split: str = "all",
+    held_out: float = 0.05,
+    skip: int = 0,
+) -> Records:
+    """The documents in files of records.
+
+    Args:
+        path: a file, directory, pattern or URL.
+        format: a key of `FORMATS`.
+        text: field of the text.
+        ids: field of a list of token ids, which is read instead of the text.
+        split, held_out: see `in_split`.
+        skip: broken records that may be left out.
 
     Raises:
-        DataError: there is no such file, or only empty ones.
+        DataError: the format is unknown, there is no such file, or all files are empty.
     """
-    form = FORMATS[name]
-    files = find(component.path, form.suffixes, name)
+    if format not in FORMATS:
+        raise DataError(f"record format {format!r} is unknown; known: {', '.join(FORMATS)}")
+    form = FORMATS[format]
+    files = find(path, form.suffixes, format)
     if not any(file.size for file in files):
-        raise DataError(f"{component.path} holds no record ({len(files)} empty files); is the path right?")
-    wanted = Wanted(form.reader, component.ids or component.text, component.ids is not None, component.split, component.held_out)
-    return Records(files, wanted, f"{component.path} ({component.split})", form.cut, component.skip)
+        raise DataError(f"{path} has no records ({len(files)} empty files); check the path")
+    wanted = Wanted(form.reader, ids or text, ids is not None, split, held_out)
+    return Records(files, wanted, f"{path} ({split})", form.cut, skip)

@@ -8,7 +8,7 @@ from pathlib import Path
 from forge_core.errors import DataError
 from forge_data.sources.parts import Records, in_split
 from forge_data.sources.text import documents
-from forge_data.storage.files import File
+from forge_data.storage.file import File
 
 LEFT_OUT = frozenset(
     {
@@ -24,7 +24,7 @@ LEFT_OUT = frozenset(
 )
 
 
-def stdlib_files(split: str, held_out: float) -> Records:
+def stdlib_files(split: str = "all", held_out: float = 0.05) -> Records:
     """The library's modules in the order of their relative paths.
 
     Raises:

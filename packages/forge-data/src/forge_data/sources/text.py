@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from forge_core.errors import DataError
 from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, grouped, in_split
 from forge_data.sources.record_values import wide_encoding
-from forge_data.storage.files import File, find
+from forge_data.storage.file import File
+from forge_data.storage.files import find, read_bytes
 
 SUFFIXES = (".txt", ".md")
 """What a directory is searched for."""
@@ -41,7 +42,7 @@ def documents(files: Sequence[File], what: str, skip: int = 0) -> Records:
 def read(part: Part, _: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its file."""
     for file in part.files:
-        content = file.read(0, file.size)
+        content = read_bytes(file, 0, file.size)
         if encoding := wide_encoding(content[:4]):
             skips.broken(f"{file.where} is {encoding} text by its byte order mark; convert it to UTF-8")
             continue

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Tokens
 from forge_data.sources.containers import foreign_content
 from forge_data.sources.document_ends import Delimited
 from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
-from forge_data.storage.files import File, find, neighbours
+from forge_data.storage.file import File
+from forge_data.storage.files import find, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards
 
 SUFFIXES = (".npy", ".bin")
@@ -32,41 +32,54 @@ class Header(NamedTuple):
     dtype: np.dtype
 
 
-def open_tokens(component: Tokens) -> Corpus:
-    """Opens what the component names: a file, the files of a directory, or those that a pattern matches.
+def open_tokens(
+    path: str,
+    *,
+    dtype: str | None = None,
+    eos: int | None = None,
+    bos: int | None = None,
+    vocab_size: int | None = None,
+) -> Corpus:
+    """Opens a file, the files of a directory, or those that a pattern matches.
+
+    Args:
+        path: a file, directory, pattern or URL.
+        dtype: of raw files, which need it; that of a `.npy` file is in its header.
+        eos: id of the token that ends a document.
+        bos: id of the token that begins a document; not together with `eos`.
+        vocab_size: of the tokenizer that made the files, if known.
 
     Raises:
         DataError: a file is missing, empty, cut off, of another dtype than the others or of another format; or no dtype
             is known.
     """
-    files = find(component.path, SUFFIXES, "token")
+    files = find(path, SUFFIXES, "token")
     heads = read_heads(files, _HEAD)
     kinds = {head.startswith(_MAGIC) for head in heads}
     if len(kinds) > 1:
-        raise DataError(f"{component.path} mixes files with and without a .npy header; give a pattern that names one kind")
+        raise DataError(f"{path} mixes files with and without a .npy header; give a pattern that names one kind")
     npy = kinds.pop()
-    dtype = None if npy else _stated(files, component.dtype)
-    beside = neighbours(files)
+    raw = None if npy else _stated(files, dtype)
+    beside = neighbors(files)
     headers = [
-        _npy(file, head, component.dtype) if dtype is None else _raw(file, head, dtype, beside)
-        for file, head in zip(files, heads, strict=True)
+        _npy(file, head, dtype) if raw is None else _raw(file, head, raw, beside) for file, head in zip(files, heads, strict=True)
     ]
     same = same_dtype([(file.where, header.dtype) for file, header in zip(files, headers, strict=True)])
     shards = Shards([Shard(file, header.tokens, header.offset) for file, header in zip(files, headers, strict=True)], same)
-    described = Described(format="npy" if npy else "raw", vocab_size=component.vocab_size)
-    identity = f"{component.eos}" if component.bos is None else f"bos {component.bos}"
-    return Corpus(component.path, shards, Delimited(shards, component.eos, component.bos), described, identity)
+    described = Described(format="npy" if npy else "raw", vocab_size=vocab_size)
+    identity = f"{eos}" if bos is None else f"bos {bos}"
+    return Corpus(path, shards, Delimited(shards, eos, bos), described, identity)
 
 
 def read_heads(files: Sequence[File], size: int) -> list[bytes]:
     """The first bytes of every file; several at a time where the file system answers late."""
     began = time.perf_counter()
-    first = [file.read(0, size) for file in files[:_READERS]]
+    first = [read_bytes(file, 0, size) for file in files[:_READERS]]
     rest = files[_READERS:]
     if time.perf_counter() - began < _LATE * len(first):  # threads would only wait for each other
-        return first + [file.read(0, size) for file in rest]
+        return first + [read_bytes(file, 0, size) for file in rest]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="heads") as pool:
-        return first + list(pool.map(lambda file: file.read(0, size), rest))
+        return first + list(pool.map(lambda file: read_bytes(file, 0, size), rest))
 
 
 def _npy(file: File, head: bytes, stated: str | None) -> Header:
@@ -77,7 +90,7 @@ def _npy(file: File, head: bytes, stated: str | None) -> Header:
         length = int.from_bytes(head[8 : 12 if wide else 10], "little")
         offset = (12 if wide else 10) + length
         if offset > len(head):
-            content = io.BytesIO(file.read(0, offset))
+            content = io.BytesIO(read_bytes(file, 0, offset))
             np.lib.format.read_magic(content)
         read = np.lib.format.read_array_header_2_0 if wide else np.lib.format.read_array_header_1_0
         shape, _, dtype = read(content)

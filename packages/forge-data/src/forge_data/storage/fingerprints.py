@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from forge_data.order.permutation import mix
-from forge_data.storage.files import File
+from forge_data.storage.file import File
+from forge_data.storage.files import read_bytes
 
 WHOLE = 1 << 26
 """Files on this machine of at most so many bytes together are read whole."""
@@ -80,7 +81,7 @@ def _read(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]]) ->
     def one(number: int) -> bytes:
         digest = xxhash.xxh3_128()
         for start, stop in wanted[number]:
-            digest.update(files[number].read(start, stop))
+            digest.update(read_bytes(files[number], start, stop))
         return digest.digest()
 
     first = [one(number) for number in range(min(_READERS, len(files)))]

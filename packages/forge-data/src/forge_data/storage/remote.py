@@ -16,13 +16,13 @@ from secrets import token_hex
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_data.storage.files import File
+from forge_data.storage.file import File
 
 _BLOCK = 1 << 24
 _TAGS = ("ETag", "etag", "md5Hash", "checksum")
 
 
-def listed(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
+def list_files(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
     """The files that a URL names.
 
     Args:
@@ -40,14 +40,14 @@ def listed(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
         elif system.isfile(path):
             found, base = {path: system.info(path)}, path.rpartition("/")[0]
         elif suffixes is not None:
-            below = system.find(path, detail=True).items()
-            found, base = {name: info for name, info in below if name.endswith(tuple(suffixes))}, path
+            inside = system.find(path, detail=True).items()
+            found, base = {name: info for name, info in inside if name.endswith(tuple(suffixes))}, path
         else:
             return []
         return [_file(system, name, info, base) for name, info in found.items()]
 
 
-def below(url: str) -> list[File]:
+def list_directory(url: str) -> list[File]:
     """The files of one directory, not of those inside it.
 
     Raises:

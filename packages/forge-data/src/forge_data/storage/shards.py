@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.storage.files import File
+from forge_data.storage.file import File
+from forge_data.storage.files import local_path, read_bytes
 
 Thing = TypeVar("Thing")
 READS = 64
@@ -146,7 +147,7 @@ class Shards:
             shard, first = self.shards[number], self.firsts[number]
             until = min(stop, self.firsts[number + 1])
             low, high = (shard.offset + (token - first) * self.dtype.itemsize for token in (start, until))
-            parts.append(np.frombuffer(shard.file.read(low, high), self.dtype))
+            parts.append(np.frombuffer(read_bytes(shard.file, low, high), self.dtype))
             start = until
         return np.concatenate(parts)
 
@@ -172,7 +173,7 @@ def map_file(file: File, dtype: np.dtype, count: int, offset: int = 0) -> np.nda
     if not count:
         return np.empty(0, dtype)
     try:
-        with file.local().open("rb") as content:
+        with local_path(file).open("rb") as content:
             found = os.fstat(content.fileno()).st_size
             if found < size:
                 raise DataError(f"{file.where} is truncated: it ends at byte {found}, {size} are needed; restore the file")

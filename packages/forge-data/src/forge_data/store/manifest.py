@@ -36,7 +36,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardEntry:
     """Tokens and document ends of one shard; `max_id` is its largest token id."""
 
     tokens: int
@@ -66,7 +66,7 @@ class Manifest:
     documents: int
     text_bytes: int | None
     tokenizer: TokenizerEntry | None
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardEntry, ...]
     counts: FileEntry
     source: str
     creator: str
@@ -132,7 +132,7 @@ def _parse(content: dict[str, Any], path: Path) -> Manifest:
         text_bytes=content["text_bytes"],
         tokenizer=TokenizerEntry(**tokenizer) if tokenizer else None,
         shards=tuple(
-            Shard(
+            ShardEntry(
                 tokens=shard["tokens"],
                 documents=shard["documents"],
                 max_id=shard["max_id"],

@@ -10,12 +10,12 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.document_ends import Ends, Listed
 from forge_data.sources.token_files import BLOCK, BLOCKS
-from forge_data.storage.files import File
+from forge_data.storage.file import File
+from forge_data.storage.files import read_bytes
 from forge_data.storage.fingerprints import edges, places
-from forge_data.storage.shards import Shard as Piece
-from forge_data.storage.shards import Shards, map_file
+from forge_data.storage.shards import Shard, Shards, map_file
 from forge_data.store.checksums import Checksum, fault_of
-from forge_data.store.manifest import FileEntry, Manifest, Shard, read_manifest
+from forge_data.store.manifest import FileEntry, Manifest, ShardEntry, read_manifest
 
 _BLOCK = 1 << 24
 _HEAD = 256
@@ -44,7 +44,7 @@ class StoreSource:
         self.text_bytes = self.manifest.text_bytes
         self.dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._check_sizes()
-        pieces = [Piece(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
+        pieces = [Shard(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
         self._tokens = Shards(pieces, self.dtype)
         self._documents = Listed(self._tokens.firsts, self._table, advice="write the store again")
         self.fingerprint = self._sampled()
@@ -100,7 +100,7 @@ class StoreSource:
         for shard in self.manifest.shards[:: max(1, len(self.manifest.shards) // BLOCKS)]:
             file = self._file(shard.ends)
             for start, stop in edges(file.size):
-                digest.update(file.read(start, stop))
+                digest.update(read_bytes(file, start, stop))
         return digest.hexdigest()
 
     def checksums(self) -> list[Checksum]:
@@ -114,7 +114,7 @@ class StoreSource:
         fault = fault_of(self.path / entry.file, entry.xxh3)
         return [fault] if fault else []
 
-    def _verify_shard(self, number: int, shard: Shard, found: np.ndarray) -> list[str]:
+    def _verify_shard(self, number: int, shard: ShardEntry, found: np.ndarray) -> list[str]:
         """The manifest's claims about one shard; counts its tokens into `found`."""
         faults = self._table(number).faults(whole=True)
         data = map_file(self._file(shard.data), self.dtype, shard.tokens)
@@ -157,7 +157,7 @@ class StoreSource:
         shard = self.manifest.shards[number]
         entry = shard.ends
         file = self._file(entry)
-        head = io.BytesIO(file.read(0, _HEAD))
+        head = io.BytesIO(read_bytes(file, 0, _HEAD))
         try:
             np.lib.format.read_magic(head)
             shape, _, dtype = np.lib.format.read_array_header_1_0(head)

@@ -16,7 +16,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.storage.durable import sync_directory, synced, written
 from forge_data.storage.partial import Partial
-from forge_data.store.manifest import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, Manifest, Shard, TokenizerEntry
+from forge_data.store.manifest import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, Manifest, ShardEntry, TokenizerEntry
 
 SHARD_TOKENS = 1 << 27
 
@@ -52,7 +52,7 @@ class StoreWriter:
         self.source = source
         self.request = request
         self.shard_tokens = shard_tokens
-        self._shards: list[Shard] = []
+        self._shards: list[ShardEntry] = []
         self._counts = np.zeros(0, dtype=np.int64)
         self._text_bytes: int | None = 0
         self._file: io.BufferedWriter | None = None
@@ -182,7 +182,7 @@ class StoreWriter:
             raise DataError(f"{self.partial} cannot be written: {error.strerror or error}") from error
         self._file = None
         data = FileEntry(name, self._written * self.dtype.itemsize, self._hash.hexdigest())
-        self._shards.append(Shard(self._written, len(ends), self._max, data, end_file))
+        self._shards.append(ShardEntry(self._written, len(ends), self._max, data, end_file))
 
 
 def _npy(array: np.ndarray) -> bytes:

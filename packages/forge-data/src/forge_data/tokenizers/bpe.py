@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +12,31 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
-from forge_data.components.tokenizers import Bpe
 from forge_data.sources.text import text_files
 from forge_data.storage.workspace_lock import locked
 from forge_data.tokenizers.cached_bpe import Words, cuts_into_words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class BpeSettings:
+    """What a training depends on besides its text.
+
+    Attributes:
+        vocab_size: largest vocabulary: 256 bytes, the end of document, and merges.
+        files: text files or patterns to train on; by default the texts of the context.
+        eos: the token that ends a document.
+        min_frequency: a pair that occurs less often is not merged.
+        train_bytes: training reads documents in order until it has seen so much text.
+    """
+
+    vocab_size: int = 4096
+    files: tuple[str, ...] = ()
+    eos: str = "<|endoftext|>"
+    min_frequency: int = 2
+    train_bytes: int = 1_000_000_000
 
 
 class BpeTokenizer:
@@ -76,38 +95,38 @@ def load(path: str, eos: str) -> BpeTokenizer:
     return BpeTokenizer(content, eos, path)
 
 
-def train(component: Bpe, context: SourceContext) -> BpeTokenizer:
+def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
     """Trains on the component's files or the recipe's text, or takes the result of an earlier, equal training.
 
     Raises:
         DataError: there is no text to train on.
     """
-    texts = _texts(component, context)
-    key = sha256(repr((1, component, [text.fingerprint for text in texts])).encode()).hexdigest()[:16]
+    texts = _texts(settings, context)
+    key = sha256(repr((1, settings, [text.fingerprint for text in texts])).encode()).hexdigest()[:16]
     path = context.workspace / "tokenizers" / f"bpe-{key}.json"
     with locked(context.workspace):
         if not path.exists():
-            tokenizer = trained(component, context)
+            tokenizer = trained(settings, context)
             _write(path, tokenizer.dump())
             context.report(f"wrote tokenizer {path}")
             return tokenizer
-    return load(str(path), component.eos)
+    return load(str(path), settings.eos)
 
 
-def trained(component: Bpe, context: SourceContext) -> BpeTokenizer:
+def trained(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
     """A newly trained tokenizer; equal text and settings give equal bytes.
 
     Raises:
         DataError: there is no text to train on.
     """
-    texts = _texts(component, context)
-    context.report(f"training a byte-level BPE tokenizer with up to {component.vocab_size} tokens")
-    return BpeTokenizer(_backend(component, texts).to_str(pretty=True).encode("utf-8"), component.eos)
+    texts = _texts(settings, context)
+    context.report(f"training a byte-level BPE tokenizer with up to {settings.vocab_size} tokens")
+    return BpeTokenizer(_backend(settings, texts).to_str(pretty=True).encode("utf-8"), settings.eos)
 
 
-def _texts(component: Bpe, context: SourceContext) -> tuple[Texts, ...]:
-    if component.files:
-        return tuple(text_files(pattern) for pattern in component.files)
+def _texts(settings: BpeSettings, context: SourceContext) -> tuple[Texts, ...]:
+    if settings.files:
+        return tuple(text_files(pattern) for pattern in settings.files)
     if not context.texts:
         raise DataError(
             "tokenizer 'bpe' has no text to train on: set data.tokenizer.path to a tokenizer.json, or data.tokenizer.files, "
@@ -116,7 +135,7 @@ def _texts(component: Bpe, context: SourceContext) -> tuple[Texts, ...]:
     return context.texts
 
 
-def _backend(component: Bpe, texts: tuple[Texts, ...]) -> "Backend":
+def _backend(settings: BpeSettings, texts: tuple[Texts, ...]) -> "Backend":
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -124,13 +143,13 @@ def _backend(component: Bpe, texts: tuple[Texts, ...]) -> "Backend":
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=component.vocab_size,
-        min_frequency=component.min_frequency,
-        special_tokens=[component.eos],
+        vocab_size=settings.vocab_size,
+        min_frequency=settings.min_frequency,
+        special_tokens=[settings.eos],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_up_to(texts, component.train_bytes), trainer=trainer)
+    backend.train_from_iterator(_up_to(texts, settings.train_bytes), trainer=trainer)
     return backend
 
 

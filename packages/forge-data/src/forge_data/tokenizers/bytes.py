@@ -6,12 +6,11 @@ from hashlib import sha256
 
 import numpy as np
 
-KIND = "forge-bytes"
-
 
 class ByteTokenizer:
     """Token i is byte i; 256 ends a document."""
 
+    kind = "forge-bytes"
     name = "bytes"
     vocab_size = 257
     eos: int | None = 256
@@ -28,4 +27,4 @@ class ByteTokenizer:
         return bytes(index for index in ids if 0 <= index < 256).decode("utf-8", errors="replace")
 
     def dump(self) -> bytes:
-        return (json.dumps({"type": KIND, "version": 1}) + "\n").encode()
+        return (json.dumps({"type": self.kind, "version": 1}) + "\n").encode()

@@ -4,8 +4,8 @@ import json
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.tokenizers import bytes as by_bytes
 from forge_data.tokenizers import sentencepiece, tiktoken
+from forge_data.tokenizers.bytes import ByteTokenizer
 
 
 def restore(content: bytes, eos: int | None, where: str) -> Tokenizer:
@@ -25,8 +25,8 @@ def restore(content: bytes, eos: int | None, where: str) -> Tokenizer:
     except (ValueError, AttributeError) as error:
         raise DataError(f"{where} is no tokenizer: {error}") from error
     try:
-        if kind == by_bytes.KIND:
-            return by_bytes.ByteTokenizer()
+        if kind == ByteTokenizer.kind:
+            return ByteTokenizer()
         if kind == tiktoken.KIND:
             return tiktoken.restore(parsed)
         if kind == sentencepiece.KIND:

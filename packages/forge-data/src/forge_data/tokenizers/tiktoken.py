@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.components.tokenizers import Tiktoken
 
 KIND = "forge-tiktoken"
 
@@ -60,19 +59,23 @@ class TiktokenTokenizer:
         return (json.dumps(content | {"ranks": listed}, sort_keys=True) + "\n").encode()
 
 
-def load(component: Tiktoken) -> TiktokenTokenizer:
-    """The encoding that a component names.
+def load_ranks(path: str, *, pattern: str | None, special_tokens: Mapping[str, int], eos: str) -> TiktokenTokenizer:
+    """The encoding in a file of ranks.
+
+    Args:
+        path: of the file: a base64 token and its rank on each line.
+        pattern: regular expression that cuts text before merging.
+        special_tokens: id of every special string; by default `eos` alone, after the last rank.
+        eos: the special string that ends a document.
 
     Raises:
-        DataError: it is not known, cannot be fetched, or its file is damaged.
+        DataError: there is no pattern, or the file cannot be read or is damaged.
     """
-    if component.path is None:
-        return _known(component.encoding, component.eos)
-    if component.pattern is None:
-        raise DataError(f"{component.path} holds ranks only; state the encoding's `pattern`, a regular expression")
-    ranks = _ranks(Path(component.path))
-    special = dict(component.special_tokens) or {component.eos: max(ranks.values()) + 1}
-    return TiktokenTokenizer(Path(component.path).stem, component.pattern, ranks, special, component.eos)
+    if pattern is None:
+        raise DataError(f"{path} holds ranks only; set `pattern` to the regular expression of the encoding")
+    ranks = _ranks(Path(path))
+    special = dict(special_tokens) or {eos: max(ranks.values()) + 1}
+    return TiktokenTokenizer(Path(path).stem, pattern, ranks, special, eos)
 
 
 def restore(content: Mapping[str, Any]) -> TiktokenTokenizer:
@@ -81,7 +84,12 @@ def restore(content: Mapping[str, Any]) -> TiktokenTokenizer:
     return TiktokenTokenizer(content["name"], content["pattern"], ranks, content["special"], content["eos"])
 
 
-def _known(name: str, eos: str) -> TiktokenTokenizer:
+def load_encoding(name: str, eos: str) -> TiktokenTokenizer:
+    """An encoding that the library knows by name; it is fetched once, then read from the library's cache.
+
+    Raises:
+        DataError: tiktoken is not installed, does not know the name, or cannot fetch the encoding.
+    """
     try:
         import tiktoken
     except ImportError as error:
