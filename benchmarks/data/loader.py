@@ -23,7 +23,7 @@ import torch
 
 from forge_core.batch import IGNORE
 from forge_data.components.sources import Store, Tokens
-from forge_data.loading.loader import MixedStream, open_stream
+from forge_data.loading.loader import TrainingStream, open_stream
 from forge_data.section import Data
 from forge_data.store.writer import StoreWriter
 
@@ -45,14 +45,14 @@ def write_corpus(path: Path, tokens: int) -> None:
         writer.commit()
 
 
-def opened(path: Path, length: int, rows: int, documents: str) -> MixedStream:
+def opened(path: Path, length: int, rows: int, documents: str) -> TrainingStream:
     data = Data(sequence_length=length, sources=[Store(path=str(path))], documents=documents)  # type: ignore[arg-type]
     stream = open_stream(data, workspace=path, seed=1, global_batch=rows, micro_batch=rows, vocab_size=32_000)
-    assert isinstance(stream, MixedStream)
+    assert isinstance(stream, TrainingStream)
     return stream
 
 
-def numpy_steps(stream: MixedStream, path: Path, rows: int, steps: int, masked: bool) -> Iterator[list[np.ndarray]]:
+def numpy_steps(stream: TrainingStream, path: Path, rows: int, steps: int, masked: bool) -> Iterator[list[np.ndarray]]:
     """The same arrays in plain numpy; what is known beforehand is computed before the first step."""
     length = stream.data.sequence_length
     tokens = np.asarray(np.memmap(path / "shard-00000.bin", dtype="<u2", mode="r"))
@@ -76,7 +76,7 @@ def numpy_steps(stream: MixedStream, path: Path, rows: int, steps: int, masked: 
         yield out
 
 
-def forge_steps(stream: MixedStream) -> Iterator[list[torch.Tensor]]:
+def forge_steps(stream: TrainingStream) -> Iterator[list[torch.Tensor]]:
     for (batch,), _ in stream.from_cursor(stream.start()):
         yield [part for part in (batch.tokens, batch.labels, batch.positions, batch.documents) if part is not None]
 
@@ -124,7 +124,7 @@ def seek(folder: Path, length: int = 4096, rows: int = 122_000_000) -> dict[str,
             before, began = own_memory(), time.perf_counter()
             stream = open_stream(data, workspace=folder, seed=repeat, global_batch=8, micro_batch=8)
             between = time.perf_counter()
-            assert isinstance(stream, MixedStream)
+            assert isinstance(stream, TrainingStream)
             stream.samples.locate(10**8, 8)
             located = time.perf_counter()
             next(stream.from_cursor(dict(stream.start()) | {"sample": 10**8}))

@@ -159,7 +159,7 @@ def test_h10_an_index_that_shrinks_is_named(tmp_path: Path, write: Any) -> None:
 
 
 def test_h10_a_loader_worker_that_a_truncated_file_kills_says_so() -> None:
-    from forge_data.loading.workers import ended_how
+    from forge_data.loading.workers.pool import ended_how
 
     assert "signal 7 (SIGBUS): a file that it had mapped was cut off" in ended_how(-signal.SIGBUS)
     assert "signal 9; was memory short?" in ended_how(-signal.SIGKILL)

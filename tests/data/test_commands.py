@@ -146,7 +146,7 @@ def test_the_section_is_documented_and_has_defaults() -> None:
 
 def test_libraries_of_extras_are_imported_on_use() -> None:
     script = (
-        "import sys, forge_data.loading.loader, forge_data.sources.record_formats\n"
+        "import sys, forge_data.loading.loader, forge_data.sources.records.formats\n"
         "from forge_data.preparation import streamed_text, worker\n"
         "from forge_data.commands import convert, decontaminate, detect, diff, inspect, prepare, verify\n"
         "names = ('pyarrow', 'datasets', 'fsspec', 'tiktoken', 'sentencepiece', 'zstandard')\n"
@@ -157,8 +157,8 @@ def test_libraries_of_extras_are_imported_on_use() -> None:
 
 
 def test_descriptions_import_no_heavy_library() -> None:
-    names = ["section", "sources", "tokenizers"]
-    script = f"import sys\nfor name in {names}: __import__('forge_data.components.' + name)\nimport forge_data.commands.cli\n"
+    names = ["components.sources", "components.tokenizers", "section"]
+    script = f"import sys\nfor name in {names}: __import__('forge_data.' + name)\nimport forge_data.commands.cli\n"
     script += "print([name for name in ('torch', 'numpy', 'tokenizers', 'xxhash') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -14,7 +14,7 @@ from forge_core.errors import DataError
 from forge_data.__main__ import main
 from forge_data.commands import recipe_data
 from forge_data.commands.diff_runs import as_text, diff, is_run
-from forge_data.loading.reader import Reading
+from forge_data.loading.row_reader import RowReader
 
 RECIPE = """
 [job]
@@ -117,7 +117,7 @@ def test_what_is_the_same_by_arithmetic_is_not_read(recipe: Recipe, monkeypatch:
         recipe("other", "max_steps = 8", "max_steps = 30", 'label = "web"', 'label = "web"\nmax_epochs = 50.0'),
     )
     assert expected(one, recipe("same")) is None
-    monkeypatch.setattr(Reading, "fill", lambda *_: pytest.fail("rows were read"))
+    monkeypatch.setattr(RowReader, "fill", lambda *_: pytest.fail("rows were read"))
     found = compared(one, other)
     assert found["equal"] and found["steps"] == 8 and found["samples"] == [64, 64]
     assert [run["steps"] for run in found["runs"]] == [8, 30] and sum(found["runs"][0]["tokens"].values()) == 64 * 16

@@ -15,7 +15,7 @@ from forge_data.loading.loader import open_stream
 from forge_data.packing.plan import pieces_of
 from forge_data.packing.portions import portions
 from forge_data.section import Data
-from forge_data.sources import document_ends
+from forge_data.storage import document_ends
 
 DOCUMENTS = [[5] * 99 + [0], [6] * 399 + [0], [7] * 499 + [0]]
 

@@ -18,7 +18,7 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Random, Store, Tokens
-from forge_data.loading.loader import MixedStream, evaluation, open_stream
+from forge_data.loading.loader import TrainingStream, evaluation, open_stream
 from forge_data.section import Data
 from forge_data.store.reader import StoreSource
 
@@ -39,10 +39,10 @@ def recipe(numbered: Callable[..., Path]) -> Data:
     )
 
 
-def stream(data: Data, *, ranks: int = 1, rank: int = 0, micro: int = 1, batch: int = G, **more: Any) -> MixedStream:
+def stream(data: Data, *, ranks: int = 1, rank: int = 0, micro: int = 1, batch: int = G, **more: Any) -> TrainingStream:
     shape = {"global_batch": batch, "micro_batch": micro, "rank": rank, "ranks": ranks}
     found = open_stream(data, workspace=Path("unused"), seed=5, **shape, **more)
-    assert isinstance(found, MixedStream)
+    assert isinstance(found, TrainingStream)
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_limited_run_ends_with_its_last_full_global_batch(recipe: Data) -> Non
     a, b = ((StoreSource(Path(source.path)).tokens - 1) // LENGTH for source in recipe.sources[:2])  # type: ignore[attr-defined]
     data = dataclasses.replace(recipe, epochs=2)
     opened = stream(data)
-    read = [opened.reading.timeline.draws(steps * G) for steps in range(200)]
+    read = [opened.order.timeline.draws(steps * G) for steps in range(200)]
     fitting = max(steps for steps, (from_a, from_b) in enumerate(read) if from_a <= 2 * a and from_b <= 2 * b)
     assert opened.steps == fitting == len(take(data, 10**6)[0])
     assert take(data, 10**6, cursor=take(data, fitting)[1][-1])[0] == []
@@ -253,8 +253,8 @@ def test_ids_beyond_the_vocabulary_are_refused_before_training(recipe: Data) -> 
 
 
 def test_a_file_too_big_to_scan_is_checked_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 10)
-    monkeypatch.setattr("forge_data.sources.token_files.BLOCKS", 0)  # head and tail alone
+    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 10)
+    monkeypatch.setattr("forge_data.sources.tokens.token_files.TOKEN_BLOCKS", 0)  # head and tail alone
     ids = np.ones(1_000_000, dtype=np.uint16)
     ids[10_000] = 500
     np.save(tmp_path / "ids.npy", ids)

@@ -283,7 +283,7 @@ def test_the_identity_of_a_cursor_is_that_of_its_step(corpora: dict[str, Any]) -
     steps = zip(range(1, 9), stream.from_cursor(stream.start()), strict=False)
     cursors = {0: stream.start()} | {step: cursor for step, (_, cursor) in steps}
     for step, cursor in cursors.items():
-        identity = stream.reading.identity_at(step)
+        identity = stream.order.identity_at(step)
         assert (cursor["identity"], cursor["fingerprint"]) == (identity, fingerprint_of(identity))
     assert len({cursor["fingerprint"] for cursor in cursors.values()}) == 3
 

@@ -19,8 +19,8 @@ from forge_core.protocols.data import Tokenizer
 from forge_data.components.sources import Jsonl
 from forge_data.components.tokenizers import Bpe
 from forge_data.preparation import parts, pool, prepare
-from forge_data.sources.parts import Records
-from forge_data.sources.text import text_files
+from forge_data.sources.records.parts import Records
+from forge_data.sources.records.text import text_files
 from forge_data.store.reader import StoreSource
 from forge_data.tokenizers.bpe import trained
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -180,7 +180,7 @@ ORPHANED = """
 import sys, time
 from pathlib import Path
 from forge_data.preparation import parts, pool
-from forge_data.sources.parts import Part, Wanted
+from forge_data.sources.records.parts import Part, Wanted
 ends = {"eos": None, "tokenizer_eos": 256, "vocab_size": 257}
 job = parts.Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
 from forge_data.tokenizers.bytes import ByteTokenizer

@@ -22,9 +22,10 @@ from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, Re
 from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import open_stream
 from forge_data.loading.open_sources import context_of
+from forge_data.loading.spec import LoadSpec
 from forge_data.section import Data
-from forge_data.sources import jsonl
-from forge_data.sources.parts import Skips, Wanted, as_json, from_json, read
+from forge_data.sources.records import jsonl
+from forge_data.sources.records.parts import Skips, Wanted, as_json, from_json, read
 from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -293,7 +294,7 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
         sources=[Jsonl(path=str(tmp_path / "text")), Parquet(path=str(tmp_path / "ids"), ids="ids")],
         tokenizer=Bpe(vocab_size=501),
     )
-    assert len(context_of(data, tmp_path / "w", lambda _: None).texts) == 1
+    assert len(context_of(LoadSpec(data, tmp_path / "w"), lambda _: None).texts) == 1
     with pytest.raises(DataError, match="holds token id 500, but the vocabulary has 2"):
         open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2)
     as_parquet(tmp_path / "ids", "ids", [[3, 2, 1, 0]] * 300)

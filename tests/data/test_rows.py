@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.packing.concatenate import Concatenated, borders_in, places
+from forge_data.packing.concatenate import Concatenated, places
 from forge_data.packing.labels import shift
+from forge_data.storage.document_ends import borders_in
 from forge_data.store.reader import StoreSource
 
 

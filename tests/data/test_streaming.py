@@ -16,8 +16,8 @@ from forge_core.batch import IGNORE
 from forge_core.errors import DataError
 from forge_data.components.sources import Random
 from forge_data.loading.loader import evaluation
-from forge_data.loading.streaming import Reader, readers_for
 from forge_data.order.cursor import merged
+from forge_data.packing.streamed import Reader, readers_for
 from forge_data.section import Data, Phase
 
 LENGTH, G = 8, 8
@@ -214,9 +214,9 @@ def test_a_second_iterator_takes_over_and_the_first_says_so() -> None:
 
 
 def test_what_needs_the_length_of_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match="packing 'best_fit' needs to know all documents"):
+    with pytest.raises(DataError, match="data.packing = 'best_fit' needs the lengths of all documents"):
         opened(data(packing="best_fit"), batch=G)
-    with pytest.raises(DataError, match=r"not known.*remove data\.epochs and max_epochs"):
+    with pytest.raises(DataError, match=r"unknown length.*remove data\.epochs and max_epochs"):
         opened(data(epochs=1), batch=G)
     with pytest.raises(DataError, match="epochs cannot be counted"):
         opened(data(sources=[Drip(max_epochs=2.0)]), batch=G)

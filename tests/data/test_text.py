@@ -19,8 +19,8 @@ from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import evaluation, open_stream
 from forge_data.preparation import parts, prepare
 from forge_data.section import Data
-from forge_data.sources.parts import Records, in_split
-from forge_data.sources.text import text_files
+from forge_data.sources.records.parts import Records, in_split
+from forge_data.sources.records.text import text_files
 from forge_data.store.reader import StoreSource
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.stored import tokenizer_of
@@ -69,7 +69,7 @@ def test_training_a_tokenizer_again_gives_the_same_bytes(corpus: Path, tmp_path:
     first = trained(corpus, tmp_path / "w1").dump()
     script = (
         "import sys; from pathlib import Path; from forge_core.protocols.data import SourceContext\n"
-        "from forge_data.components.tokenizers import Bpe; from forge_data.sources.text import text_files\n"
+        "from forge_data.components.tokenizers import Bpe; from forge_data.sources.records.text import text_files\n"
         "c = SourceContext(Path(sys.argv[2]), None, 16, lambda _: None, (text_files(sys.argv[1]),))\n"
         "sys.stdout.buffer.write(Bpe(vocab_size=300).build(c).dump())"
     )

@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.tokenizers import Bpe, SentencePiece, Tiktoken
 from forge_data.preparation.prepare import tokenise
-from forge_data.sources.text import text_files
+from forge_data.sources.records.text import text_files
 from forge_data.store.reader import open_store
 from forge_data.tokenizers.restore import restore
 from forge_data.tokenizers.stored import tokenizer_of

@@ -19,7 +19,7 @@ from forge_data.commands.detect import detect, open_any
 from forge_data.commands.ngrams import hashes, words_of
 from forge_data.packing.portions import portions
 from forge_data.preparation.prepare import tokenise
-from forge_data.sources.text import text_files
+from forge_data.sources.records.text import text_files
 from forge_data.store.reader import StoreSource
 from forge_data.store.writer import StoreWriter
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -166,8 +166,8 @@ def verified(path: Path, vocab_size: int | None = None, **more: Any) -> dict[str
 
 
 def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.document_ends._WHOLE", 1)
-    monkeypatch.setattr("forge_data.sources.document_ends.CHECKED", 2)  # blocks: the first and the last
+    monkeypatch.setattr("forge_data.storage.document_ends._WHOLE", 1)
+    monkeypatch.setattr("forge_data.storage.document_ends.CHECKED", 2)  # blocks: the first and the last
     foreign.megatron(tmp_path / "m", [[[number % 9, 0]] for number in range(20_000)])
     assert verified(tmp_path / "m")["faults"] == []
     content = bytearray((tmp_path / "m.idx").read_bytes())
@@ -192,8 +192,8 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
 
 
 def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 1)
-    monkeypatch.setattr("forge_data.sources.token_files.BLOCKS", 0)  # opening sees the first block and the last
+    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 1)
+    monkeypatch.setattr("forge_data.sources.tokens.token_files.TOKEN_BLOCKS", 0)  # opening sees the first block and the last
     ids = np.ones(300_000, dtype="<i4")
     ids[123_457] = 50_000
     ids.tofile(tmp_path / "a.bin")

@@ -20,7 +20,7 @@ import torch
 from data.steps import Drip, opened, rows_of, steps_of
 from forge_core.errors import DataError
 from forge_data.components.sources import Store, Tokens
-from forge_data.loading.workers import Crew
+from forge_data.loading.workers.pool import WorkerPool
 from forge_data.section import Data
 
 LENGTH, G = 16, 16
@@ -47,15 +47,15 @@ def test_workers_leave_every_step_alone(data: Data, workers: int, ranks: int, mi
 def test_workers_take_turns(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole step each: a step that all of them share costs a message to each, and their small parts cost more a token."""
     asked: list[tuple[int, int, int]] = []
-    send = Crew._send
+    send = WorkerPool._send
 
-    def noted(crew: Crew, worker: Any, message: tuple[Any, ...]) -> None:
+    def noted(crew: WorkerPool, worker: Any, message: tuple[Any, ...]) -> None:
         if message[0] == "fill":
             step, start, stop = message[4:7]
             asked.append((worker.number, step, stop - start))
         send(crew, worker, message)
 
-    monkeypatch.setattr(Crew, "_send", noted)
+    monkeypatch.setattr(WorkerPool, "_send", noted)
     stream = opened(dataclasses.replace(data, loader_workers=3, prefetch=1), batch=G, micro=G)
     reading = stream.from_cursor(stream.start())
     next(reading)
@@ -193,7 +193,7 @@ def pids_of(stream: Any) -> tuple[Any, list[int]]:
     reading = stream.from_cursor(stream.start())
     next(reading)
     listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True)
-    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loading.worker_main" in line]
+    return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loading.workers.main" in line]
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:
@@ -252,7 +252,7 @@ def test_workers_die_with_a_parent_that_is_killed_and_need_no_main_guard(data: D
 
 
 def test_a_worker_imports_no_torch(data: Data) -> None:
-    modules = "forge_data.loading.worker_main, forge_data.loading.reader, forge_data.loading.rows"
+    modules = "forge_data.loading.workers.main, forge_data.loading.row_reader, forge_data.loading.rows"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 

@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "packages/forge-data/src"
 READS_RECIPES = {"forge_data.checks", "forge_data.commands.recipe_data"}
 """Modules that may know components, because they read recipes."""
+MOST_MODULES = 15
 
 
 def graph_of(source: Path) -> dict[str, set[str]]:
@@ -42,8 +43,24 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_module_imports_itself_over_others() -> None:
+def rooms(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same graph of folders below the package."""
+    found: dict[str, set[str]] = {}
+    for name, imports in graph.items():
+        found.setdefault(room(name), set()).update(room(other) for other in imports)
+    return {name: others - {name} for name, others in found.items()}
+
+
+def room(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def test_modules_import_in_one_direction() -> None:
     assert circle(graph_of(SOURCE)) == []
+
+
+def test_folders_import_in_one_direction_too() -> None:
+    assert circle(rooms(graph_of(SOURCE))) == []
 
 
 def test_only_what_reads_recipes_imports_a_component() -> None:
@@ -59,6 +76,12 @@ def test_no_class_is_imported_under_another_name() -> None:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("forge_"):
                 renamed = [alias.name for alias in node.names if alias.asname not in (None, alias.name)]
                 assert [name for name in renamed if name[0].isupper()] == [], file
+
+
+def test_no_folder_is_crowded() -> None:
+    for folder in {file.parent for file in SOURCE.rglob("*.py")}:
+        modules = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(modules) <= MOST_MODULES, f"{folder.relative_to(SOURCE)} has {len(modules)} modules"
 
 
 @pytest.mark.parametrize(

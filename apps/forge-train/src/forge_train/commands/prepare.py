@@ -21,6 +21,7 @@ def prepare(
     from forge_core.registry import Registry
     from forge_data.loading.loader import evaluation
     from forge_data.loading.open_sources import context_of, open_sources
+    from forge_data.loading.spec import LoadSpec
     from forge_train.recipe.load import load
     from forge_train.run.directory import claim, run_directory
 
@@ -30,7 +31,8 @@ def prepare(
     claim(directory)
     workspace = directory / "data"
     vocab_size = getattr(job.model, "vocab_size", None)
-    opened = open_sources(job.data, context_of(job.data, workspace, console.note), vocab_size)
+    spec = LoadSpec(job.data, workspace, vocab_size=vocab_size)
+    opened = open_sources(spec, context_of(spec, console.note))
     held_out = evaluation(job.data, workspace=workspace, report=console.note, vocab_size=vocab_size)
     found: dict[str, Any] = {
         "workspace": str(workspace),

@@ -20,6 +20,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
         ForgeError: there is none; says how to give one.
     """
     from forge_data.loading.open_sources import context_of, open_sources
+    from forge_data.loading.spec import LoadSpec
 
     if path is None and weights.facts.tokenizer is not None:
         path = weights.facts.tokenizer / "tokenizer.json"
@@ -29,8 +30,9 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
         return _read(path, weights)
     if isinstance(weights, ForgeWeights) and weights.place.run is not None:
         job = job_of(weights.meta, registry, "data")
-        context = context_of(job.data, weights.place.run / "data", report)
-        found = context.tokenizer or open_sources(job.data, context, None).tokenizer
+        spec = LoadSpec(job.data, weights.place.run / "data")
+        context = context_of(spec, report)
+        found = context.tokenizer or open_sources(spec, context).tokenizer
         if found is not None:
             return found
     raise DataError(f"no tokenizer found for {weights.facts.origin}; pass --tokenizer tokenizer.json")

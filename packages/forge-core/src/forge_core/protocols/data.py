@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
     def borders(self, starts: "np.ndarray", length: int) -> "tuple[np.ndarray, np.ndarray]":
-        """Document ends inside many windows at once: `forge_data.packing.concatenate.borders_in` does it from an array of ends.
+        """Document ends inside many windows at once: `forge_data.storage.document_ends.borders_in` does it from an array of ends.
 
         Args:
             starts: (N,) uint64 first tokens of the windows.
@@ -82,7 +82,7 @@ class Source(Protocol):
 class StreamedSource(Protocol):
     """Documents that can only be read in order, in shards: files of a remote data set, a generator, a live stream.
 
-    `forge_data.loading.streaming` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
+    `forge_data.packing.streamed` shuffles and cuts them, and takes up any position again. Attributes as in `Source`; the number
     of tokens is not known.
 
     Attributes:

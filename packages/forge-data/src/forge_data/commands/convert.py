@@ -11,7 +11,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source, Tokenizer
 from forge_data.packing.portions import portions
 from forge_data.preparation.progress import Progress
-from forge_data.sources.token_files import Corpus
+from forge_data.sources.tokens.token_files import Corpus
 from forge_data.store.manifest import DTYPES
 from forge_data.store.reader import StoreSource
 from forge_data.store.writer import SHARD_TOKENS, StoreWriter

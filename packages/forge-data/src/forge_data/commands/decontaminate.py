@@ -19,7 +19,7 @@ from forge_data.commands.detect import open_any
 from forge_data.commands.ngrams import hashes, words_of
 from forge_data.packing.portions import portions
 from forge_data.preparation.progress import Progress
-from forge_data.sources import jsonl
+from forge_data.sources.records import jsonl
 from forge_data.storage.files import find
 from forge_data.store.reader import StoreSource
 from forge_data.store.writer import StoreWriter

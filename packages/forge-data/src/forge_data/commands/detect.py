@@ -4,11 +4,11 @@ from pathlib import Path
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source
-from forge_data.sources.containers import is_llmc
-from forge_data.sources.datatrove import open_datatrove
-from forge_data.sources.llmc import open_llmc
-from forge_data.sources.megatron import open_megatron
-from forge_data.sources.tokens import open_tokens
+from forge_data.sources.tokens.arrays import open_tokens
+from forge_data.sources.tokens.containers import is_llmc
+from forge_data.sources.tokens.datatrove import open_datatrove
+from forge_data.sources.tokens.llmc import open_llmc
+from forge_data.sources.tokens.megatron import open_megatron
 from forge_data.storage.file import is_url
 from forge_data.storage.files import find, find_one, read_bytes
 from forge_data.store.reader import open_store

@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data
 from forge_data.loading.buffers import Buffers
-from forge_data.loading.reader import Reading
+from forge_data.loading.row_reader import RowReader
 from forge_data.loading.rows import Rows
 from forge_data.order.cursor import differences_of, refuse_other, sample_of
 
@@ -27,7 +27,7 @@ class Run:
     """One side. `steps` were consumed where `reached`, else they would be."""
 
     name: str
-    reading: Reading
+    reader: RowReader
     steps: int
     reached: bool
 
@@ -52,18 +52,18 @@ def diff(one: str, other: str, steps: int | None, report: Callable[[str], None])
         ForgeError: one of them is no run, its data cannot be read, or changed since its checkpoint.
     """
     sides = [_opened(path, report) for path in (one, other)]
-    readings = [side.reading for side in sides]
-    ends = [None if (end := reading.end()) is None else reading.timeline.steps_in(end) for reading in readings]
+    readers = [side.reader for side in sides]
+    ends = [None if (end := reader.order.end()) is None else reader.order.timeline.steps_in(end) for reader in readers]
     wanted = steps or min(side.steps for side in sides)
     compared = min([wanted, *(end for end in ends if end is not None)])
-    first = _first(readings[0], readings[1], compared)
-    settings = differences_of(*(reading.identity_at(compared) for reading in readings))
+    first = _first(readers[0], readers[1], compared)
+    settings = differences_of(*(reader.order.identity_at(compared) for reader in readers))
     return {
         "equal": first is None,
         "steps": compared,
-        "samples": [reading.timeline.first_of(compared) for reading in readings],
+        "samples": [reader.order.timeline.first_of(compared) for reader in readers],
         "runs": [
-            {"steps": side.steps, "consumed": side.reached, "tokens": _tokens(side), "tokenizer": _tokenizer(side.reading)}
+            {"steps": side.steps, "consumed": side.reached, "tokens": _tokens(side), "tokenizer": _tokenizer(side.reader)}
             for side in sides
         ],
         "settings": [f"{name} is {here}, there {there}" for name, (here, there) in settings.items()],
@@ -84,43 +84,43 @@ def _opened(path: str, report: Callable[[str], None]) -> Run:
         inside = folder / "config.toml"
         recipe = recipe_data.read(inside if folder.is_dir() else path)
         workspace = folder / "data" if folder.is_dir() else recipe.workspace
-    from forge_data.loading.loader import MixedStream, open_stream
+    from forge_data.loading.loader import TrainingStream, open_stream
 
     shape = {"seed": recipe.job.seed, "global_batch": recipe.train.global_batch, "micro_batch": 1}
     stream = open_stream(recipe.data, workspace=workspace, report=report, **shape)
-    if not isinstance(stream, MixedStream):
+    if not isinstance(stream, TrainingStream):
         raise DataError(f"{path}: the only source is a loader of its own; nobody but it knows what it reads")
     if cursor is None:
-        return Run(path, stream.reading, recipe.train.max_steps, reached=False)
-    done = stream.reading.timeline.steps_in(sample_of(cursor))
-    refuse_other(cursor, stream.reading.identity_at(done))
-    return Run(path, stream.reading, done, reached=True)
+        return Run(path, stream.reader, recipe.train.max_steps, reached=False)
+    done = stream.reader.order.timeline.steps_in(sample_of(cursor))
+    refuse_other(cursor, stream.reader.order.identity_at(done))
+    return Run(path, stream.reader, done, reached=True)
 
 
-def _first(one: Reading, other: Reading, steps: int) -> dict[str, Any] | None:
+def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | None:
     """The first difference in the first `steps` steps."""
     sides = (one, other)
     pools = [Buffers(), Buffers()]
-    for reading in sides:
-        reading.seek({})
+    for reader in sides:
+        reader.seek({})
     for step in range(steps):
-        spans = [reading.timeline.span_at(step) for reading in sides]
+        spans = [reader.order.timeline.span_at(step) for reader in sides]
         if spans[0].rows != spans[1].rows or spans[0].length != spans[1].length:
             return {"step": step, "shapes": [[span.rows, span.length] for span in spans]}
         count, length = spans[0].rows, spans[0].length
         if not (one.streams or other.streams) and _same(one, other, step, count):
             continue
-        made = [Rows.take(pool, count, length, reading.masked) for pool, reading in zip(pools, sides, strict=True)]
-        for reading, rows in zip(sides, made, strict=True):
-            reading.fill(rows, step, 0, count)
+        made = [Rows.take(pool, count, length, reader.spec.masked) for pool, reader in zip(pools, sides, strict=True)]
+        for reader, rows in zip(sides, made, strict=True):
+            reader.fill(rows, step, 0, count)
         if (found := _different(*made)) is not None:
             what, row, column = found
             token = column + (what == "labels")  # a label is the token after
-            places = [reading.place_of(step, row, token) for reading in sides]
+            places = [reader.place_of(step, row, token) for reader in sides]
             return {
                 "step": step,
                 "row": row,
-                "sample": one.timeline.first_row_of(step) + row,
+                "sample": one.order.timeline.first_row_of(step) + row,
                 "column": column,
                 "field": what,
                 "values": [int(getattr(rows, what)[row, column]) for rows in made],
@@ -130,15 +130,15 @@ def _first(one: Reading, other: Reading, steps: int) -> dict[str, Any] | None:
     return None
 
 
-def _same(one: Reading, other: Reading, step: int, count: int) -> bool:
+def _same(one: RowReader, other: RowReader, step: int, count: int) -> bool:
     """Whether a step has the same rows of the same corpora, cut alike, so that they need not be read."""
-    if one.data.packing != other.data.packing or one.masked != other.masked:
+    if one.spec.data.packing != other.spec.data.packing or one.spec.masked != other.spec.masked:
         return False
-    (own, own_rows), (their, their_rows) = (reading.rows_of(step, 0, count) for reading in (one, other))
+    (own, own_rows), (their, their_rows) = (reader.order.rows_of(step, 0, count) for reader in (one, other))
     if not np.array_equal(own_rows, their_rows):
         return False
     pairs = set(zip(own.tolist(), their.tolist(), strict=True))
-    return all(one.sources[mine].fingerprint == other.sources[theirs].fingerprint for mine, theirs in pairs)
+    return all(one.order.sources[mine].fingerprint == other.order.sources[theirs].fingerprint for mine, theirs in pairs)
 
 
 def _different(one: Rows, other: Rows) -> tuple[str, int, int] | None:
@@ -160,14 +160,14 @@ def _different(one: Rows, other: Rows) -> tuple[str, int, int] | None:
 
 def _tokens(side: Run) -> dict[str, int]:
     """Tokens of each source in the steps of a side."""
-    timeline = side.reading.timeline
-    end = side.reading.end()
+    order = side.reader.order
+    timeline, end = order.timeline, order.end()
     samples = timeline.first_of(side.steps) if end is None else min(end, timeline.first_of(side.steps))
-    return {label: drawn * side.reading.unit for label, drawn in zip(side.reading.labels, timeline.draws(samples), strict=True)}
+    return {label: drawn * order.unit for label, drawn in zip(order.labels, timeline.draws(samples), strict=True)}
 
 
-def _tokenizer(reading: Reading) -> str | None:
-    return next((found for source in reading.sources if (found := getattr(source, "tokenizer", None)) is not None), None)
+def _tokenizer(reader: RowReader) -> str | None:
+    return next((found for source in reader.order.sources if (found := getattr(source, "tokenizer", None)) is not None), None)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 
 from forge_core.protocols.data import Source
 from forge_data.loading.entropy import token_counts, unigram_entropy
-from forge_data.sources.token_files import Corpus
+from forge_data.sources.tokens.token_files import Corpus
 from forge_data.store.reader import StoreSource
 from forge_data.tokenizers.stored import tokenizer_of
 

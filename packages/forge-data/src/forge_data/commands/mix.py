@@ -34,7 +34,7 @@ def mix(
         ForgeError: as `open_stream`.
     """
     found = read(recipe, overrides)
-    from forge_data.loading.loader import MixedStream, open_stream
+    from forge_data.loading.loader import TrainingStream, open_stream
     from forge_data.order.phases import faults_of, refuse_faults
 
     steps = steps or found.train.max_steps
@@ -47,7 +47,7 @@ def mix(
         micro_batch=1,
         report=report,
     )
-    if not isinstance(stream, MixedStream):
+    if not isinstance(stream, TrainingStream):
         raise DataError("the only source is a loader of its own; nobody but it knows what it will read")
     return plan_of(stream, steps)
 

@@ -10,11 +10,11 @@ from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.loading.entropy import unigram_entropy
 from forge_data.order.cursor import differences_of
 from forge_data.preparation.prepare import tokenise
-from forge_data.sources.huggingface import open_dataset
-from forge_data.sources.parts import Records
-from forge_data.sources.record_formats import FORMATS, open_records
-from forge_data.sources.stdlib import stdlib_files
-from forge_data.sources.text import text_files
+from forge_data.sources.records.formats import FORMATS, open_records
+from forge_data.sources.records.huggingface import open_dataset
+from forge_data.sources.records.parts import Records
+from forge_data.sources.records.stdlib import stdlib_files
+from forge_data.sources.records.text import text_files
 from forge_data.storage.partial import remove_left
 from forge_data.store.manifest import MANIFEST
 from forge_data.store.reader import StoreSource

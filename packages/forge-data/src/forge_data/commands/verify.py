@@ -10,7 +10,7 @@ import xxhash
 from forge_core.protocols.data import Source
 from forge_data.packing.portions import place_of, portions
 from forge_data.preparation.progress import Progress
-from forge_data.sources.token_files import Corpus
+from forge_data.sources.tokens.token_files import Corpus
 from forge_data.store.reader import StoreSource
 
 _SAMPLED = 1 << 20

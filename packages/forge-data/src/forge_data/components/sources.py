@@ -11,7 +11,7 @@ from forge_core.protocols.data import SourceComponent
 if TYPE_CHECKING:
     from forge_core.protocols.data import Source, SourceContext, StreamedSource, Texts
     from forge_data.preparation.streamed_text import DatasetTexts
-    from forge_data.sources.parts import Records
+    from forge_data.sources.records.parts import Records
 
 Split = Literal["all", "train", "held_out"]
 Fraction = Annotated[float, Gt(0), Lt(1)]
@@ -48,7 +48,7 @@ class Text(SourceComponent):
     """Files that are no UTF-8 and may be left out; they are counted, and one more is an error."""
 
     def texts(self) -> "Texts":
-        from forge_data.sources.text import text_files
+        from forge_data.sources.records.text import text_files
 
         return text_files(self.path, self.split, self.held_out, self.skip)
 
@@ -98,7 +98,7 @@ class RecordComponent(SourceComponent):
 
     def records(self) -> "Records":
         """The documents as a corpus in parts."""
-        from forge_data.sources.record_formats import open_records
+        from forge_data.sources.records.formats import open_records
 
         return open_records(
             self.path, self.format, text=self.text, ids=self.ids, split=self.split, held_out=self.held_out, skip=self.skip
@@ -165,7 +165,7 @@ class HuggingFace(RecordComponent):
 
     def records(self) -> "Records":
         """The documents as a corpus in parts."""
-        from forge_data.sources.huggingface import open_dataset
+        from forge_data.sources.records.huggingface import open_dataset
 
         return open_dataset(
             self.path,
@@ -211,7 +211,7 @@ class Stdlib(SourceComponent):
     """Fraction of files in the split `held_out`."""
 
     def texts(self) -> "Texts":
-        from forge_data.sources.stdlib import stdlib_files
+        from forge_data.sources.records.stdlib import stdlib_files
 
         return stdlib_files(self.split, self.held_out)
 
@@ -243,7 +243,7 @@ class Tokens(SourceComponent):
             raise ValueError("give `eos` or `bos`, not both: one token is enough to tell documents apart")
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.tokens import open_tokens
+        from forge_data.sources.tokens.arrays import open_tokens
 
         return open_tokens(self.path, dtype=self.dtype, eos=self.eos, bos=self.bos, vocab_size=self.vocab_size)
 
@@ -260,7 +260,7 @@ class Megatron(SourceComponent):
     """Of the tokenizer that made the files, if known."""
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.megatron import open_megatron
+        from forge_data.sources.tokens.megatron import open_megatron
 
         return open_megatron(self.path, vocab_size=self.vocab_size)
 
@@ -279,7 +279,7 @@ class Llmc(SourceComponent):
     """Of the tokenizer that made the files, if known."""
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.llmc import open_llmc
+        from forge_data.sources.tokens.llmc import open_llmc
 
         return open_llmc(self.path, bos=self.bos, vocab_size=self.vocab_size)
 
@@ -300,7 +300,7 @@ class Datatrove(SourceComponent):
     """Of the tokenizer that made the files, if known."""
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.datatrove import open_datatrove
+        from forge_data.sources.tokens.datatrove import open_datatrove
 
         return open_datatrove(self.path, dtype=self.dtype, ignore_loss_mask=self.ignore_loss_mask, vocab_size=self.vocab_size)
 
@@ -321,6 +321,6 @@ class Random(SourceComponent):
     """Another seed gives other tokens."""
 
     def build(self, context: "SourceContext") -> "Source":
-        from forge_data.sources.random import RandomSource
+        from forge_data.sources.tokens.random import RandomSource
 
         return RandomSource(vocab_size=self.vocab_size, tokens=self.tokens, document=self.document, seed=self.seed)

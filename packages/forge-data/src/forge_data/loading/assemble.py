@@ -6,8 +6,9 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.loading.rows import Rows
-from forge_data.loading.streaming import Streamed
-from forge_data.packing.concatenate import Cut, Packing
+from forge_data.loading.spec import LoadSpec
+from forge_data.packing.concatenate import Packing, RowWindows
+from forge_data.packing.streamed import Streamed
 
 _CHUNK = 1 << 17
 """Tokens that are worked on at a time, so that intermediate arrays stay in the cache."""
@@ -16,22 +17,19 @@ _CHUNK = 1 << 17
 class Assembler:
     """Cuts rows from several packings and fills model inputs with them."""
 
-    def __init__(
-        self, packings: Sequence[Packing | Streamed], length: int, masked: bool, vocab_size: int | None, pieces: int = 1
-    ) -> None:
+    def __init__(self, packings: Sequence[Packing | Streamed], spec: LoadSpec, length: int, pieces: int = 1) -> None:
         """
         Args:
             packings: of each source.
+            spec: of the run: whether rows are masked, and the vocabulary that ids are compared with.
             length: T, tokens of a row.
-            masked: positions and documents are wanted.
-            vocab_size: of the model, where ids are to be checked.
             pieces: rows that are cut from one sample; streams are read in whole samples.
         """
         self.packings = packings
         self.length = length
-        self.masked = masked
+        self.masked = spec.masked
         self._pieces = pieces
-        self._limits = [_limit(packing, vocab_size) for packing in packings]
+        self._limits = [_limit(packing, spec.vocab_size) for packing in packings]
 
     def fill(self, rows: Rows, at: int, sources: np.ndarray, numbers: np.ndarray) -> None:
         """Writes rows `numbers` (N,) of packings `sources` (N,), in this order, from row `at` on."""
@@ -44,7 +42,7 @@ class Assembler:
                 part = own[start : start + size]
                 rows.fill(at + part, self._cut(source, numbers[part]))
 
-    def cut_last(self, source: int) -> tuple[Cut, int]:
+    def cut_last(self, source: int) -> tuple[RowWindows, int]:
         """The short last row of a packing; see `Packing.cut_last`."""
         packing = self.packings[source]
         assert not isinstance(packing, Streamed), "a stream has no last row"
@@ -52,7 +50,7 @@ class Assembler:
         self._refuse_unknown(source, np.array([packing.rows]), cut.windows)
         return cut, labelled
 
-    def _cut(self, source: int, numbers: np.ndarray) -> Cut:
+    def _cut(self, source: int, numbers: np.ndarray) -> RowWindows:
         packing = self.packings[source]
         cut = packing.cut(numbers, self.length) if isinstance(packing, Streamed) else packing.cut(numbers)
         _refuse_borders(packing, numbers, cut)
@@ -90,7 +88,7 @@ def _limit(packing: Packing | Streamed, vocab_size: int | None) -> tuple[int, st
     return min(known)
 
 
-def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: Cut) -> None:
+def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: RowWindows) -> None:
     """Of a large index only a part was checked before it was used; of a plugin's source nothing."""
     rows, columns = cut.rows, cut.columns
     if getattr(packing.source, "borders_checked", False) or not len(rows):

@@ -9,8 +9,9 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
+from forge_data.loading.packings import open_packing
 from forge_data.loading.rows import Rows
-from forge_data.packing.concatenate import Concatenated, Packing
+from forge_data.loading.spec import LoadSpec
 
 
 class HeldOut:
@@ -25,10 +26,8 @@ class HeldOut:
         self,
         name: str,
         source: Source,
-        length: int,
-        masked: bool,
-        vocab_size: int | None,
-        packing: Callable[[Source, int], Packing] = Concatenated,
+        spec: LoadSpec,
+        report: Callable[[str], None],
     ) -> None:
         if source.tokens < 2:
             raise DataError(f"evaluation set {name!r} ({source.name}) has {source.tokens} tokens: nothing to predict")
@@ -36,9 +35,9 @@ class HeldOut:
         self.source = source
         self.tokens = source.tokens
         self.text_bytes: int | None = getattr(source, "text_bytes", None)
-        self._packing = packing(source, length)
+        self._packing = open_packing(spec, name, source, spec.data.sequence_length, report)
         self.rows = self._packing.ragged
-        self._assembler = Assembler([self._packing], length, masked, vocab_size)
+        self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)
         self._buffers = Buffers()
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:

@@ -7,10 +7,11 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import StatefulIterable, StreamedSource, Tokenizer
 from forge_data.loading.evaluation import HeldOut
 from forge_data.loading.foreign_loader import ForeignStream
-from forge_data.loading.open_sources import Opened, build, context_of, open_sources, refuse_tokenizers
-from forge_data.loading.reader import Reading, packing_for
-from forge_data.loading.stream import MixedStream
-from forge_data.loading.workers import Recipe
+from forge_data.loading.open_sources import OpenedSources, build, context_of, open_sources, refuse_tokenizers
+from forge_data.loading.row_reader import open_rows
+from forge_data.loading.spec import LoadSpec
+from forge_data.loading.stream import TrainingStream
+from forge_data.loading.workers.recipe import WorkerRecipe
 from forge_data.section import Data
 
 Report = Callable[[str], None]
@@ -31,7 +32,7 @@ def open_stream(
     ranks: int = 1,
     report: Report = _silent,
     vocab_size: int | None = None,
-) -> MixedStream | ForeignStream:
+) -> TrainingStream | ForeignStream:
     """Opens the training data of a recipe; text is tokenised into `workspace` the first time.
 
     Args:
@@ -45,7 +46,7 @@ def open_stream(
         vocab_size: of the model; a source with a larger id is refused.
 
     Returns:
-        The `MixedStream`; or, where the only source is a foreign loader, the `ForeignStream` that reads it.
+        The `TrainingStream`; or, where the only source is a foreign loader, the `ForeignStream` that reads it.
 
     Raises:
         ForgeError: something cannot be read as what it claims to be, or the sizes do not fit each other.
@@ -58,23 +59,16 @@ def open_stream(
             f"global_batch {global_batch} is no multiple of {portion}; change train.micro_batch or the number of ranks"
         )
     shape = {"rank": rank, "ranks": ranks, "global_batch": global_batch, "micro_batch": micro_batch}
-    opened = open_sources(data, context_of(data, workspace, report, **shape), vocab_size)
+    spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size)
+    opened = open_sources(spec, context_of(spec, report, **shape))
     if any(isinstance(source, StatefulIterable) for source in opened.sources.values()):
         return _foreign(data, opened, shape)
-    reading = Reading(
-        data,
-        opened,
-        seed=seed if data.seed is None else data.seed,
-        global_batch=global_batch,
-        vocab_size=vocab_size,
-        workspace=workspace,
-        report=report,
-    )
-    recipe = Recipe.of(reading, workspace) if data.loader_workers else None
-    return MixedStream(reading, micro_batch=micro_batch, rank=rank, ranks=ranks, recipe=recipe)
+    reader = open_rows(spec, opened, report)
+    recipe = WorkerRecipe.of(reader.order, opened) if data.loader_workers else None
+    return TrainingStream(reader, opened.tokenizer, micro_batch=micro_batch, rank=rank, ranks=ranks, recipe=recipe)
 
 
-def _foreign(data: Data, opened: Opened, shape: Mapping[str, int]) -> ForeignStream:
+def _foreign(data: Data, opened: OpenedSources, shape: Mapping[str, int]) -> ForeignStream:
     """The stream of the only source, which is a loader itself."""
     chosen = {"phases": data.phases, "loader_workers": data.loader_workers, "epochs": data.epochs}
     ((label, loader),) = opened.sources.items()
@@ -100,11 +94,10 @@ def evaluation(
     """
     if not data.evaluation:
         return {}
-    context = context_of(data, workspace, report)
+    spec = LoadSpec(data, workspace, vocab_size=vocab_size)
+    context = context_of(spec, report)
     sources = {name: build(component, name, context, vocab_size) for name, component in data.evaluation.items()}
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
         raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
     refuse_tokenizers(sources, context.tokenizer or tokenizer)
-    packing = packing_for(data, workspace, report)
-    masked, length = data.documents == "mask", data.sequence_length
-    return {name: HeldOut(name, source, length, masked, vocab_size, packing(name)) for name, source in sources.items()}
+    return {name: HeldOut(name, source, spec, report) for name, source in sources.items()}

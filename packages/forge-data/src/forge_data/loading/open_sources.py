@@ -1,22 +1,21 @@
 """Builds what a `[data]` table names: tokenizer and sources, checked against each other."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
+from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import labels_of, used
-from forge_data.section import Data
 from forge_data.store.reader import StoreSource
 
 AnySource = Source | StreamedSource
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSources:
     """Sources by label, those that no phase ever reads left out, and the tokenizer of the recipe, if it has one.
 
     Attributes:
@@ -30,34 +29,35 @@ class Opened:
     tokenizer: Tokenizer | None
     sources: Mapping[str, AnySource]
     weights: tuple[float, ...]
-    places: tuple[int, ...] = ()
-    max_epochs: tuple[float | None, ...] = ()
+    places: tuple[int, ...]
+    max_epochs: tuple[float | None, ...]
 
 
-def context_of(data: Data, workspace: Path, report: Callable[[str], None], **more: int) -> SourceContext:
+def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> SourceContext:
     """What sources are built with; trains or loads the tokenizer. `more` are further fields of the context.
 
     Raises:
         DataError: see the tokenizer.
     """
+    data = spec.data
     texts = tuple(
         found
         for source in data.sources
         if isinstance(source, TextComponent) and getattr(source, "weight", 1.0) > 0 and (found := source.texts()) is not None
     )
     workers = data.workers or usable_cores()
-    context = SourceContext(workspace, None, data.sequence_length, report, texts, workers, **more)
+    context = SourceContext(spec.workspace, None, data.sequence_length, report, texts, workers, **more)
     component: Any = data.tokenizer
-    tokenizer = None if component is None else component.build(context)
-    return SourceContext(workspace, tokenizer, data.sequence_length, report, texts, workers, **more)
+    return replace(context, tokenizer=None if component is None else component.build(context))
 
 
-def open_sources(data: Data, context: SourceContext, vocab_size: int | None) -> Opened:
+def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
     """Builds the training sources. One whose weight is 0 in every phase is not even opened.
 
     Raises:
         DataError: there is none, or one refuses, or tokenizer or vocabulary do not fit.
     """
+    data = spec.data
     if not data.sources:
         raise DataError("the recipe has no data; add [[data.sources]] with name = 'stdlib', 'text' or 'store'")
     labels = labels_of(data)
@@ -67,12 +67,12 @@ def open_sources(data: Data, context: SourceContext, vocab_size: int | None) -> 
     if not places:
         raise DataError("every source has weight 0; set the weight of at least one of [[data.sources]]")
     chosen = [data.sources[place] for place in places]
-    sources = {labels[place]: build(data.sources[place], labels[place], context, vocab_size) for place in places}
+    sources = {labels[place]: build(data.sources[place], labels[place], context, spec.vocab_size) for place in places}
     foreign = [label for label, source in sources.items() if isinstance(source, StatefulIterable)]
     if foreign and len(sources) > 1:
         raise DataError(f"source {foreign[0]!r} is a loader of its own, which cannot be mixed; make it the only source")
     refuse_tokenizers(sources)
-    return Opened(
+    return OpenedSources(
         context.tokenizer or _carried(sources),
         sources,
         tuple(float(getattr(component, "weight", 1.0)) for component in chosen),

@@ -7,7 +7,7 @@ import numpy as np
 
 from forge_core.batch import IGNORE, PADDING, Batch, Sources
 from forge_data.loading.buffers import Buffers
-from forge_data.packing.concatenate import Cut, places
+from forge_data.packing.concatenate import RowWindows, places
 from forge_data.packing.labels import shift
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Rows:
         """Rows in memory that nobody uses."""
         return cls(buffers.take((cls.size_of(count, length, masked),), np.uint8), count, length, masked)
 
-    def fill(self, at: np.ndarray, cut: Cut) -> None:
+    def fill(self, at: np.ndarray, cut: RowWindows) -> None:
         """Writes rows `at` (N,) int64 from N windows."""
         shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
         if self.positions is not None and self.documents is not None:

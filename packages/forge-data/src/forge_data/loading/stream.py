@@ -13,21 +13,22 @@ import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Cursor, StreamedSource
+from forge_core.protocols.data import Cursor, StreamedSource, Tokenizer
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.entropy import token_counts, unigram_entropy
-from forge_data.loading.reader import Reading
+from forge_data.loading.row_reader import RowReader
 from forge_data.loading.rows import Rows
-from forge_data.loading.streaming import refuse_ranks
-from forge_data.loading.workers import Crew, Recipe
+from forge_data.loading.workers.pool import WorkerPool
+from forge_data.loading.workers.recipe import WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
 from forge_data.order.phases import batch_faults, lr_scale_at, refuse_faults
+from forge_data.packing.streamed import refuse_ranks
 from forge_data.store.checksums import FirstEpoch
 
 _log = logging.getLogger(__name__)
 
 
-class MixedStream:
+class TrainingStream:
     """The `Stream` of a recipe's sources, as one rank reads it.
 
     Attributes:
@@ -37,20 +38,29 @@ class MixedStream:
         steps: until the stream ends, or None. Samples of the last epoch that fill no global batch are left out.
     """
 
-    def __init__(self, reading: Reading, *, micro_batch: int, rank: int, ranks: int, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self,
+        reader: RowReader,
+        tokenizer: Tokenizer | None,
+        *,
+        micro_batch: int,
+        rank: int,
+        ranks: int,
+        recipe: WorkerRecipe | None = None,
+    ) -> None:
         """`recipe` opens the same sources in loader workers; needed where `data.loader_workers` is not 0."""
-        self.reading, self.data = reading, reading.data
-        self.tokenizer = reading.opened.tokenizer
-        self.labels, self.sources = reading.labels, reading.sources
-        self.samples = reading.samples
+        self.reader, self.order, self.data = reader, reader.order, reader.spec.data
+        self.tokenizer = tokenizer
+        self.labels, self.sources = self.order.labels, self.order.sources
+        self.samples = self.order.samples
         self.tokens = sum(getattr(source, "tokens", 0) for source in self.sources)
         self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
         self._recipe = recipe
         self._iterator: object = None
         self._identities: dict[int, tuple[dict[str, Any], str]] = {}
-        self.fingerprint = fingerprint_of(reading.identity_at(None))
-        end = reading.end()
-        self.steps = None if end is None else reading.timeline.steps_in(end)
+        self.fingerprint = fingerprint_of(self.order.identity_at(None))
+        end = self.order.end()
+        self.steps = None if end is None else self.order.timeline.steps_in(end)
         self._refuse_sizes(end)
 
     def start(self) -> Cursor:
@@ -63,9 +73,9 @@ class MixedStream:
         Raises:
             DataError: at once, when the cursor belongs to other data; names the difference.
         """
-        sample, timeline = sample_of(cursor), self.reading.timeline
+        sample, timeline = sample_of(cursor), self.order.timeline
         step = timeline.steps_in(sample)
-        for difference in refuse_other(cursor, self.reading.identity_at(step), self.data.changed):
+        for difference in refuse_other(cursor, self.order.identity_at(step), self.data.changed):
             _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
         if timeline.first_of(step) != sample:
             raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
@@ -77,7 +87,7 @@ class MixedStream:
 
     def tokens_at(self, step: int) -> int:
         """Positions of the global batch of a step, with or without a label."""
-        span = self.reading.timeline.span_at(step)
+        span = self.order.timeline.span_at(step)
         return span.rows * span.length
 
     def batches_at(self, step: int) -> int:
@@ -86,14 +96,14 @@ class MixedStream:
 
     def mix(self, step: int) -> dict[str, tuple[int, float]]:
         """Tokens of each source that the first `step` steps read, and how many the weights ask for."""
-        timeline, unit = self.reading.timeline, self.reading.unit
+        timeline, unit = self.order.timeline, self.order.unit
         samples = timeline.first_of(step)
         pairs = zip(timeline.draws(samples), timeline.planned(samples), strict=True)
         return {label: (drawn * unit, float(asked * unit)) for label, (drawn, asked) in zip(self.labels, pairs, strict=True)}
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
         """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time."""
-        timeline = self.reading.timeline
+        timeline = self.order.timeline
         draws = timeline.draws(timeline.first_of(steps)) if steps is not None else None
         mixture = timeline.segments[0].mixture
         sources = []
@@ -107,10 +117,10 @@ class MixedStream:
                 "rows": rows,
                 "share": mixture.shares[index] / mixture.period,
             }
-            if summary := getattr(self.reading.packings[index], "summary", None):
+            if summary := getattr(self.reader.packings[index], "summary", None):
                 entry["packing"] = summary
             if draws is not None:
-                read = {"samples": draws[index], "tokens_read": draws[index] * self.reading.unit}
+                read = {"samples": draws[index], "tokens_read": draws[index] * self.order.unit}
                 entry |= read | {"epochs": None if rows is None else draws[index] / rows}
             sources.append(entry)
         return {
@@ -126,7 +136,7 @@ class MixedStream:
         counted = [source for source in self.sources if not isinstance(source, StreamedSource)]
         if len(counted) < len(self.sources):
             return None
-        mixture = self.reading.timeline.segments[0].mixture
+        mixture = self.order.timeline.segments[0].mixture
         shares = [share / mixture.period for share in mixture.shares]
         return unigram_entropy([token_counts(source) for source in counted], shares)
 
@@ -144,27 +154,27 @@ class MixedStream:
 
     def _checksums(self, step: int) -> FirstEpoch:
         """What compares this rank's files from a step on."""
-        timeline = self.reading.timeline
+        timeline = self.order.timeline
         draws = dict(zip(self.labels, timeline.draws(timeline.first_of(step)), strict=True))
         sources = dict(zip(self.labels, self.sources, strict=True)) if self.data.verify else {}
         return FirstEpoch(sources, self._tokens_of(draws), self.rank, self.ranks)
 
     def _tokens_of(self, draws: Mapping[str, int]) -> dict[str, int]:
-        return {label: drawn * self.reading.unit for label, drawn in draws.items()}
+        return {label: drawn * self.order.unit for label, drawn in draws.items()}
 
     def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
         """(rows of this rank, positions of its readers after them) of each step."""
         buffers = Buffers()
-        self.reading.seek(positions)
+        self.reader.seek(positions)
         self._iterator = iterator = object()
         while self.steps is None or step < self.steps:
-            if self.reading.streams and self._iterator is not iterator:
+            if self.reader.streams and self._iterator is not iterator:
                 raise DataError("streamed sources are read by one iterator at a time, and a newer one took over; open them again")
             own, length = self._shape(step)
-            buffers.drop_others((Rows.size_of(own, length, self.reading.masked),))
-            rows = Rows.take(buffers, own, length, self.reading.masked)
-            self.reading.fill(rows, step, self.rank * own, (self.rank + 1) * own)
-            after = self.reading.positions(self._readers())
+            buffers.drop_others((Rows.size_of(own, length, self.reader.spec.masked),))
+            rows = Rows.take(buffers, own, length, self.reader.spec.masked)
+            self.reader.fill(rows, step, self.rank * own, (self.rank + 1) * own)
+            after = self.reader.positions(self._readers())
             yield rows, after
             del rows
             step += 1
@@ -172,25 +182,25 @@ class MixedStream:
     def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
         """The same by worker processes, `prefetch` steps ahead, and as many as there are workers: each makes another step."""
         assert self._recipe is not None, "loader workers need the recipe"
-        readers = self._readers() if self.reading.streams else None
-        with Crew(self._recipe, self.data.loader_workers, self.reading, readers, positions) as crew:
+        readers = self._readers() if self.reader.streams else None
+        with WorkerPool(self._recipe, self.data.loader_workers, self.order, readers, positions) as pool:
             ahead, lead = step, max(self.data.prefetch, self.data.loader_workers)
             while self.steps is None or step < self.steps:
                 while ahead < step + lead and (self.steps is None or ahead < self.steps):
                     own, length = self._shape(ahead)
-                    crew.ask(ahead, self.rank * own, own, length)
+                    pool.ask(ahead, self.rank * own, own, length)
                     ahead += 1
-                yield crew.collect()
+                yield pool.collect()
                 step += 1
 
     def _shape(self, step: int) -> tuple[int, int]:
         """(rows of this rank, tokens of a row) of a step."""
-        span = self.reading.timeline.span_at(step)
+        span = self.order.timeline.span_at(step)
         return span.rows // self.ranks, span.length
 
     def _readers(self) -> range:
         """Virtual readers of this rank."""
-        each = self.reading.readers // self.ranks
+        each = self.order.readers // self.ranks
         return range(self.rank * each, (self.rank + 1) * each)
 
     def _sources(self, step: int) -> tuple[tuple[str, ...], np.ndarray] | None:
@@ -198,16 +208,16 @@ class MixedStream:
         if len(self.labels) == 1:
             return None
         own = self._shape(step)[0]
-        return self.labels, self.reading.rows_of(step, self.rank * own, (self.rank + 1) * own)[0]
+        return self.labels, self.order.rows_of(step, self.rank * own, (self.rank + 1) * own)[0]
 
     def _first_row(self, step: int) -> int:
-        return self.reading.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
+        return self.order.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
 
     def _own_positions(self, cursor: Cursor, step: int) -> dict[str, Any]:
         """Positions of this rank's virtual readers; a cursor of one rank of several may lack them."""
-        mine = [str(number) for number in self._readers()] if self.reading.streams else []
+        mine = [str(number) for number in self._readers()] if self.reader.streams else []
         held = cursor.get("readers", {})
-        found: dict[str, Any] = {self.labels[source]: {} for source in self.reading.streams}
+        found: dict[str, Any] = {self.labels[source]: {} for source in self.reader.streams}
         for label in found if step else ():
             known = held.get(label, {})
             if missing := [number for number in mine if number not in known]:
@@ -219,31 +229,31 @@ class MixedStream:
         return found
 
     def _refuse_sizes(self, end: int | None) -> None:
-        faults = list(batch_faults(self.data, self.reading.global_batch, self.ranks, self.micro_batch))
+        faults = list(batch_faults(self.data, self.reader.spec.global_batch, self.ranks, self.micro_batch))
         refuse_faults(faults)
         if self.steps == 0:
             limit = (
                 f"data.epochs = {self.data.epochs} gives" if self.data.epochs is not None else "max_epochs of the sources give"
             )
             raise DataError(
-                f"{limit} {end} samples, fewer than one global batch of {self.reading.global_batch}; lower train.global_batch "
-                "or data.sequence_length, or raise the number of epochs"
+                f"{limit} {end} samples, fewer than one global batch of {self.reader.spec.global_batch}; lower "
+                "train.global_batch or data.sequence_length, or raise the number of epochs"
             )
-        if self.reading.streams:
-            refuse_ranks(self.ranks, self.reading.readers)
+        if self.reader.streams:
+            refuse_ranks(self.ranks, self.order.readers)
 
     def _cursor(self, step: int, positions: Mapping[str, Any]) -> Cursor:
-        timeline = self.reading.timeline
+        timeline = self.order.timeline
         sample = timeline.first_of(step)
-        readers = positions if self.reading.streams else None
+        readers = positions if self.reader.streams else None
         identity, fingerprint = self._identity(step)
         return cursor_at(sample, self.labels, timeline.draws(sample), identity, readers, fingerprint)
 
     def _identity(self, step: int) -> tuple[dict[str, Any], str]:
         """The identity at a step and its fingerprint: worked out where a stage or phase begins, not at every step."""
-        begun = self.reading.begun(step)
+        begun = self.order.begun(step)
         if begun not in self._identities:
-            identity = self.reading.identity_at(step)
+            identity = self.order.identity_at(step)
             self._identities[begun] = identity, fingerprint_of(identity)
         return self._identities[begun]
 

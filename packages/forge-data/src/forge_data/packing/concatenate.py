@@ -13,7 +13,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 
 
-class Cut(NamedTuple):
+class RowWindows(NamedTuple):
     """Windows of N rows.
 
     Attributes:
@@ -42,11 +42,11 @@ class Packing(Protocol):
     rows: int
     ragged: int
 
-    def cut(self, numbers: np.ndarray) -> Cut:
+    def cut(self, numbers: np.ndarray) -> RowWindows:
         """The windows of rows `numbers` (N,) int64, each below `rows`."""
         ...
 
-    def cut_last(self) -> tuple[Cut, int]:
+    def cut_last(self) -> tuple[RowWindows, int]:
         """The short last row, filled up with token 0, and how many of its columns have a label."""
         ...
 
@@ -69,27 +69,27 @@ class Concatenated:
         self.rows = max(0, (source.tokens - 1) // length)
         self.ragged = -(-max(0, source.tokens - 1) // length)
 
-    def cut(self, numbers: np.ndarray) -> Cut:
+    def cut(self, numbers: np.ndarray) -> RowWindows:
         """The windows of full rows `numbers` (N,) int64."""
         starts = numbers * self.length
         rows, columns = self.source.borders(starts.astype(np.uint64), self.length)
-        return Cut(self.source.windows(starts, self.length + 1), rows, columns)
+        return RowWindows(self.source.windows(starts, self.length + 1), rows, columns)
 
     def token_at(self, number: int, column: int) -> int:
         """Where in the source the token in a column of a row lies."""
         return number * self.length + column
 
-    def cut_last(self) -> tuple[Cut, int]:
+    def cut_last(self) -> tuple[RowWindows, int]:
         """The short last row, filled up with token 0, and how many of its columns have a label."""
         start = self.rows * self.length
         found = self.source.read(start, self.source.tokens)
         windows = np.zeros((1, self.length + 1), dtype=found.dtype)
         windows[0, : len(found)] = found
         columns = (self.source.ends(start, self.source.tokens) - np.uint64(start)).astype(np.int64)
-        return Cut(windows, np.zeros(len(columns), dtype=np.int64), columns), len(found) - 1
+        return RowWindows(windows, np.zeros(len(columns), dtype=np.int64), columns), len(found) - 1
 
 
-def places(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+def places(cut: RowWindows) -> tuple[np.ndarray, np.ndarray]:
     """The place of each token inside its document, and the number of the document inside its row.
 
     Args:
@@ -116,23 +116,6 @@ def places(cut: Cut) -> tuple[np.ndarray, np.ndarray]:
     begins = np.repeat(starts.astype(np.int32), lengths)
     positions = np.subtract(np.arange(count * length, dtype=np.int32), begins, out=begins)
     return positions.reshape(count, length), np.repeat(numbers, lengths).reshape(count, length)
-
-
-def borders_in(ends: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Source.borders` from a sorted uint64 array of document ends, which may be memory-mapped.
-
-    Touches O(log documents) pages per window: both sides of the search are uint64, else numpy would convert the whole
-    array first.
-    """
-    starts = starts.astype(np.uint64)
-    low = np.searchsorted(ends, starts, side="right")
-    high = np.searchsorted(ends, starts + np.uint64(length), side="right")
-    counts = high - low
-    rows = np.repeat(np.arange(len(starts)), counts)
-    if not len(rows):
-        return rows, rows.copy()
-    places_in_ends = np.arange(len(rows)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-    return rows, (ends[places_in_ends] - starts[rows]).astype(np.int64)
 
 
 def refuse_short(source: Source, label: str, length: int) -> None:

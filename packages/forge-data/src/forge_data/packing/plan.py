@@ -19,9 +19,9 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_data.packing.best_fit import best_fit
-from forge_data.packing.concatenate import Cut
+from forge_data.packing.concatenate import RowWindows
 from forge_data.packing.portions import refuse_falling
-from forge_data.sources.document_ends import blocks_of
+from forge_data.storage.document_ends import blocks_of
 from forge_data.storage.partial import Partial
 from forge_data.storage.workspace_lock import locked
 
@@ -50,7 +50,7 @@ class Planned:
         self._firsts, self._starts, self._lengths = (_mapped(path / name, dtype) for name, dtype in _FILES.items())
         self._refuse_damage()
 
-    def cut(self, numbers: np.ndarray) -> Cut:
+    def cut(self, numbers: np.ndarray) -> RowWindows:
         """The windows of rows `numbers` (N,) int64."""
         first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
         counts = after - first
@@ -63,9 +63,9 @@ class Planned:
         stops -= np.repeat((stops - lengths)[heads], counts)  # columns, counted in each row anew
         windows = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
         whole = stored < _GOES_ON
-        return Cut(windows, rows[whole], stops[whole], stops[heads + counts - 1])
+        return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1])
 
-    def cut_last(self) -> tuple[Cut, int]:
+    def cut_last(self) -> tuple[RowWindows, int]:
         """Never needed: no row is left over."""
         raise AssertionError("a plan has no short last row")
 

@@ -23,7 +23,7 @@ import xxhash
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.parts import Document, Part, Skips, Wanted, as_json, from_json, read
+from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_json, from_json, read
 from forge_data.storage.durable import synced, written
 
 CHUNK = 1 << 20

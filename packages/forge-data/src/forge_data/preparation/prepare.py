@@ -16,7 +16,7 @@ from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part
 from forge_data.preparation.progress import Progress
-from forge_data.sources.parts import Part, Records, Skips, Wanted
+from forge_data.sources.records.parts import Part, Records, Skips, Wanted
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.manifest import MANIFEST, VERSION
 from forge_data.store.reader import StoreSource, open_store

@@ -14,8 +14,8 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.preparation.parts import encode
-from forge_data.sources import huggingface
-from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read
+from forge_data.sources.records import huggingface
+from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read
 
 
 class StreamedRecords:

@@ -3,9 +3,7 @@
 Small contents are read whole. Of large ones a change that keeps every size and lies between the samples is not seen.
 """
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import xxhash
@@ -13,15 +11,15 @@ import xxhash
 from forge_data.order.permutation import mix
 from forge_data.storage.file import File
 from forge_data.storage.files import read_bytes
+from forge_data.storage.latency import read_each
 
 WHOLE = 1 << 26
 """Files on this machine of at most so many bytes together are read whole."""
 EDGE = 4096
 """Bytes at both ends of each file that are read otherwise."""
 _BLOCKS, _BLOCK = 512, 1 << 14
-_READERS = 16
-_LATE = 1e-3
-"""Seconds per file from which on several are read at a time."""
+TOKEN_BLOCKS, TOKEN_BLOCK = 64, 4096
+"""Of token ids head, tail and so many blocks of so many ids are read."""
 
 
 def digest_of(files: Sequence[File], identity: str = "", blocks: int = _BLOCKS, block: int = _BLOCK) -> str:
@@ -75,8 +73,7 @@ def edges(size: int) -> list[tuple[int, int]]:
 
 
 def _read(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]]) -> list[bytes]:
-    """A digest of the wanted pieces of every file; several files at a time where the file system answers late."""
-    began = time.perf_counter()
+    """A digest of the wanted pieces of every file."""
 
     def one(number: int) -> bytes:
         digest = xxhash.xxh3_128()
@@ -84,8 +81,4 @@ def _read(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]]) ->
             digest.update(read_bytes(files[number], start, stop))
         return digest.digest()
 
-    first = [one(number) for number in range(min(_READERS, len(files)))]
-    if time.perf_counter() - began < _LATE * len(first):  # threads would only wait for each other
-        return first + [one(number) for number in range(len(first), len(files))]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="fingerprints") as pool:
-        return first + list(pool.map(one, range(len(first), len(files))))
+    return read_each(one, range(len(files)))

@@ -8,11 +8,10 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.document_ends import Ends, Listed
-from forge_data.sources.token_files import BLOCK, BLOCKS
+from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.file import File
 from forge_data.storage.files import read_bytes
-from forge_data.storage.fingerprints import edges, places
+from forge_data.storage.fingerprints import TOKEN_BLOCK, TOKEN_BLOCKS, edges, places
 from forge_data.storage.shards import Shard, Shards, map_file
 from forge_data.store.checksums import Checksum, fault_of
 from forge_data.store.manifest import FileEntry, Manifest, ShardEntry, read_manifest
@@ -95,9 +94,9 @@ class StoreSource:
     def _sampled(self) -> str:
         """Of the manifest's checksums, and of samples of the files that they are of."""
         digest = sha256(self.manifest.fingerprint.encode())
-        for start, stop in places(self.tokens, BLOCK, BLOCKS):
+        for start, stop in places(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
             digest.update(self._tokens.peek(start, stop).tobytes())
-        for shard in self.manifest.shards[:: max(1, len(self.manifest.shards) // BLOCKS)]:
+        for shard in self.manifest.shards[:: max(1, len(self.manifest.shards) // TOKEN_BLOCKS)]:
             file = self._file(shard.ends)
             for start, stop in edges(file.size):
                 digest.update(read_bytes(file, start, stop))

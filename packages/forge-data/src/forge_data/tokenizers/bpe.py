@@ -12,7 +12,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
-from forge_data.sources.text import text_files
+from forge_data.sources.records.text import text_files
 from forge_data.storage.workspace_lock import locked
 from forge_data.tokenizers.cached_bpe import Words, cuts_into_words
 

@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.megatron import DTYPES, HEAD, MAGIC
+from forge_data.sources.tokens.megatron import DTYPES, HEAD, MAGIC
 from forge_data.storage.durable import synced
 from forge_data.storage.partial import Partial
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.errors import DataError
-from forge_data.sources.record_values import ids_of, text_of
+from forge_data.sources.records.values import ids_of, text_of
 from forge_data.storage.file import File
 from forge_data.storage.fingerprints import digest_of
 
@@ -43,7 +43,7 @@ class Wanted:
     """What is taken from every record.
 
     Attributes:
-        reader: module of `forge_data.sources` with a function `read(part, wanted, skips)`.
+        reader: module with a function `read(part, wanted, skips)`: one of this folder by its short name, another by its full one.
         column: column or key; its value is text, or a list of token ids.
         ids: whether it holds token ids.
         split, held_out: see `in_split`.
@@ -144,7 +144,8 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     Raises:
         DataError: a record is broken; says which.
     """
-    reader: Reader = import_module(f"forge_data.sources.{wanted.reader}")  # type: ignore[assignment]
+    module = wanted.reader if "." in wanted.reader else f"forge_data.sources.records.{wanted.reader}"
+    reader: Reader = import_module(module)  # type: ignore[assignment]
     for name, content in reader.read(part, wanted, skips):
         if len(content) and in_split(name, wanted.split, wanted.held_out):
             yield name, content

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from forge_core.errors import DataError
-from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
-from forge_data.sources.record_values import wide_encoding
+from forge_data.sources.records.parts import Document, Part, Skips, Wanted, checked
+from forge_data.sources.records.values import wide_encoding
 from forge_data.storage import zstd
 from forge_data.storage.file import File
 from forge_data.storage.files import local_path

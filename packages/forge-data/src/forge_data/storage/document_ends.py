@@ -6,7 +6,6 @@ from typing import Protocol
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.packing.concatenate import borders_in
 from forge_data.storage.shards import Kept, Shards, refuse_shrunk
 
 CHECKED = 32
@@ -95,6 +94,23 @@ class Ends:
         what = f"ends at token {end} of {self._tokens}" if end > self._tokens else "ends before it begins"
         what = "has no token" if end == before else what
         return f"{self._where} at byte {self._offset + 8 * document}: document {document} {what}"
+
+
+def borders_in(ends: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Source.borders` from a sorted uint64 array of document ends, which may be memory-mapped.
+
+    Touches O(log documents) pages per window: both sides of the search are uint64, else numpy would convert the whole
+    array first.
+    """
+    starts = starts.astype(np.uint64)
+    low = np.searchsorted(ends, starts, side="right")
+    high = np.searchsorted(ends, starts + np.uint64(length), side="right")
+    counts = high - low
+    rows = np.repeat(np.arange(len(starts)), counts)
+    if not len(rows):
+        return rows, rows.copy()
+    places_in_ends = np.arange(len(rows)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+    return rows, (ends[places_in_ends] - starts[rows]).astype(np.int64)
 
 
 def blocks_of(count: int, whole: bool) -> list[tuple[int, int]]:

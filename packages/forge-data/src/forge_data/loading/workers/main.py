@@ -1,6 +1,6 @@
 """A loader worker: makes rows in shared memory until the process that asks for them goes away.
 
-Called as `python -m forge_data.loading.worker_main MESSAGES MEMORY` with two inherited sockets: messages both ways, and
+Called as `python -m forge_data.loading.workers.main MESSAGES MEMORY` with two inherited sockets: messages both ways, and
 descriptors of the memory that a message announces. Every message but those is answered by (kind, content, traceback).
 """
 
@@ -25,11 +25,11 @@ import numpy as np
 from forge_core.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge_data.loading.reader import Reading
+    from forge_data.loading.row_reader import RowReader
 
 
 def main() -> None:
-    """Serves one crew."""
+    """Serves one pool."""
     # The trainer decides when to stop: a signal to the whole group must not end the data of its last step.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -42,22 +42,22 @@ def main() -> None:
 
 
 def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
-    reading: Any = None
+    reader: Any = None
     arrays: dict[int, np.ndarray] = {}
     while True:
         received = messages.recv_bytes()
         try:
-            if reading is None:
-                reading, answer = _open(received)
+            if reader is None:
+                reader, answer = _open(received)
             else:
                 kind, *arguments = pickle.loads(received)  # noqa: S301 from the process that started this one
                 if kind == "map":
                     _map(arrays, memory, *arguments)
                     continue
                 if kind == "seek":
-                    reading.seek(*arguments)
+                    reader.seek(*arguments)
                     continue
-                answer = _fill(reading, arrays, *arguments)
+                answer = _fill(reader, arrays, *arguments)
         except BaseException as error:  # noqa: BLE001 whatever a source raises is raised again by the trainer
             refused = isinstance(error, ForgeError)
             said = str(error) if refused else f"{type(error).__name__}: {error}"
@@ -66,7 +66,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
         messages.send(("ok", answer, ""))
 
 
-def _open(received: bytes) -> "tuple[Reading, str]":
+def _open(received: bytes) -> "tuple[RowReader, str]":
     """What the trainer reads, opened here too, and the fingerprint that shows it."""
     content = io.BytesIO(received)
     paths, files = pickle.load(content)  # noqa: S301 as above
@@ -74,22 +74,14 @@ def _open(received: bytes) -> "tuple[Reading, str]":
     _load_files(files)
     recipe = pickle.load(content)  # noqa: S301 as above
     from forge_data.loading.open_sources import context_of, open_sources
-    from forge_data.loading.reader import Reading
+    from forge_data.loading.row_reader import open_rows
     from forge_data.order.cursor import fingerprint_of
 
     def quiet(message: str) -> None:
         """The trainer has said it."""
 
-    reading = Reading(
-        recipe.data,
-        open_sources(recipe.data, context_of(recipe.data, recipe.workspace, quiet), recipe.vocab_size),
-        seed=recipe.seed,
-        global_batch=recipe.global_batch,
-        vocab_size=recipe.vocab_size,
-        workspace=recipe.workspace,
-        report=quiet,
-    )
-    return reading, fingerprint_of(reading.identity_at(None))
+    reader = open_rows(recipe.spec, open_sources(recipe.spec, context_of(recipe.spec, quiet)), quiet)
+    return reader, fingerprint_of(reader.order.identity_at(None))
 
 
 def _load_files(files: Mapping[str, str]) -> None:
@@ -111,7 +103,7 @@ def _map(arrays: dict[int, np.ndarray], memory: socket.socket, slot: int, size: 
 
 
 def _fill(
-    reading: "Reading",
+    reader: "RowReader",
     arrays: Mapping[int, np.ndarray],
     slot: int,
     count: int,
@@ -125,8 +117,8 @@ def _fill(
     from forge_data.loading.rows import Rows
 
     if stop > start:
-        reading.fill(Rows(arrays[slot], count, length, reading.masked), step, start, stop, at)
-    return reading.positions(readers)
+        reader.fill(Rows(arrays[slot], count, length, reader.spec.masked), step, start, stop, at)
+    return reader.positions(readers)
 
 
 def _end_with(descriptor: int) -> None:

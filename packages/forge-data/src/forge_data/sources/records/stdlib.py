@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.sources.parts import Records, in_split
-from forge_data.sources.text import documents
+from forge_data.sources.records.parts import Records, in_split
+from forge_data.sources.records.text import documents
 from forge_data.storage.file import File
 
 LEFT_OUT = frozenset(

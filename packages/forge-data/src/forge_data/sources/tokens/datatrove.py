@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.sources.document_ends import Ends, Listed
-from forge_data.sources.token_files import Corpus, Described, same_dtype
+from forge_data.sources.tokens.token_files import Corpus, Described, same_dtype
+from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.file import File
 from forge_data.storage.files import find, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file

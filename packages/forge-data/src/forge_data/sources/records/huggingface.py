@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, checked
+from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, checked
 from forge_data.storage.file import File, is_url
 from forge_data.storage.files import find_one
 from forge_data.storage.fingerprints import digest_of
@@ -60,7 +60,7 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its row."""
     dataset = _load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
     for start in range(part.start, part.stop, _ROWS):
-        from forge_data.sources.columns import values
+        from forge_data.sources.records.columns import values
 
         column = dataset[start : min(start + _ROWS, part.stop)][wanted.column].combine_chunks()
         for row, value in enumerate(values(column), start):

@@ -1,15 +1,13 @@
 """Loader workers, seen from the process that trains: it says which rows of which step it wants, and waits for them.
 
-Workers are plain `python -m forge_data.loading.worker_main` processes: no fork of a process with threads or a device, no need
+Workers are plain `python -m forge_data.loading.workers.main` processes: no fork of a process with threads or a device, no need
 for a `__main__` guard, and no torch in them. Rows travel in anonymous shared memory, which no limit on /dev/shm concerns and
 which is gone when the processes are. A worker keeps no state but the readers of streams, whose positions come back with
 every answer; so what a cursor says is what was consumed, however far the workers are ahead.
 """
 
-import io
 import mmap
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -17,96 +15,21 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import SourceContext
 from forge_data.loading.buffers import Buffers
-from forge_data.loading.reader import Reading
 from forge_data.loading.rows import Rows
-from forge_data.order.cursor import fingerprint_of
-from forge_data.section import Data
-from forge_data.store.reader import StoreSource, open_store
+from forge_data.loading.sample_order import SampleOrder
+from forge_data.loading.workers.recipe import WorkerRecipe
 
 _PATIENCE = 2.0
 """Seconds that a worker has to end by itself."""
-
-
-@dataclass(frozen=True)
-class PreparedSource:
-    """Takes the place of a source component whose store is on the disk, so that a worker opens the store alone."""
-
-    path: Path
-    label: str
-    weight: float
-    max_epochs: float | None
-
-    def build(self, context: SourceContext) -> StoreSource:
-        """The store."""
-        return open_store(self.path, context.tokenizer)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a worker opens, so that it finds the same samples; small and picklable.
-
-    Attributes:
-        data: where text was tokenised, its store takes the place of the text.
-        fingerprint: that the worker must come to as well.
-    """
-
-    data: Data
-    workspace: Path
-    seed: int
-    global_batch: int
-    vocab_size: int | None
-    fingerprint: str
-
-    @classmethod
-    def of(cls, reading: Reading, workspace: Path) -> "Recipe":
-        """The recipe that `reading` was made from.
-
-        Raises:
-            DataError: a source cannot be described to another process.
-        """
-        opened, data = reading.opened, reading.data
-        components: list[Any] = list(data.sources)
-        for place, (label, source), most in zip(opened.places, opened.sources.items(), opened.max_epochs, strict=True):
-            if isinstance(source, StoreSource):
-                weight = getattr(components[place], "weight", 1.0)
-                components[place] = PreparedSource(source.path, label, weight, most)
-        only_stores = all(isinstance(source, StoreSource) for source in opened.sources.values())
-        own = replace(
-            data, sources=components, tokenizer=None if only_stores else data.tokenizer, evaluation={}, loader_workers=0
-        )
-        fingerprint = fingerprint_of(reading.identity_at(None))
-        made = cls(own, workspace, reading.seed, reading.global_batch, reading.vocab_size, fingerprint)
-        for component in (*components, own.tokenizer):
-            if type(component).__module__ == "__main__":
-                raise DataError(
-                    f"{type(component).__name__} is defined in the script that runs, which a loader worker cannot import; "
-                    "put it into a module, or set data.loader_workers = 0"
-                )
-        return made
-
-    def dump(self) -> bytes:
-        """As the first message to a worker: where modules lie, the files of components that are no module, and the recipe."""
-        components = (*self.data.sources, self.data.tokenizer)
-        modules = {type(component).__module__ for component in components if component is not None}
-        files = {name: sys.modules[name].__file__ for name in modules if name.startswith("forge_file_")}
-        content = io.BytesIO()
-        pickle.dump((sys.path, files), content)
-        try:
-            pickle.dump(self, content)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise DataError(f"the data cannot be described to a loader worker ({error}); set data.loader_workers = 0") from error
-        return content.getvalue()
 
 
 @dataclass
@@ -119,7 +42,7 @@ class _Worker:
     memory: socket.socket
 
 
-class Crew:
+class WorkerPool:
     """Some workers that make the rows of one rank; a context manager that ends them.
 
     They take turns: each makes whole steps. Only where there are streams do all of them make a part of every step, because
@@ -127,17 +50,22 @@ class Crew:
     """
 
     def __init__(
-        self, recipe: Recipe, workers: int, reading: Reading, readers: range | None, positions: Mapping[str, Mapping[str, Any]]
+        self,
+        recipe: WorkerRecipe,
+        workers: int,
+        order: SampleOrder,
+        readers: range | None,
+        positions: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """
         Args:
             recipe: what to open.
             workers: how many; with streams, no more than this rank has virtual readers.
-            reading: the same in this process, for its sizes.
+            order: of the same recipe in this process, for its sizes.
             readers: virtual readers of this rank; None without streams.
             positions: of these readers.
         """
-        self.reading = reading
+        self._order, self._masked = order, recipe.spec.masked
         self._count = workers if readers is None else min(workers, len(readers))
         self._readers = readers
         self._buffers = Buffers(self._share)
@@ -167,13 +95,13 @@ class Crew:
 
     def ask(self, step: int, first: int, count: int, length: int) -> None:
         """Has rows [first, first + count) of the global batch of a step made, in memory that nobody uses."""
-        size = Rows.size_of(count, length, self.reading.masked)
+        size = Rows.size_of(count, length, self._masked)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
         slot, parts = self._slots[id(memory)], self._parts(step, first, count)
         for worker, start, stop, readers in parts:
             self._send(worker, ("fill", slot, count, length, step, start, stop, start - first, readers))
-        self._asked.append((Rows(memory, count, length, self.reading.masked), [worker for worker, *_ in parts]))
+        self._asked.append((Rows(memory, count, length, self._masked), [worker for worker, *_ in parts]))
 
     def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Waits for the rows that were asked for first; also the positions of this rank's readers after them.
@@ -206,11 +134,11 @@ class Crew:
         """Who makes which rows [start, stop) of a step, with which readers."""
         if self._readers is None:
             return [(self._workers[step % self._count], first, first + count, range(0))]
-        rows, parts = self.reading.timeline.span_at(step).rows, []
+        rows, parts = self._order.timeline.span_at(step).rows, []
         for worker in self._workers:
             bounds = (worker.number, worker.number + 1)
             own = range(*(self._readers.start + len(self._readers) * bound // self._count for bound in bounds))
-            start, stop = (reader * rows // self.reading.readers for reader in (own.start, own.stop))
+            start, stop = (reader * rows // self._order.readers for reader in (own.start, own.stop))
             parts.append((worker, start, stop, own))
         return parts
 
@@ -263,7 +191,7 @@ def _start(number: int) -> _Worker:
     with theirs, their_memory:
         passed = (theirs.fileno(), their_memory.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-m", "forge_data.loading.worker_main", *(str(descriptor) for descriptor in passed)],
+            [sys.executable, "-m", "forge_data.loading.workers.main", *(str(descriptor) for descriptor in passed)],
             pass_fds=passed,
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(_first_paths())},

@@ -9,9 +9,9 @@ import struct
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.document_ends import Delimited
-from forge_data.sources.token_files import Corpus, Described, same_dtype
-from forge_data.sources.tokens import read_heads
+from forge_data.sources.tokens.arrays import read_heads
+from forge_data.sources.tokens.token_files import Corpus, Described, same_dtype
+from forge_data.storage.document_ends import Delimited
 from forge_data.storage.file import File
 from forge_data.storage.files import find
 from forge_data.storage.shards import Shard, Shards

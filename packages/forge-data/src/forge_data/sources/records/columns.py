@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.parts import Document, Part, Skips, Wanted, checked
+from forge_data.sources.records.parts import Document, Part, Skips, Wanted, checked
 from forge_data.storage.file import File
 from forge_data.storage.files import local_path
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from forge_core.errors import DataError
-from forge_data.sources import columns, jsonl
-from forge_data.sources.parts import Part, Records, Wanted
+from forge_data.sources.records import columns, jsonl
+from forge_data.sources.records.parts import Part, Records, Wanted
 from forge_data.storage.file import File
 from forge_data.storage.files import find
 

@@ -7,15 +7,13 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.sources.document_ends import Documents
-from forge_data.storage.fingerprints import places
+from forge_data.storage.document_ends import Documents
+from forge_data.storage.fingerprints import TOKEN_BLOCK, TOKEN_BLOCKS, places
 from forge_data.storage.shards import Shards
 
 SCANNED = 1 << 26
-"""A corpus of at most so many tokens on this machine is read once when it is opened, to know the largest id."""
-BLOCKS = 64
-"""Of a larger one head, tail and so many blocks are read."""
-BLOCK = 4096
+"""A corpus of at most so many tokens on this machine is read once when it is opened, to know the largest id; of a larger one
+only samples are read."""
 _PART = 1 << 22
 
 
@@ -116,7 +114,7 @@ class Corpus:
         if len(self.shards.shards) > 1:
             digest.update(np.array(self.shards.firsts, dtype="<u8").tobytes())
         high = 0
-        for start, stop in places(self.tokens, BLOCK, BLOCKS):
+        for start, stop in places(self.tokens, TOKEN_BLOCK, TOKEN_BLOCKS):
             block = self.shards.peek(start, stop)
             digest.update(block.tobytes())
             high = max(high, self._largest(start, block))

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from forge_core.errors import DataError
-from forge_data.sources.parts import Document, Part, Records, Skips, Wanted, grouped, in_split
-from forge_data.sources.record_values import wide_encoding
+from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, grouped, in_split
+from forge_data.sources.records.values import wide_encoding
 from forge_data.storage.file import File
 from forge_data.storage.files import find, read_bytes
 

@@ -18,7 +18,7 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.protocols.data import StreamedSource
 from forge_data.order.permutation import key_of, permute
-from forge_data.packing.concatenate import Cut
+from forge_data.packing.concatenate import RowWindows
 
 Position = list[int]
 """[epoch, place in the reader's list of parts, first document of the window, documents used of it, tokens used of the next]."""
@@ -132,7 +132,7 @@ class Streamed:
         self._made: dict[int, Reader] = {}
         self._how = (seed, buffer, shuffle)
 
-    def cut(self, numbers: np.ndarray, length: int) -> Cut:
+    def cut(self, numbers: np.ndarray, length: int) -> RowWindows:
         """The next samples of readers `numbers // pieces` (N,): each sample is `pieces = unit / length` neighbouring rows."""
         pieces = self.unit // length
         windows, rows, columns = [], [], []
@@ -144,7 +144,7 @@ class Streamed:
                 windows.append(window[start : start + length + 1])
                 rows.append(np.full(len(own), first + piece))
                 columns.append(own)
-        return Cut(np.stack(windows), np.concatenate(rows), np.concatenate(columns))
+        return RowWindows(np.stack(windows), np.concatenate(rows), np.concatenate(columns))
 
     def positions(self, readers: Iterable[int]) -> dict[str, Position]:
         """Where these readers go on."""

@@ -1,27 +1,23 @@
 """Files of token ids and nothing else: `.npy`, or raw integers of a stated dtype, which is never guessed."""
 
 import io
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.sources.containers import foreign_content
-from forge_data.sources.document_ends import Delimited
-from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
+from forge_data.sources.tokens.containers import foreign_content
+from forge_data.sources.tokens.token_files import Corpus, Described, integers, same_dtype
+from forge_data.storage.document_ends import Delimited
 from forge_data.storage.file import File
 from forge_data.storage.files import find, neighbors, read_bytes
+from forge_data.storage.latency import read_each
 from forge_data.storage.shards import Shard, Shards
 
 SUFFIXES = (".npy", ".bin")
 _MAGIC = b"\x93NUMPY"
 _HEAD = 256
-_READERS = 16
-_LATE = 1e-3
-"""Seconds per file from which on several are read at a time."""
 
 
 class Header(NamedTuple):
@@ -72,14 +68,8 @@ def open_tokens(
 
 
 def read_heads(files: Sequence[File], size: int) -> list[bytes]:
-    """The first bytes of every file; several at a time where the file system answers late."""
-    began = time.perf_counter()
-    first = [read_bytes(file, 0, size) for file in files[:_READERS]]
-    rest = files[_READERS:]
-    if time.perf_counter() - began < _LATE * len(first):  # threads would only wait for each other
-        return first + [read_bytes(file, 0, size) for file in rest]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="heads") as pool:
-        return first + list(pool.map(lambda file: read_bytes(file, 0, size), rest))
+    """The first bytes of every file."""
+    return read_each(lambda file: read_bytes(file, 0, size), files)
 
 
 def _npy(file: File, head: bytes, stated: str | None) -> Header:

@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
-from forge_data.sources.document_ends import Listed, blocks_of, distinct
-from forge_data.sources.token_files import Corpus, Described, integers, same_dtype
+from forge_data.sources.tokens.token_files import Corpus, Described, integers, same_dtype
+from forge_data.storage.document_ends import Listed, blocks_of, distinct
 from forge_data.storage.file import File
 from forge_data.storage.files import find, find_one, neighbors, read_bytes
 from forge_data.storage.shards import Shard, Shards, map_file, refuse_shrunk

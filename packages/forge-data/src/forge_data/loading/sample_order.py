@@ -1,0 +1,148 @@
+"""Which source and row each place of a step has: arithmetic alone, the same on every rank and in every loader worker."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.loading.open_sources import OpenedSources
+from forge_data.loading.spec import LoadSpec
+from forge_data.order.cursor import EXACT, ROUNDED_PERIOD
+from forge_data.order.phases import Stage, faults_of, refuse_faults, stages_of
+from forge_data.order.samples import Samples, order_of
+from forge_data.order.timeline import Timeline
+
+
+def stages_for(spec: LoadSpec, opened: OpenedSources) -> list[Stage]:
+    """The stages of a run, with the weights of the sources that some phase reads.
+
+    Raises:
+        ConfigError: the phases do not fit the recipe.
+    """
+    refuse_faults(faults_of(spec.data, spec.global_batch))
+    stages = stages_of(spec.data, spec.global_batch)
+    return [replace(stage, weights=tuple(stage.weights[place] for place in opened.places)) for stage in stages]
+
+
+class SampleOrder:
+    """Every sample of a run as arithmetic.
+
+    Attributes:
+        labels, sources: that some phase reads.
+        unit: tokens of a sample: the longest row of the run.
+        timeline: steps, samples and sources.
+        streams: numbers of the streamed sources.
+        readers: virtual readers of every stream.
+    """
+
+    def __init__(
+        self, spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], rows: Sequence[int | None], readers: int
+    ) -> None:
+        """
+        Args:
+            spec: of the run.
+            opened: its sources.
+            stages: of `stages_for`.
+            rows: samples of each source in one epoch; None for a stream.
+            readers: virtual readers of every stream.
+
+        Raises:
+            DataError: max_epochs of a source allows no sample.
+        """
+        self.spec, self.data, self.stages = spec, spec.data, stages
+        self.labels, self.sources = tuple(opened.sources), tuple(opened.sources.values())
+        self.unit = max(stage.length for stage in stages)
+        self.streams = tuple(source for source, count in enumerate(rows) if count is None)
+        self.readers = readers
+        limits = zip(opened.max_epochs, rows, strict=True)
+        caps = [None if most is None or count is None else int(most * count) for most, count in limits]
+        if wrong := next((label for label, cap in zip(self.labels, caps, strict=True) if cap == 0), None):
+            raise DataError(f"max_epochs of source {wrong!r} allows no whole sample; raise it, or set weight = 0")
+        self.timeline = Timeline(stages, caps, self.data.temperature)
+        self.samples = Samples(self.timeline, self.labels, rows, spec.seed, order_of(self.data))
+
+    def rows_of(self, step: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(sources, numbers of rows in them), each (stop - start,) int64, of rows [start, stop) of the global batch of a step."""
+        span = self.timeline.span_at(step)
+        pieces = self.unit // span.length
+        first, after = start // pieces, -(-stop // pieces)
+        sources, numbers = self.samples.locate(self.timeline.first_of(step) + first, after - first)
+        if self.streams:
+            numbers = numbers.copy()
+            for source in self.streams:
+                own = np.flatnonzero(sources == source)
+                numbers[own] = (first + own) * self.readers // span.units
+        if pieces > 1:
+            part = slice(start - first * pieces, stop - first * pieces)
+            sources = np.repeat(sources, pieces)[part]
+            numbers = (numbers[:, None] * pieces + np.arange(pieces)).reshape(-1)[part]
+        return sources, numbers
+
+    def end(self) -> int | None:
+        """Samples until the run is out of data; None = never."""
+        ends = [self.timeline.end, None if self.data.epochs is None else self.samples.end(self.data.epochs)]
+        return min((end for end in ends if end is not None), default=None)
+
+    def begun(self, step: int) -> int:
+        """How many stages and phases began before a step: two steps with the same number have the same identity."""
+        return sum(stage.step < step for stage in self.stages) + sum(phase.start < step for phase in self.data.phases)
+
+    def identity_at(self, step: int | None) -> dict[str, Any]:
+        """Everything that fixes which sample has which number up to a step; None = for ever.
+
+        Phases that lie ahead are left out, so that they can still be changed; so are sources that only they read.
+        """
+        begun = [stage for stage in self.stages if step is None or stage.step < step] or self.stages[:1]
+        read = [any(stage.weights[index] > 0 for stage in begun) for index in range(len(self.labels))]
+        mixture = self.timeline.segments[0].mixture
+        found: dict[str, Any] = {
+            "seed": self.spec.seed,
+            "global_batch": self.spec.global_batch,
+            "sequence_length": self.data.sequence_length,
+            "packing": self.data.packing,
+            "shuffle": self.data.shuffle,
+            "sources": {
+                label: {
+                    "fingerprint": source.fingerprint[:32],
+                    "share": f"{mixture.shares[index]}/{mixture.period}",
+                    **({} if self.timeline.caps[index] is None else {"max_samples": self.timeline.caps[index]}),
+                }
+                for index, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))
+                if read[index]
+            },
+        }
+        changes = [phase for phase in self.data.phases if phase.weights or phase.sequence_length or phase.global_batch]
+        if begun_phases := [phase for phase in changes if step is None or phase.start < step]:
+            found["phases"] = {str(phase.start): _without(asdict(phase), "start", "lr_scale") for phase in begun_phases}
+        if self.unit != self.data.sequence_length:
+            found["longest_sequence_length"] = self.unit
+        if self.data.temperature != 1:
+            found["temperature"] = self.data.temperature
+        if self._redrawn(step):
+            found["mixture"] = EXACT
+        if self.data.shuffle == "block":
+            found |= {"shuffle_block": self.data.shuffle_block, "shuffle_window": self.data.shuffle_window}
+        if any(read[source] for source in self.streams):
+            found |= {"readers": self.readers, "shuffle_buffer": self.data.shuffle_buffer}
+        return found
+
+    def _redrawn(self, step: int | None) -> bool:
+        """Whether version 1 of mixtures, which rounded weights, may have drawn samples before a step in another order.
+
+        It drew the same where the period of weights as they are written has 65,536 samples at most, and no ramp moved
+        them; a ramp of the learning rate began the order anew where weights did not add up to 1.
+        """
+        before = None if step is None else self.timeline.first_of(step)
+        segments = [segment for segment in self.timeline.segments if before is None or segment.first < before]
+        powers = self.data.temperature != 1 and any(len({*segment.shares} - {0}) > 1 for segment in segments)
+        if powers or any(sum(segment.shares) > ROUNDED_PERIOD for segment in segments):
+            return True
+        ramps = [phase for phase in self.data.phases if phase.ramp and (step is None or phase.start < step)]
+        totals = [sum(next(s.weights for s in reversed(self.stages) if s.step <= phase.start)) for phase in ramps]
+        return len(self.labels) > 1 and any(p.weights or total != 1 for p, total in zip(ramps, totals, strict=True))
+
+
+def _without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in keys}

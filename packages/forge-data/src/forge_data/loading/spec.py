@@ -1,0 +1,30 @@
+"""What fixes the rows of a run besides the content of its sources."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_data.section import Data
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Plain data: equal specs and equal sources give equal rows in every process.
+
+    Attributes:
+        data: the recipe's `[data]` table.
+        workspace: directory of prepared data.
+        seed: of the order of samples.
+        global_batch: rows per optimizer step over all ranks.
+        vocab_size: of the model; a larger token id is refused. None: not known.
+    """
+
+    data: Data
+    workspace: Path
+    seed: int = 0
+    global_batch: int = 1
+    vocab_size: int | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether rows come with positions and documents."""
+        return self.data.documents == "mask"

@@ -1,0 +1,1 @@
+"""Token ids in the formats of other frameworks, read where they are."""
