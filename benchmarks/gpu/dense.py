@@ -90,10 +90,15 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     from forge_parallel.build.plan import Plan
     from forge_parallel.build.realize import Blueprint, realize
     from forge_parallel.components.optimizers import AdamW
-    from forge_parallel.components.transforms import Compile, ContextParallel, Float8, Recompute, Shard, Tensor
+    from forge_parallel.context.transform import ContextParallel
+    from forge_parallel.float8.transform import Float8
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.clipping import clip
     from forge_parallel.step.step import Step
+    from forge_parallel.tensor.transform import Tensor
+    from forge_parallel.transforms.compile import Compile
+    from forge_parallel.transforms.recompute import Recompute
+    from forge_parallel.transforms.shard import Shard
 
     torch.set_float32_matmul_precision("high")
     shape = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, max_length=LENGTH)

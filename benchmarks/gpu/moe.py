@@ -211,10 +211,11 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     from forge_parallel.build.plan import Plan
     from forge_parallel.build.realize import Blueprint, realize
     from forge_parallel.components.optimizers import AdamW
-    from forge_parallel.components.transforms import Compile, Recompute
     from forge_parallel.placement.topology import Topology
     from forge_parallel.step.clipping import clip
     from forge_parallel.step.step import Step
+    from forge_parallel.transforms.compile import Compile
+    from forge_parallel.transforms.recompute import Recompute
 
     shape = shape_of(configuration.shape, configuration.kernel, smoke)
     length, tokens_a_step, warm_up, steps, device = LENGTH, TOKENS, WARM_UP, STEPS, torch.device("cuda", 0)

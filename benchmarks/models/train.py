@@ -35,10 +35,10 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Compile
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
+from forge_parallel.transforms.compile import Compile
 from forge_train import presets
 
 RIVALS = {rival.__name__: rival for rival in (rivals.transformers, rivals.torchtitan)}

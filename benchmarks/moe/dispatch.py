@@ -33,7 +33,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
 from forge_parallel.dryrun.traffic import Traffic
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.cut import open_dispatcher
 from forge_parallel.placement.topology import Topology
 
 
@@ -80,7 +80,7 @@ class Side:
         self.layout, self.options = Layout(dp_shard=ranks, ep=ranks), options
         topology = Topology.of(self.layout, torch.device("cpu"))
         node = options.node if kind == "hierarchical" else None
-        self.dispatch = Expert(kind, node).dispatcher(LocalDispatch(), topology)  # type: ignore[arg-type]
+        self.dispatch = open_dispatcher(LocalDispatch(), topology, kind, node)  # type: ignore[arg-type]
         share = options.experts // ranks
         self.held = drawn(options, range(rank * share, rank * share + share))
         generator = torch.Generator().manual_seed(rank)

@@ -13,7 +13,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Compile
+from forge_parallel.transforms.compile import Compile
 from forge_parallel.verify.parity import Case, compare, measure
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Recompute
 from forge_parallel.placement.boxes import Box, local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
+from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
 

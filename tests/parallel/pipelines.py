@@ -57,12 +57,12 @@ def measured(
     laid_out = Layout.parse(layout)
     transforms: list[Any] = [Shard(reduce="each" if "reduce_each" in features else "last")]
     if "recompute" in features:
-        transforms.append(Recompute(("matmul", "attention")))
+        transforms.append(Recompute())
     if "compile" in features:
         transforms.append(Compile())
     if laid_out.tp > 1:
         transforms.append(Tensor())
-    transforms += [ContextParallel(kind) for kind in get_args(Kind) if f"cp_{kind}" in features and laid_out.cp > 1]
+    transforms += [ContextParallel(kind=kind) for kind in get_args(Kind) if f"cp_{kind}" in features and laid_out.cp > 1]
     with warnings.catch_warnings():
         if "compile" in features:  # the compiler's own imports warn, and so does the way it looks at its inputs
             warnings.simplefilter("ignore")

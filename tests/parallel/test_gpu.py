@@ -24,9 +24,9 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Float8
 from forge_parallel.context import flash_cpu, flex_blocks
 from forge_parallel.float8 import library
+from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
@@ -193,7 +193,7 @@ def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
         load(store, 1, _pieces(model, optimizers[0]), SingleProcessWorld())
 
     def built(source: int | Restore) -> ParallelModel:
-        plan = Plan.of([Shard(on_host=True)], layout)
+        plan = Plan.of([Shard(offload=True)], layout)
         return realize(Blueprint.of(Tiny), plan, Topology(layout, device), source, precision, precision)
 
     def stepped(model: ParallelModel, optimizer: Optimizer, skip: torch.Tensor | None = None) -> None:

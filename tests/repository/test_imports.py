@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.groups import GROUPS
+
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
     path.parent.name.replace("-", "_"): path.parent
@@ -130,6 +132,17 @@ for name in sys.argv[1].split(","):
 """
 
 
+def chosen_by_name() -> set[str]:
+    """Modules behind entry points of groups whose components a recipe chooses; a command or a check may need more."""
+    return {
+        target.partition(":")[0]
+        for package in PROJECTS
+        for group, offered in metadata(package).get("entry-points", {}).items()
+        if group in GROUPS and GROUPS[group].build is not None
+        for target in offered.values()
+    }
+
+
 def test_components_and_core_import_without_torch():
     """In one process, so that it costs one interpreter; the first module that brings something heavy is named."""
     names = [
@@ -139,6 +152,8 @@ def test_components_and_core_import_without_torch():
         if (package == "forge_core" or "components" in file.parts or file.name == "__init__.py") and file.name != "__main__.py"
     ]
     assert any(name.startswith("forge_models.components.") for name in names)
+    assert "forge_parallel.tensor.transform" in chosen_by_name()
+    names += sorted(chosen_by_name() - set(names))
     done = subprocess.run(
         [sys.executable, "-c", PROBE, ",".join(names), ",".join(HEAVY)], capture_output=True, text=True, check=False
     )

@@ -128,7 +128,7 @@ def measured(layout: str) -> Measurement:
     moe = MoE(experts=4, ffn_dim=8, first_dense=1, losses=Losses(pooled=0.5))
     decoder = Decoder(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, moe=moe)
     case = Case(decoder.build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, rows=4, micro_batch=1, steps=2)
-    return measure(case, Layout.parse(layout), [Shard(), Recompute(("matmul", "attention"))], torch.device("cpu"))
+    return measure(case, Layout.parse(layout), [Shard(), Recompute()], torch.device("cpu"))
 
 
 def test_w12_pooled_on_data_parallel_ranks_equals_one_process_with_the_same_micro_batches(world: World) -> None:

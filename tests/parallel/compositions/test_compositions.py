@@ -94,27 +94,29 @@ def case_of(run: frozenset[str], tied: bool) -> Case:
 def measured(case: Case, layout: str, run: frozenset[str], device: torch.device = CPU) -> Measurement:
     """One rank of a run; in a world of one, strategies that need more have nothing to do."""
     reshard = True if "reshard" in run else False if "keep_gathered" in run else None
-    shard = Shard(reshard, reduce="each" if "reduce_each" in run else "last", on_host="offload" in run)
-    transforms: list[Any] = [shard, Tensor("tp_whole" not in run)]
+    shard = Shard(reshard=reshard, reduce="each" if "reduce_each" in run else "last", offload="offload" in run)
+    transforms: list[Any] = [shard, Tensor(sequence_parallel="tp_whole" not in run)]
     transforms += [
-        Expert(kind, 2 if kind == "hierarchical" else None, "ep_in_turn" not in run)
+        Expert(dispatcher=kind, ranks_per_node=2 if kind == "hierarchical" else None, overlap="ep_in_turn" not in run)
         for kind in get_args(Dispatcher)
         if f"ep_{kind}" in run
     ]
     if "etp" in run and "ep" not in {feature.partition("_")[0] for feature in run}:
         transforms.append(Expert())
-    transforms += [ContextParallel(kind) for kind in get_args(Kind) if f"cp_{kind}" in run]
+    transforms += [ContextParallel(kind=kind) for kind in get_args(Kind) if f"cp_{kind}" in run]
     if "recompute" in run:
         # With experts on ranks of their own, compiled blocks are recomputed as a whole.
-        transforms.append(
-            Recompute(None if run >= {"compile", "experts"} or "recompute_full" in run else ("matmul", "attention"))
-        )
+        transforms.append(Recompute(policy="full" if run >= {"compile", "experts"} or "recompute_full" in run else "selective"))
     if "compile" in run:
         transforms.append(Compile(budget=0.5 if "compile_budget" in run else 1.0))
     if "float8" in run:
         recipe = "rowwise" if "float8_rowwise" in run else "tensorwise"
         transforms.append(
-            Float8(recipe, all_gather=run.isdisjoint({"float8_rowwise", "float8_wide_gather"}), experts="float8_experts" in run)
+            Float8(
+                recipe=recipe,
+                all_gather=run.isdisjoint({"float8_rowwise", "float8_wide_gather"}),
+                experts="float8_experts" in run,
+            )
         )
     at = Layout.parse(layout)
     pipeline = None

@@ -15,7 +15,9 @@ from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven, features, options_are_declared
 from forge_parallel.components.pipeline import Interleaved, ZeroBubbleV
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
-from forge_parallel.components.transforms import Expert, Recompute, Shard
+from forge_parallel.experts.transform import Expert
+from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.proven import FEATURES, OPTION_TEST, is_proven
 from forge_parallel.verify.proven_options import (
     EXPERT_OPTION_RUNS,

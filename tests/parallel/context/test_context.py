@@ -18,7 +18,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.components.transforms import ContextParallel
+from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
@@ -180,7 +180,7 @@ def test_odd_rows(world: World, kind: str, which: str) -> None:
 
 def _traffic_of_a_step(kind: str, recompute: bool) -> list[Any]:
     at = Layout(cp=2)
-    transforms = _transforms(kind, *([Recompute(("matmul", "attention"))] if recompute else []))
+    transforms = _transforms(kind, *([Recompute()] if recompute else []))
     model = realize(Blueprint.of(decoder().build), Plan.of(transforms, at), Topology.of(at, CPU), 0, "fp64", "fp64")
     with Traffic(at) as traffic:
         Step(model, CrossEntropy().build())([_odd("documents without positions")])
@@ -195,7 +195,7 @@ def test_selective_recomputation_exchanges_nothing_twice(world: World, kind: str
 
 
 def _measure_recomputed(case: Case, kind: str) -> Measurement:
-    return measure(case, Layout(cp=2), _transforms(kind, Recompute(None)), CPU)
+    return measure(case, Layout(cp=2), _transforms(kind, Recompute(policy="full")), CPU)
 
 
 @kinds

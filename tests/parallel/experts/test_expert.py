@@ -89,8 +89,13 @@ def lived(
     """One rank's `Lived`, as a plain tuple."""
     case, at, cpu = case_of(moe), Layout.parse(layout), torch.device("cpu")
     topology = Topology.of(at, cpu)
-    transforms: list[Any] = [Shard(), Tensor(), ContextParallel(), Expert(kind, 2 if kind == "hierarchical" else None)]
-    transforms += [Recompute(("matmul", "attention"))] if again else []
+    transforms: list[Any] = [
+        Shard(),
+        Tensor(),
+        ContextParallel(),
+        Expert(dispatcher=kind, ranks_per_node=2 if kind == "hierarchical" else None),
+    ]
+    transforms += [Recompute()] if again else []
     pipeline = Pipeline(Registry().load("forge.pipeline_schedules", schedule)().build()) if at.pp > 1 else None
     model = realize(Blueprint.of(case.build), Plan.of(transforms, at, pipeline), topology, 0, "fp64", "fp64")
     optimizer, step = case.optimizer(model), Step(model, case.objective)
@@ -205,9 +210,9 @@ def test_what_would_be_wrong_is_refused(world: World) -> None:
     for message in world.run(refused, 2, "tp2", [Tensor()]):
         assert "no transform sums the gradients of blocks.1.mlp.experts" in message
         assert "[transforms.shard]" in message
-    for message in world.run(refused, 2, "tp2", [Tensor(False), Shard()]):
+    for message in world.run(refused, 2, "tp2", [Tensor(sequence_parallel=False), Shard()]):
         assert "sequence_parallel = true" in message
-    for message in world.run(refused, 2, "dp2ep2", [Shard(), Expert("hierarchical", 2)]):
+    for message in world.run(refused, 2, "dp2ep2", [Shard(), Expert(dispatcher="hierarchical", ranks_per_node=2)]):
         assert "more than one node" in message
 
 

@@ -17,9 +17,12 @@ from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Compile, Expert, Recompute, Shard
+from forge_parallel.experts.transform import Expert
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
+from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 

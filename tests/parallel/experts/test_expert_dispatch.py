@@ -16,9 +16,9 @@ from torch import Tensor
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher
 from forge_models.moe.dispatch import LocalDispatch
+from forge_parallel.experts.cut import open_dispatcher
 from forge_parallel.experts.dispatchers import Everyone, Exchange
 from forge_parallel.experts.route import Route
-from forge_parallel.experts.transform import Expert
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.topology import Topology
 from harness.pool import World
@@ -92,7 +92,7 @@ def _run(up: Tensor, down: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 def _dispatched(layout: str, kind: Any, names: list[str], beside: bool, overlap: bool = True) -> list[tuple[Tensor, ...]]:
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    dispatch: Any = Expert(kind, 2 if kind == "hierarchical" else None, overlap).dispatcher(LocalDispatch(), topology)
+    dispatch: Any = open_dispatcher(LocalDispatch(), topology, kind, 2 if kind == "hierarchical" else None, overlap)
     here, results = topology.coordinates, []
     for name in names:
         problem = PROBLEMS[name]
@@ -205,7 +205,7 @@ def test_each_token_goes_once_to_each_rank_that_it_needs(world: World) -> None:
 def _crossing(kind: Any, name: str) -> int:
     """Rows that this rank sends to the other node: ranks 0 and 1 are one, 2 and 3 the other."""
     topology = Topology.of(Layout.parse("dp4ep4"), torch.device("cpu"))
-    outer: Any = Expert(kind, 2 if kind == "hierarchical" else None).dispatcher(LocalDispatch(), topology)
+    outer: Any = open_dispatcher(LocalDispatch(), topology, kind, 2 if kind == "hierarchical" else None)
     problem = PROBLEMS[name]
     x, experts, _, _ = problem.of(topology.rank)
     route = Route.of(experts.div(problem.experts // outer.ranks.size, rounding_mode="floor"), outer.ranks)

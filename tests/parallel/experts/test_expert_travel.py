@@ -19,6 +19,7 @@ from forge_models.moe.dispatch import LocalDispatch
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.experts.cut import open_dispatcher
 from forge_parallel.experts.transform import Expert, Kind
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import Shard
@@ -92,7 +93,7 @@ def crossing(kind: Kind, experts: Tensor) -> int:
     """Bytes that cross the border between two nodes of two ranks in the forward of one layer of eight experts."""
     x, weights = torch.randn(len(experts), WIDTH), torch.rand(experts.shape)
     layout = Layout(dp_shard=4, ep=4)
-    dispatch = Expert(kind, 2 if kind == "hierarchical" else None).dispatcher(LocalDispatch(), Topology.of(layout, CPU))
+    dispatch = open_dispatcher(LocalDispatch(), Topology.of(layout, CPU), kind, 2 if kind == "hierarchical" else None)
     with Border(2) as border:
         dispatch(x, experts, weights, lambda rows, _: rows, 8)
     return border.bytes

@@ -25,11 +25,10 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components import pipeline as schedules
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Pipeline
-from forge_parallel.components.transforms import Float8
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.float8 import library
-from forge_parallel.float8.transform import Float8 as Transformed
+from forge_parallel.float8 import convert, library
+from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -306,7 +305,7 @@ def test_the_gate_sees_scales_that_ranks_do_not_share(world: World) -> None:
 
 
 def _with_local_scales() -> Measurement:
-    Transformed._shared = lambda _self, casting, _path, _context: casting  # type: ignore[method-assign]
+    convert._shared = lambda casting, _recipe, _path, _context: casting  # type: ignore[assignment]
     return _measure(CASE, "tp2")
 
 

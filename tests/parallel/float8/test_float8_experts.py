@@ -25,10 +25,10 @@ from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Float8
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.experts.transform import Expert
 from forge_parallel.float8 import library
+from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.tensor.transform import Tensor as TensorParallel
@@ -275,7 +275,7 @@ def test_experts_shared_by_ranks_are_as_near_to_exact_numbers(world: World, reci
 
 
 def test_recomputation_changes_no_bit() -> None:
-    one, again = _measure(CASE, "1", {}), _measure(CASE, "1", {}, Recompute(("matmul",)))
+    one, again = _measure(CASE, "1", {}), _measure(CASE, "1", {}, Recompute(keep=["matmul"]))
     assert one.loss == again.loss
     assert all(torch.equal(one.gradients[name], again.gradients[name]) for name in one.gradients)
 

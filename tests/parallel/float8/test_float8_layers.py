@@ -15,8 +15,8 @@ from forge_models.components.moe import MoE
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.transforms import Float8
 from forge_parallel.float8 import layers, library
+from forge_parallel.float8.transform import Float8
 from forge_parallel.placement import shares
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.transform import Tensor as TensorParallel

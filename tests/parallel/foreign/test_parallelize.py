@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import Parallelized, parallelize
-from forge_parallel.components.transforms import Compile, Recompute
 from forge_parallel.foreign.describe import find_blocks
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
+from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from parallel.foreign_modules import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied

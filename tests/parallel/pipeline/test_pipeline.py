@@ -281,10 +281,10 @@ def test_a_plan_refuses_what_does_not_fit() -> None:
     assert Plan.of([], layout, piped("1f1b")).pipeline is not None
     assert Plan.of([], Layout(), piped("1f1b")).pipeline is None, "with one rank there is nothing to cut"
     for name, made in SCHEDULES.items():
-        for transform in (Compile(), Recompute(("matmul",))):
+        for transform in (Compile(), Recompute(keep=["matmul"])):
             if made.build().splits_backward:
                 with pytest.raises(PlanError, match=f"the pipeline schedule '{name}' splits"):
                     Plan.of([transform], layout, piped(name))
             else:
                 Plan.of([transform], layout, piped(name))
-    Plan.of([Recompute(None)], layout, piped("zbv"))
+    Plan.of([Recompute(policy="full")], layout, piped("zbv"))

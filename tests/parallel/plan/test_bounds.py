@@ -80,7 +80,7 @@ def _attention(kind: str, cp: int, heads: int, kv_heads: int) -> dict[str, int]:
 )
 def test_attention_exchanges_what_it_must_and_no_more(layout: str, kind: Kind) -> None:
     at = Layout.parse(layout)
-    estimate = dry_run(WORKLOAD, at, [Shard(), ContextParallel(kind), Tensor()])
+    estimate = dry_run(WORKLOAD, at, [Shard(), ContextParallel(kind=kind), Tensor()])
     expected = {("cp", name): size for name, size in _attention(kind, at.cp, HEADS // at.tp, KV_HEADS // at.tp).items()}
     if at.tp == 1:
         axis, n = "cp" if at.dp_shard == 1 else "world", at.dp_shard * at.cp
@@ -102,7 +102,7 @@ def test_attention_exchanges_what_it_must_and_no_more(layout: str, kind: Kind) -
 
 def test_where_no_closed_form_is_known_none_is_given() -> None:
     """A block that is computed again exchanges again; what shares the axis with that has no bound either."""
-    full: list[Any] = [Shard(), ContextParallel("ring"), Recompute(None)]
+    full: list[Any] = [Shard(), ContextParallel(kind="ring"), Recompute(policy="full")]
     assert dry_run(replace(WORKLOAD, micro_batches=1), Layout.parse("cp2"), full).bounds == ()
     apart = dry_run(replace(WORKLOAD, micro_batches=1), Layout.parse("dp2cp2"), full).bounds
     assert {bound.axis for bound in apart} == {"world"}, "that of sharding, over both axes"

@@ -20,7 +20,13 @@ from forge_parallel.checks import (
     rows_can_be_cut,
     sequence_can_be_cut,
 )
-from forge_parallel.components.transforms import Compile, ContextParallel, Expert, Float8, Recompute, Shard, Tensor
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.experts.transform import Expert
+from forge_parallel.float8.transform import Float8
+from forge_parallel.tensor.transform import Tensor
+from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.proven import FEATURES, unproven
 
 

@@ -88,15 +88,15 @@ CASES: dict[str, tuple[str, str, Setup]] = {
     "dp3 tied": ("dp3", "tied", SHARDED),
     "hsdp2x1 tied": ("hsdp2x1", "tied", SHARDED),
     "hsdp2x2": ("hsdp2x2", "decoder", SHARDED),
-    "recompute": ("dp2", "decoder", Setup((Shard(), Recompute(("matmul", "attention"))))),
+    "recompute": ("dp2", "decoder", Setup((Shard(), Recompute()))),
     "bf16 state": ("dp2", "bf16 state", SHARDED),
     "tp2": ("tp2", "decoder", Setup((Tensor(),))),
-    "tp2 tied, whole sequences": ("tp2", "tied decoder", Setup((Tensor(sequence=False), Recompute(None)))),
-    "dp2tp2": ("dp2tp2", "decoder", Setup((Tensor(), Shard(), Recompute(("matmul", "attention"))))),
-    "cp2 all-gather": ("cp2", "decoder", Setup((ContextParallel("all_gather"), Shard()))),
-    "cp2 ring": ("dp2cp2", "decoder", Setup((ContextParallel("ring"), Shard(), Recompute(("matmul", "attention"))))),
-    "cp2 ulysses": ("cp2", "decoder", Setup((ContextParallel("ulysses"), Shard()))),
-    "tp2cp2": ("cp2tp2", "decoder", Setup((Tensor(), ContextParallel("ring"), Shard()))),
+    "tp2 tied, whole sequences": ("tp2", "tied decoder", Setup((Tensor(sequence_parallel=False), Recompute(policy="full")))),
+    "dp2tp2": ("dp2tp2", "decoder", Setup((Tensor(), Shard(), Recompute()))),
+    "cp2 all-gather": ("cp2", "decoder", Setup((ContextParallel(kind="all_gather"), Shard()))),
+    "cp2 ring": ("dp2cp2", "decoder", Setup((ContextParallel(kind="ring"), Shard(), Recompute()))),
+    "cp2 ulysses": ("cp2", "decoder", Setup((ContextParallel(kind="ulysses"), Shard()))),
+    "tp2cp2": ("cp2tp2", "decoder", Setup((Tensor(), ContextParallel(kind="ring"), Shard()))),
     "pp2": ("pp2", "decoder", piped(OneForwardOneBackward())),
     "pp2dp2 tied": ("pp2dp2", "tied decoder", piped(GPipe(), Shard())),
     "pp2 zero bubble": ("pp2", "deep", piped(ZeroBubbleV())),
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, str, Setup]] = {
     "dp2tp2 mtp": ("dp2tp2", "mtp", Setup((Tensor(), Shard()))),
     "pp2 mtp": ("pp2", "mtp", piped(OneForwardOneBackward())),
     "pp2tp2": ("pp2tp2", "deep", piped(OneForwardOneBackward(), Tensor())),
-    "ep2 in replicas": ("hsdp2x2ep2", "experts", Setup((Expert(overlap=False), Shard(), Recompute(("matmul", "attention"))))),
+    "ep2 in replicas": ("hsdp2x2ep2", "experts", Setup((Expert(overlap=False), Shard(), Recompute()))),
     "ep2 etp2": ("dp2tp2ep2etp2", "experts in a loop", Setup((Expert(), Tensor(), Shard()))),
 }
 """Layout, model and set-up of what is compared with a real run; a further strategy needs a line here."""
@@ -145,8 +145,8 @@ def _storages(tensors: Any) -> int:
 SLOW_CASES: dict[str, tuple[str, str, Setup]] = {
     "ep2": ("dp2ep2", "experts", Setup((Expert(), Shard()))),
     "tp2 with experts": ("tp2", "experts in a loop", Setup((Tensor(), Shard()))),
-    "ep2 of 4": ("dp4ep2", "experts", Setup((Expert("all_gather"), Shard()))),
-    "ep4 in nodes": ("dp4ep4", "all experts", Setup((Expert("hierarchical", 2), Shard()))),
+    "ep2 of 4": ("dp4ep2", "experts", Setup((Expert(dispatcher="all_gather"), Shard()))),
+    "ep4 in nodes": ("dp4ep4", "all experts", Setup((Expert(dispatcher="hierarchical", ranks_per_node=2), Shard()))),
 }
 
 
@@ -200,7 +200,10 @@ def test_tokens_travel_once_to_each_rank_and_node(kind: Any, node: int | None) -
     """Forward and backward, a row and its sum each, in bf16; with the weights, in fp32, travel the numbers of the experts."""
     moe = MoE(experts=16, top_k=4, first_dense=1, ffn_dim=8)
     workload = replace(MODELS["experts"], build=replace(DECODER, moe=moe).build, rows=4, length=32)
-    flows = {flow.axis: flow for flow in dry_run(workload, Layout.parse("dp8ep8"), [Expert(kind, node), Shard()]).flows}
+    flows = {
+        flow.axis: flow
+        for flow in dry_run(workload, Layout.parse("dp8ep8"), [Expert(dispatcher=kind, ranks_per_node=node), Shard()]).flows
+    }
     tokens, told, counts = 4 * 32, 2 * 4 * 4, 2 * 8
     row = 4 * 2 * 16 + 2 * told
     near, far = chance(16, 2, 4), chance(16, 8, 4)
@@ -244,7 +247,7 @@ def test_elements_of_all_ranks_are_the_models() -> None:
 # Memory within a step: exact for the operators that this machine runs.
 
 
-@pytest.mark.parametrize("transforms", [[], [Recompute(None)], [Recompute(("matmul", "attention"))]], ids=["all", "full", "some"])
+@pytest.mark.parametrize("transforms", [[], [Recompute(policy="full")], [Recompute()]], ids=["all", "full", "some"])
 def test_activations_are_those_that_a_real_forward_keeps(transforms: list[Any]) -> None:
     workload = replace(MODELS["decoder"], compute="fp32")
     model = realize(Blueprint.of(workload.build), Plan.of(transforms, Layout()), Topology.of(Layout(), CPU), 0)
@@ -257,7 +260,7 @@ def test_activations_are_those_that_a_real_forward_keeps(transforms: list[Any]) 
     assert estimate.activations == pytest.approx(held - kept, abs=scalars)
 
 
-@pytest.mark.parametrize("transforms", [[], [Recompute(None)]], ids=["all", "recompute"])
+@pytest.mark.parametrize("transforms", [[], [Recompute(policy="full")]], ids=["all", "recompute"])
 def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     """Torch's profiler sees every call of the allocator, so also what kernels take for themselves."""
     shape = Decoder(dim=64, layers=3, heads=4, ffn_dim=160, vocab_size=512, max_length=64)

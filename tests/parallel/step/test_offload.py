@@ -21,7 +21,6 @@ from forge_parallel.build import initial_weights
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, _allocate, realize
 from forge_parallel.checks import compositions_are_proven
-from forge_parallel.components import transforms as components
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.launch.process_group import alone
 from forge_parallel.optim.adamw import AdamW as FusedAdamW
@@ -30,7 +29,7 @@ from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.reduce import squared_norm
-from forge_parallel.transforms import shard
+from forge_parallel.transforms import fully_sharded
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
@@ -45,7 +44,7 @@ LOW = Case(**{**vars(CASE), "compute": "bf16", "state": "bf16", "steps": 1})
 
 
 def test_a_run_on_a_cpu_is_refused() -> None:
-    plan = Plan.of([components.Shard(offload=True).build()], Layout())
+    plan = Plan.of([Shard(offload=True).build()], Layout())
     with pytest.raises(PlanError, match=r"computes on a CPU; set transforms\.shard\.offload = false"):
         realize(Blueprint.of(Tiny), plan, Topology(Layout(), CPU), 0)
     assert not dist.is_initialized()
@@ -56,7 +55,7 @@ def test_the_check_refuses_what_no_run_on_a_gpu_has_proven() -> None:
         train=SimpleNamespace(global_batch=4, micro_batch=4),
         precision=SimpleNamespace(compute="fp32", state="fp32"),
         model=SimpleNamespace(),
-        transforms={"shard": components.Shard(offload=True)},
+        transforms={"shard": Shard(offload=True)},
     )
     (fault,) = compositions_are_proven(job, Layout())
     assert "transforms.shard.offload = true" in str(fault)
@@ -66,7 +65,7 @@ def test_weights_that_are_cast_before_they_are_gathered_are_refused() -> None:
     part = nn.Linear(2, 2)
     part.float8_weights = [object()]  # type: ignore[assignment]
     with pytest.raises(PlanError, match=r"transforms\.float8\.all_gather = false"):
-        shard._host(part, SimpleNamespace(topology=SimpleNamespace(device=GPU)))  # type: ignore[arg-type]
+        fully_sharded._host(part, SimpleNamespace(topology=SimpleNamespace(device=GPU)))  # type: ignore[arg-type]
 
 
 # What reaches FSDP.
@@ -75,13 +74,15 @@ def test_weights_that_are_cast_before_they_are_gathered_are_refused() -> None:
 @pytest.mark.parametrize("on_host", [False, True])
 def test_every_unit_gets_the_policy(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
     given: list[tuple[nn.Module, Any]] = []
-    monkeypatch.setattr(shard, "fully_shard", lambda module, **settings: given.append((module, settings["offload_policy"])))
-    monkeypatch.setattr(shard, "alone", lambda _: None)
+    monkeypatch.setattr(
+        fully_sharded, "fully_shard", lambda module, **settings: given.append((module, settings["offload_policy"]))
+    )
+    monkeypatch.setattr(fully_sharded, "alone", lambda _: None)
     with torch.device("meta"):
         part = Tiny()
     topology = SimpleNamespace(layout=Layout.parse("dp2"), device=GPU, data_mesh=object())
     context: Any = SimpleNamespace(specs=part.specs(), topology=topology, compute=torch.float32, state=torch.float32)
-    Shard(on_host=on_host).apply(part, context)
+    Shard(offload=on_host).apply(part, context)
     assert [module for module, _ in given] == [*part.blocks, part]
     assert [isinstance(policy, CPUOffloadPolicy) for _, policy in given] == [on_host] * (LAYERS + 1)
 
@@ -90,7 +91,7 @@ def test_memory_is_the_hosts_for_parameters_only() -> None:
     for on_host, expected in ((True, "cpu"), (False, "meta")):
         with torch.device("meta"):
             part = Tiny()
-        _allocate(part, torch.device("meta"), on_host)
+        _allocate(part, Shard(offload=on_host).parameter_device(torch.device("meta")), torch.device("meta"))
         assert {parameter.device.type for parameter in part.parameters()} == {expected}
         assert {buffer.device.type for buffer in part.buffers()} == {"meta"}
 
@@ -156,11 +157,11 @@ def _offloaded(case: Case, layout: str, **settings: Any) -> Measurement:
             alone(context.topology.device)
         return CPUOffloadPolicy(pin_memory=False)  # nothing can be pinned without a GPU
 
-    before, shard._host = shard._host, host
+    before, fully_sharded._host = fully_sharded._host, host
     try:
-        return measure(case, Layout.parse(layout), [Shard(on_host=True, **settings)], CPU)
+        return measure(case, Layout.parse(layout), [Shard(offload=True, **settings)], CPU)
     finally:
-        shard._host = before
+        fully_sharded._host = before
 
 
 @pytest.mark.parametrize(("layout", "reduce"), [("1", "last"), ("hsdp2x2", "each")])

@@ -15,9 +15,10 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.transforms import Compile, Recompute
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
+from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.memory import held_after
 from forge_parallel.verify.parity import Case, compare, measure, share, synthetic

@@ -1,7 +1,7 @@
 """Tensor parallelism against one process: every block of the zoo, heads shared by ranks, uneven cuts, and what is refused."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def _case(variant: str, **changes: Any) -> Case:
 
 
 def _measure(case: Case, layout: str, sequence: bool = True, *more: Any) -> Measurement:
-    return measure(case, Layout.parse(layout), [Shard(), Tensor(sequence), *more], CPU)
+    return measure(case, Layout.parse(layout), [Shard(), Tensor(sequence_parallel=sequence), *more], CPU)
 
 
 def _equal(world: World, case: Case, layout: str, *arguments: Any) -> None:
@@ -112,9 +112,9 @@ def test_a_length_that_does_not_divide_is_right_without_sequence_parallelism_and
         world.run(_measure, 2, case, "tp2", True)
 
 
-@pytest.mark.parametrize("keep", [None, ("matmul", "attention")], ids=["full", "selective"])
-def test_recomputation(world: World, keep: tuple[str, ...] | None) -> None:
-    _equal(world, _case("gqa"), "dp2tp2", True, Recompute(keep))
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputation(world: World, policy: Literal["full", "selective"]) -> None:
+    _equal(world, _case("gqa"), "dp2tp2", True, Recompute(policy=policy))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2tp2"])

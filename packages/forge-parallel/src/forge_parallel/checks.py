@@ -14,7 +14,10 @@ from forge_core.features import undeclared, used
 from forge_core.layout import Layout, divisors
 from forge_parallel.build.plan import AXIS_DEFAULTS, default_transforms
 from forge_parallel.components.sections import Parallel, Precision
-from forge_parallel.components.transforms import ContextParallel, Expert, Shard, Tensor
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.experts.transform import Expert
+from forge_parallel.tensor.transform import Tensor
+from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.proven import FEATURES, unproven
 
 IMPLEMENTED = frozenset({"compile", "context", "expert", "float8", "recompute", "shard", "tensor"})

@@ -10,8 +10,10 @@ from typing import Any
 from forge_core.errors import Fault, PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Outline
-from forge_parallel.components.transforms import ContextParallel, Float8, Tensor
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.float8.transform import Float8
 from forge_parallel.placement import shares
+from forge_parallel.tensor.transform import Tensor
 
 
 def outline_of(job: Any) -> Outline | None:

@@ -46,9 +46,7 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
     """
     ids, rows = tokenizer.vocab_size, getattr(weights.model, "vocab_size", tokenizer.vocab_size)
     if ids > rows:
-        raise DataError(
-            f"the tokenizer has {ids} ids, but {weights.facts.origin} has {rows}; pass another one with --tokenizer"
-        )
+        raise DataError(f"the tokenizer has {ids} ids, but {weights.facts.origin} has {rows}; pass another one with --tokenizer")
     if ids < rows:
         report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} ids are padding")
 

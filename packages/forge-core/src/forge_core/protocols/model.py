@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from forge_core.specs import Specs
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from forge_core.batch import Batch
@@ -240,8 +241,7 @@ class Optimizer(Protocol):
 class Transform(Protocol):
     """One strategy. `phase` orders it, `axes` are the mesh axes that it claims, `needs` names the transforms that must be in
     the plan as well when one of these axes is larger than 1. `whole_backward`: it does not support a pipeline that splits
-    the backward of a block. `on_host`: parameters, their gradients and what an optimizer keeps lie in the
-    host's memory, everything else on the device.
+    the backward of a block.
 
     Derive from it: a strategy then says only what it does, and the rest does nothing.
     """
@@ -251,11 +251,14 @@ class Transform(Protocol):
     axes: frozenset[str]
     needs: frozenset[str] = frozenset()
     whole_backward: bool = False
-    on_host: bool = False
 
     def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""
         ...
+
+    def parameter_device(self, device: "torch.device") -> "torch.device":
+        """Where parameters, their gradients and what an optimizer keeps lie, given where they do without this strategy."""
+        return device
 
     def local_batch(self, batch: "Batch", context: Any) -> "Batch":
         """This rank's share of a batch that its data rank read; called before anything is counted."""

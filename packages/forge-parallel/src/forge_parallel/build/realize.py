@@ -83,14 +83,14 @@ def _tie(part: nn.Module, specs: Specs) -> None:
         part.get_submodule(path)._parameters[slot] = part.get_submodule(module)._parameters[name]
 
 
-def _allocate(part: nn.Module, device: torch.device, on_host: bool) -> None:
-    """Gives every tensor of `part` memory on the device; with `on_host` only buffers, and parameters that of the host."""
-    part.to_empty(device="cpu" if on_host else device)
-    if on_host:
+def _allocate(part: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Gives every tensor of `part` memory where it belongs."""
+    part.to_empty(device=parameters)
+    if parameters != buffers:
         for module in part.modules():
             for slot, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[slot] = torch.empty_like(buffer, device=device)
+                    module._buffers[slot] = torch.empty_like(buffer, device=buffers)
 
 
 def _experts_are_kept(part: nn.Module, specs: Specs, topology: Topology) -> None:
@@ -134,13 +134,16 @@ def realize(
             _agree(part, specs)
     if stacks(blueprint.specs):
         topology.open_for_experts()
+    held_on = topology.device
+    for transform in plan.transforms:
+        held_on = transform.parameter_device(held_on)
     parts, contexts = [], []
     for part, specs in described:
         context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs)
         for transform in plan.transforms:
             part = transform.apply(part, context)
         _experts_are_kept(part, specs, topology)
-        _allocate(part, topology.device, any(transform.on_host for transform in plan.transforms))
+        _allocate(part, held_on, topology.device)
         _tie(part, specs)
         parts.append(part)
         contexts.append(context)

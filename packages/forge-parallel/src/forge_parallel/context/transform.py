@@ -1,123 +1,76 @@
-"""Context parallelism: ranks split the places of a row, and meet in the attention cores only.
+"""Context parallelism: what a recipe chooses. See `context.cores`."""
 
-Everything else in a model works on each token by itself, so it needs to know nothing. Parameters are whole on every such rank as
-far as this strategy is concerned: `shard`, which it needs, cuts them over these ranks and sums their gradients.
-"""
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch import Tensor, nn
-
-from forge_core.batch import Batch, MTPTargets
-from forge_core.errors import ForgeError, PlanError
-from forge_core.protocols.model import AttentionCore, PlacedCore, Transform
+from forge_core.component import LAYOUT, Component
+from forge_core.features import Feature
+from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
-from forge_parallel.context.all_gather import AllGatherAttention
-from forge_parallel.context.placed import held, held_places
-from forge_parallel.context.ring import RingAttention
 from forge_parallel.context.row_order import SequenceOrder
-from forge_parallel.context.ulysses import UlyssesAttention
-from forge_parallel.placement.collectives import Ranks
-from forge_parallel.placement.shares import ring_refusal, ulysses_refusal, whole_rows_refusal
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.batch import Batch
     from forge_parallel.build.context import Context
 
 Kind = Literal["all_gather", "ring", "ulysses"]
 
 
-@dataclass(frozen=True)
-class ContextParallel(Transform):
-    """Replaces the attention cores of all blocks, and cuts batches. On one rank of `cp` it does nothing."""
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel(Component, Transform):
+    """Splits each row over `parallel.cp` ranks: for sequences too long for one device.
 
-    kind: Kind = "all_gather"
-    name: str = "context"
-    phase: int = Phase.CONTEXT
-    axes: frozenset[str] = frozenset({"cp"})
-    needs: frozenset[str] = frozenset({"shard"})
+    `parallel.cp` has to divide `data.sequence_length`, twice except for `ulysses`, so that causal work is the same on every rank.
+    """
+
+    name = "context"
+    phase = Phase.CONTEXT
+    axes = frozenset({"cp"})
+    needs = frozenset({"shard"})
+    key_class: ClassVar = LAYOUT
+
+    kind: Annotated[
+        Kind,
+        Feature("cp_all_gather", when="all_gather", axis="cp"),
+        Feature("cp_ring", when="ring", axis="cp"),
+        Feature("cp_ulysses", when="ulysses", axis="cp"),
+    ] = "all_gather"
+    """How attention sees the whole row. `all_gather` gathers keys and values, which is little with grouped key-value heads;
+    `ring` passes them around while it works and never holds more than two blocks; `ulysses` exchanges heads for places, and
+    `parallel.cp` has to divide the heads."""
+
+    def build(self) -> "ContextParallel":
+        return self
 
     def order(self, ranks: int) -> SequenceOrder:
         """Which places each rank holds. Ulysses works on whole rows, which need no balance."""
         return SequenceOrder(ranks, balanced=self.kind != "ulysses")
 
-    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
-        """Replaces `core` in the modules of each block of `part` that have one.
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
+        """Replaces `core` in the modules of each block of `part` that have one. On one rank of `cp` it does nothing.
 
         Raises:
             PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
                 core or the number of heads asks for.
         """
-        if context.topology.layout.cp == 1:
-            return part
-        if why := whole_rows_refusal(context.specs.whole_rows):
-            raise PlanError(why)
-        replaced = self._replacement(context)
-        for path in context.specs.blocks:
-            modules = part.get_submodule(path).named_modules(prefix=path)
-            found = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
-            if not found:
-                raise PlanError(f"parallel.cp: {path} has no attention core to replace; set parallel.cp = 1")
-            for name, module in found.items():
-                module.core = replaced(name, module.core)  # type: ignore[assignment]
+        ranks = context.topology.layout.cp
+        if ranks > 1:
+            from forge_parallel.context.cores import replace_cores
+
+            replace_cores(part, context, self.kind, self.order(ranks))
         return part
 
-    def _replacement(self, context: "Context") -> Callable[[str, Any], Any]:
-        topology, layout = context.topology, context.topology.layout
-        ranks, order = Ranks.of(topology.group("cp")), self.order(layout.cp)
-        if self.kind == "ulysses":
-            if why := ulysses_refusal(context.specs.units.get("heads", 0), layout.cp, layout.tp):
-                raise PlanError(why)
-            return lambda _, core: UlyssesAttention(core, ranks)
-        if self.kind == "ring":
-            return lambda name, core: RingAttention(_uncapped(name, core), order, ranks)
-        return lambda name, core: AllGatherAttention(_placed(name, core), order, ranks)
-
-    def local_batch(self, batch: Batch, context: "Context") -> Batch:
+    def local_batch(self, batch: "Batch", context: "Context") -> "Batch":
         """This rank's places of each row. Positions are made explicit: they no longer follow from the index.
 
         Raises:
             ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
         """
-        ranks, rank = context.topology.layout.cp, context.topology.coordinates["cp"]
+        ranks = context.topology.layout.cp
         if ranks == 1:
             return batch
-        order, (rows, length) = self.order(ranks), batch.tokens.shape
-        if length % order.pieces:
-            raise ForgeError(
-                f"rows of {length} tokens cannot be cut for parallel.cp = {ranks}, transforms.context.kind = {self.kind!r}; "
-                f"data.sequence_length must be a multiple of {order.pieces}"
-            )
-        if batch.extras:
-            raise ForgeError(f"parallel.cp = {ranks}: nothing says how {', '.join(sorted(batch.extras))} could be cut along rows")
+        from forge_parallel.context.cores import cut_rows
 
-        def cut(tensor: Tensor) -> Tensor:
-            return held(order, rank, tensor)
-
-        positions = batch.positions
-        if positions is None:
-            places = held_places(order, rank, length, batch.tokens.device)
-            positions = places.to(torch.int32).expand(rows, -1)
-        else:
-            positions = cut(positions)
-        documents = None if batch.documents is None else cut(batch.documents)
-        mtp_targets = None if batch.mtp_targets is None else MTPTargets(*map(cut, batch.mtp_targets))
-        kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets)
-        return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
-
-
-def _placed(name: str, core: Any) -> PlacedCore:
-    if not isinstance(core, PlacedCore):
-        raise PlanError(
-            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, cannot be told where its keys "
-            "belong (it has no prepare_placed); use 'ulysses' or 'ring'"
-        )
-    return core
-
-
-def _uncapped(name: str, core: Any) -> AttentionCore:
-    if why := ring_refusal(f"{name}.core", getattr(core, "capped", False)):
-        raise PlanError(why)
-    return core
+        return cut_rows(batch, self.order(ranks), context.topology.coordinates["cp"], self.kind)

@@ -75,7 +75,7 @@ def _attended(
     """
     layout, specs = model.topology.layout, model.specs
     ranks, size = layout.cp, model.compute.itemsize
-    again = any(isinstance(transform, Recompute) and transform.keep is None for transform in model.plan.transforms)
+    again = any(isinstance(transform, Recompute) and transform.policy == "full" for transform in model.plan.transforms)
     widths = Counter[tuple[str | None, ...]]()
     for name, spec in specs.tensors.items():
         if name.startswith(tuple(f"{path}." for path in specs.blocks)) and len(spec.dims) == 2:
@@ -112,8 +112,8 @@ def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int)
     exchanges again, and no closed form is given.
     """
     size = model.topology.layout.tp
-    again = any(isinstance(transform, Recompute) and transform.keep is None for transform in model.plan.transforms)
-    if size == 1 or not split.sequence or again:
+    again = any(isinstance(transform, Recompute) and transform.policy == "full" for transform in model.plan.transforms)
+    if size == 1 or not split.sequence_parallel or again:
         return
     pairs = sum(spec.dims in (("embed", "heads"), ("embed", "ffn")) for spec in model.specs.tensors.values())
     stream = tokens * model.specs.units["embed"] * model.compute.itemsize

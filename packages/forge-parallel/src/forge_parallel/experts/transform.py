@@ -1,108 +1,64 @@
-"""Expert parallelism (Lepikhin et al., 2020): each rank of `ep` holds other experts, each of `etp` a part of every one's width.
-
-Ranks are borrowed from data, context and tensor parallelism, and keep reading their own tokens, which travel to their experts and
-back. What is left of these axes shards the experts like data ranks (`efsdp`); `shard`, which this needs, does that.
-"""
+"""Expert parallelism: what a recipe chooses. See `experts.cut`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from annotated_types import Gt
 
-from forge_core.errors import PlanError
-from forge_core.protocols.model import ExpertDispatcher, Transform
+from forge_core.component import LAYOUT, Component
+from forge_core.features import Feature, Neutral
+from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
-from forge_parallel.experts.dispatchers import Everyone, Exchange
-from forge_parallel.experts.stack import stack_class, stacks
-from forge_parallel.placement.collectives import Ranks
-from forge_parallel.placement.shares import chunk
-from forge_parallel.placement.topology import Topology
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from forge_parallel.build.context import Context
 
 Kind = Literal["all_to_all", "all_gather", "hierarchical"]
 
 
-@dataclass(frozen=True)
-class Expert(Transform):
-    """Cuts stacked experts over `ep` and `etp` and replaces the dispatchers of their layers. Where both are 1 it does nothing.
+@dataclass(frozen=True, kw_only=True)
+class Expert(Component, Transform):
+    """Shares experts over `parallel.ep` ranks, to which tokens travel, and each expert's width over `parallel.etp` (expert
+    parallelism)."""
 
-    `node` is the number of neighboring ranks of `ep` that are in one node, for `hierarchical`.
-    """
+    name = "expert"
+    phase = Phase.EXPERT
+    axes = frozenset({"ep", "etp"})
+    needs = frozenset({"shard"})
+    key_class: ClassVar = LAYOUT
 
-    kind: Kind = "all_to_all"
-    node: int | None = None
-    overlap: bool = True
-    name: str = "expert"
-    phase: int = Phase.EXPERT
-    axes: frozenset[str] = frozenset({"ep", "etp"})
-    needs: frozenset[str] = frozenset({"shard"})
+    dispatcher: Annotated[
+        Kind,
+        Feature("ep_all_to_all", when="all_to_all", axis="ep"),
+        Feature("ep_all_gather", when="all_gather", axis="ep"),
+        Feature("ep_hierarchical", when="hierarchical", axis="ep"),
+    ] = "all_to_all"
+    """How tokens travel. `all_to_all` sends each token to the ranks that have its experts; `all_gather` sends all to all;
+    `hierarchical` sends each token at most once to each other node, and there on to its experts."""
+    ranks_per_node: Annotated[Annotated[int, Gt(1)] | None, Neutral("a size of groups, as that of an axis")] = None
+    """For `hierarchical`: neighboring ranks of `ep` that are in one node."""
+    overlap: Annotated[bool, Feature("ep_in_turn", when=False, axis="ep")] = True
+    """Compute shared experts while tokens travel."""
 
-    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
-        """Works on every module of `part` that holds stacked experts.
+    def __post_init__(self) -> None:
+        if self.dispatcher == "hierarchical" and self.ranks_per_node is None:
+            raise ValueError("dispatcher = 'hierarchical' needs ranks_per_node, the neighboring ranks of ep that are in one node")
+        if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
+            raise ValueError(f"dispatcher = '{self.dispatcher}' knows no nodes: leave out ranks_per_node, or use 'hierarchical'")
+
+    def build(self) -> "Expert":
+        return self
+
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
+        """Cuts stacked experts over `ep` and `etp` and replaces their layers' dispatchers. Where both are 1 it does nothing.
 
         Raises:
             PlanError: there is no dispatcher to replace, experts cannot be shared evenly, or nodes do not divide ep.
         """
-        layout = context.topology.layout
-        if layout.ep * layout.etp == 1:
-            return part
-        if self.kind == "hierarchical" and layout.ep > 1:
-            context.topology.nodes("ep", self._per_node(layout.ep))  # all ranks enter, also those whose stages have no expert
-        for path in stacks(context.specs):
-            parent = path.rpartition(".")[0]
-            layer: Any = part.get_submodule(parent)
-            if not isinstance(getattr(layer, "dispatch", None), ExpertDispatcher):
-                raise PlanError(f"expert: {path} stacks experts, but {parent} has no `dispatch` to replace (ExpertDispatcher)")
-            module = part.get_submodule(path)
-            _cut(module, path, context)
-            layer.dispatch = self.dispatcher(layer.dispatch, context.topology)
+        if context.topology.layout.ep * context.topology.layout.etp > 1:
+            from forge_parallel.experts.cut import share_experts
+
+            share_experts(part, context, dispatcher=self.dispatcher, ranks_per_node=self.ranks_per_node, overlap=self.overlap)
         return part
-
-    def dispatcher(self, local: ExpertDispatcher, topology: Topology) -> ExpertDispatcher:
-        """What takes the place of a layer's `local` one."""
-        layout = topology.layout
-        inner = local if layout.etp == 1 else Everyone(Ranks.of(topology.group("etp")), local, divided=False)
-        if layout.ep == 1:
-            return inner
-        if self.kind == "all_gather":
-            return Everyone(Ranks.of(topology.group("ep")), inner)
-        if self.kind == "all_to_all":
-            return Exchange(Ranks.of(topology.group("ep")), inner, self.overlap)
-        inside, across = (Ranks.of(group) for group in topology.nodes("ep", self._per_node(layout.ep)))
-        return Exchange(across, Exchange(inside, inner, self.overlap), self.overlap)
-
-    def _per_node(self, ep: int) -> int:
-        node = self.node
-        if node is None or node >= ep or node == 1 or ep % node:
-            raise PlanError(
-                f"transforms.expert.dispatcher = 'hierarchical' with parallel.ep = {ep}: ranks_per_node = {node} has to divide "
-                "it, with more than one rank in a node and more than one node; else use 'all_to_all'"
-            )
-        return node
-
-
-def _cut(module: nn.Module, path: str, context: "Context") -> None:
-    """Makes every stacked parameter a DTensor over (ep, etp) with the share of this rank, on the meta device."""
-    topology = context.topology
-    axes = [axis for axis in ("ep", "etp") if topology.layout.size(axis) > 1]
-    mesh = topology.sparse[tuple(axes)] if len(axes) > 1 else topology.sparse[axes[0]]
-    parameters = dict(module.named_parameters(recurse=False))
-    for name, parameter in parameters.items():
-        dims = context.specs.tensors[f"{path}.{name}"].dims
-        shape, placements = list(parameter.shape), []
-        for axis in axes:
-            dim = dims.index("expert" if axis == "ep" else "ffn")
-            ranks = topology.layout.size(axis)
-            if shape[dim] % ranks:
-                raise PlanError(
-                    f"expert: {path}.{name} has {shape[dim]} along {dims[dim]!r}, which parallel.{axis} = {ranks} does not divide"
-                )
-            shape[dim] = chunk(shape[dim], ranks, topology.coordinates[axis])[1]
-            placements.append(Shard(dim))
-        local = parameter.detach().new_empty(shape)
-        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-        module._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    module.__class__ = stack_class(type(module), tuple(parameters))

@@ -1,178 +1,93 @@
-"""Float8 training (Micikevicius et al., 2022): the matrix products of hidden layers in 8-bit numbers, all else as before.
+"""Float8 training: what a recipe chooses. See `float8.convert`."""
 
-Scales are computed anew for every cast from the tensor that is cast. Ranks that hold parts of one operand share its scale, so a
-layout gives the numbers of one process with the same micro-batches; another micro-batch is cast otherwise.
-"""
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch import Tensor, nn
-
-from forge_core.errors import PlanError
-from forge_core.protocols.model import ExpertStack, Transform
+from forge_core.component import FREE, Component
+from forge_core.features import Feature, Neutral
+from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
-from forge_parallel.experts.stack import stacks
-from forge_parallel.float8 import layers, library
-from forge_parallel.placement.collectives import Ranks
-from forge_parallel.placement.shares import collapsed
-from forge_parallel.tensor.rules import Role, ancestors, rules
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from forge_parallel.build.context import Context
-    from forge_parallel.float8.linear import Casting
 
 
-@dataclass(frozen=True)
-class Float8(Transform):
-    """Converts the hidden layers that `include` and not `exclude` names, and stacked experts. Their weights stay what they are.
+@dataclass(frozen=True, kw_only=True)
+class Float8(Component, Transform):
+    """Multiplies hidden matrices in float8 (torchao), with weights, gradients and optimizer as before: faster on GPUs from Ada
+    and Hopper on. Needs `pip install "forge-parallel[float8]"`.
 
-    Attributes:
-        recipe: one scale per tensor, or one per row of each operand.
-        include, exclude: patterns over global paths of modules.
-        emulate: compute products in fp32 from rounded operands; `auto` does where the device has no float8 products.
-        all_gather: FSDP gathers the weights in float8; tensorwise only.
-        experts: convert stacked experts, too; always rowwise.
+    Converted are linear layers whose weight is a hidden matrix, and with `experts` stacked experts: not the embedding, the output
+    head or routers. The dimensions that a rank holds of a layer, and its tokens of a micro-batch, have to be multiples of 16.
     """
 
-    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
-    emulate: Literal["auto"] | bool = "auto"
-    all_gather: bool = True
-    experts: bool = False
-    name: str = "float8"
-    phase: int = Phase.QUANTIZE
-    axes: frozenset[str] = frozenset()
+    name = "float8"
+    phase = Phase.QUANTIZE
+    axes = frozenset()
+    key_class: ClassVar = FREE
 
-    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
+    recipe: Annotated[Literal["tensorwise", "rowwise"], Feature("float8_rowwise", when="rowwise")] = "tensorwise"
+    """`tensorwise` has one scale per tensor and gradients in E5M2: the fastest. `rowwise` has one scale per row of each operand,
+    all in E4M3: more accurate, and whole weights are gathered in `precision.compute`."""
+    include: Annotated[list[str], Neutral("each layer is converted by itself")] = field(default_factory=lambda: ["*"])
+    """Layers to convert: shell patterns over paths of modules such as `blocks.0.mlp.up_proj`; `*` crosses dots."""
+    exclude: Annotated[list[str], Neutral("each layer is converted by itself")] = field(default_factory=list)
+    """Layers to leave as they are, by patterns; `["blocks.0.*"]` leaves the first block."""
+    emulate: Annotated[Literal["auto"] | bool, Neutral("what multiplies on one rank")] = "auto"
+    """Compute in fp32 from operands that are rounded to float8: the same numbers on any device, without the speed. `auto` does so
+    where there is no hardware for float8; with false such a device is refused."""
+    all_gather: Annotated[
+        bool | None,
+        Feature("float8_wide_gather", when=False),
+        Neutral("what tensorwise does when it is unset; rowwise refuses it", when=True),
+    ] = None
+    """Gather the weights of sharded layers in float8 instead of `precision.compute`. Unset: yes with `tensorwise`."""
+    experts: Annotated[bool, Feature("float8_experts", when=True)] = False
+    """Multiply stacked experts in float8, in the place of `model.moe.kernel`. With either recipe they are rowwise and gathered
+    in `precision.compute`; an expert may have any number of tokens. Needs Hopper GPUs, or Blackwell ones of data centers."""
+
+    def __post_init__(self) -> None:
+        if self.recipe == "rowwise" and self.all_gather:
+            raise ValueError("all_gather = true needs recipe = 'tensorwise': rows and columns of a weight have their own scales")
+
+    def build(self) -> "Float8":
+        from forge_parallel.float8.library import check_installed
+
+        check_installed()
+        return self
+
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Converts layers of `part` in place: each module stays, with its parameters and hooks, and changes its class.
 
         Raises:
             PlanError: a pattern matches nothing, a layer's shape or class does not allow it, or the precision is fp64.
             ForgeError: torchao is not installed.
         """
-        if context.compute == torch.float64:
-            raise PlanError("transforms.float8 with precision.compute = 'fp64' has no meaning; use 'bf16', or 'fp32' for tests")
-        modules = {path: part.get_submodule(path) for path in layers.candidates(context.specs)}
-        known = _without(modules, layers.candidates(context.whole or context.specs))
-        stacked = stacks(context.whole or context.specs) if self.experts else ()
-        chosen = layers.selected([*known, *stacked], self.include, self.exclude)
-        if self.experts and chosen.isdisjoint(stacked):
-            there = "include and exclude leave none of them" if stacked else "the model has none"
-            raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {there}; leave it out")
-        linear = {path: _plain(path, module) for path, module in modules.items() if path in chosen}
-        layout = context.topology.layout
-        layers.check_shapes({path: (m.out_features, m.in_features) for path, m in linear.items()}, context.specs, layout.tp)
-        emulate = library.emulates(self.emulate, context.topology.device)
-        library.require()
-        from forge_parallel.float8.linear import Casting, float8_class
+        from forge_parallel.float8.convert import convert
 
-        casting = Casting.of(self.recipe, emulate)
-        for path, module in linear.items():
-            module.__class__ = float8_class(type(module))
-            module.casting = self._shared(casting, path, context)  # type: ignore[assignment]
-        self._convert_experts({path: part.get_submodule(path) for path in stacks(context.specs) if path in chosen}, context)
-        if self.all_gather and self.recipe == "tensorwise" and layout.dp_replicate * layout.dp_shard * layout.cp > 1:
-            _gather_in_float8(part, list(linear.values()), casting, context)
+        gathers = self.recipe == "tensorwise" and self.all_gather is not False
+        convert(
+            part,
+            context,
+            recipe=self.recipe,
+            include=self.include,
+            exclude=self.exclude,
+            emulate=self.emulate,
+            all_gather=gathers,
+            experts=self.experts,
+        )
         return part
 
-    def _convert_experts(self, modules: Mapping[str, nn.Module], context: "Context") -> None:
-        """Cuts over `ep` and `etp` come later, and derive from what the class is then."""
-        if not modules:
-            return
-        emulate = library.emulates_experts(self.emulate, context.topology.device, context.compute)
-        shapes: dict[str, tuple[int, int]] = {}
-        for path, module in modules.items():
-            if not isinstance(module, ExpertStack):
-                raise PlanError(
-                    f"transforms.float8.experts: {path} is a {type(module).__name__} without `products` (ExpertStack); "
-                    f'add "{path}" to transforms.float8.exclude'
-                )
-            shapes |= {f"{path}.{name}": (p.shape[1], p.shape[2]) for name, p in module.named_parameters() if p.ndim == 3}
-        layers.check_experts(shapes, context.specs, context.topology.layout.etp)
-        from forge_parallel.float8 import experts
-
-        for module in modules.values():
-            module.__class__ = experts.float8_experts_class(type(module))
-            module.multiply = experts.emulated if emulate else experts.native  # type: ignore[assignment]
-
-    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
+    def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
         """Finds the scales of all weights that will be gathered, at once."""
-        if _weights(part):
-            from forge_parallel.float8.shard import look_ahead
+        from forge_parallel.float8.convert import find_scales
 
-            look_ahead(part)
+        find_scales(part)
 
-    def after_backward(self, part: nn.Module, context: "Context") -> None:
+    def after_backward(self, part: "nn.Module", context: "Context") -> None:
         """Weights change next, and their scales with them."""
-        for weight in _weights(part):
-            weight.scale = None
+        from forge_parallel.float8.convert import forget_scales
 
-    def _shared(self, casting: "Casting", path: str, context: "Context") -> "Casting":
-        """Says which operands of a layer ranks hold parts of.
-
-        Rows have scales of their own, powers of two: those of a part differ from those of the whole by such a factor, and the
-        numbers only in what is too small for float8.
-        """
-        topology = context.topology
-        layout = topology.layout
-        if self.recipe == "rowwise":
-            return casting
-        tokens = (Ranks.of(topology.group("cp")),) if layout.cp > 1 else ()
-        features = (Ranks.of(topology.group("tp")),) if layout.tp > 1 else ()
-        roles = rules(context.specs, layout.tp, True).roles if features else {}
-        role = roles.get(path)
-        if role is Role.STREAM and not any(roles.get(above) is Role.REGION for above in ancestors(path)):
-            tokens = features + tokens  # a layer on the residual stream itself, which is cut along the sequence
-        if role is Role.ROW:
-            return replace(casting, input=features + tokens, weight=features, gradient=tokens)
-        if role in (Role.COLUMN, Role.KV_COPY):
-            return replace(casting, input=tokens, weight=features, gradient=features + tokens)
-        return replace(casting, input=tokens, gradient=tokens)
-
-
-def _without(modules: Mapping[str, nn.Module], paths: Iterable[str]) -> list[str]:
-    """Those of `paths` that are linear layers as far as this part can tell: what is none here is none in another block."""
-    others = {path for path, module in modules.items() if not isinstance(module, nn.Linear)}
-    kinds = set(collapsed(others))
-    return [path for path in paths if path not in others and (path in modules or collapsed([path])[0] not in kinds)]
-
-
-def _plain(path: str, module: nn.Module) -> nn.Linear:
-    assert isinstance(module, nn.Linear), "others are not chosen"
-    if type(module).forward is not nn.Linear.forward:
-        raise PlanError(
-            f"transforms.float8: {path} is a {type(module).__name__}, whose forward is not that of nn.Linear; "
-            f'add "{path}" to transforms.float8.exclude'
-        )
-    return module
-
-
-def _gather_in_float8(part: nn.Module, converted: list[nn.Linear], casting: "Casting", context: "Context") -> None:
-    """Wraps the weights of converted layers, but for those that other modules use as well."""
-    from forge_parallel.float8.shard import Float8Shard, Gathering, Weight
-
-    topology = context.topology
-    mesh = topology.data_mesh
-    groups = [mesh.get_group(mesh.ndim - 1)] + ([topology.group("tp")] if topology.layout.tp > 1 else [])
-    gathering = Gathering(casting, context.compute, tuple(groups))
-    slots = [(module, slot, p) for module in part.modules() for slot, p in module._parameters.items() if p is not None]
-    elsewhere = {p for module, slot, p in slots if slot != "weight" or module not in converted}
-    wrapped: dict[Tensor, nn.Parameter] = {}
-    weights = []
-    for module in converted:
-        plain = module.weight
-        if plain not in elsewhere:
-            if plain not in wrapped:
-                weights.append(Weight(gathering))
-                wrapped[plain] = nn.Parameter(Float8Shard(plain.detach(), weights[-1]), plain.requires_grad)
-            module.weight = wrapped[plain]
-    part.float8_weights = weights  # type: ignore[assignment]
-
-
-def _weights(part: nn.Module) -> list[Any]:
-    """The weights of a part that are gathered in float8."""
-    return getattr(part, "float8_weights", [])
+        forget_scales(part)

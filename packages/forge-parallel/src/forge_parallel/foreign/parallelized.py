@@ -23,6 +23,7 @@ from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
+from forge_core.specs import Specs
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -39,6 +40,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.reduce import squared_norm, world_sum
+from forge_parallel.tensor.rules import Rules
 from forge_parallel.tensor.transform import Tensor as TensorParallel
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
@@ -256,7 +258,7 @@ def _transforms(
     built = [one.build() if callable(getattr(one, "build", None)) else one for one in given]
     names = {transform.name for transform in built}
     if layout.dp_shard * layout.dp_replicate > 1 and "shard" not in names:
-        built.append(Shard(average=True))
+        built.append(_AveragingShard())
     if layout.tp > 1 and "tensor" not in names:
         plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
         if not plan:
@@ -268,8 +270,25 @@ def _transforms(
         rules = rules_of(skeleton.module, plan)
         sample = example_for(skeleton.module) if example is None else example
         rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample))
-        built.append(TensorParallel(sequence=False, table=lambda *_: rules))
+        built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AveragingShard(Shard):
+    """Gradients are averaged, as loops outside of Forge expect."""
+
+    average = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlannedTensor(TensorParallel):
+    """Cuts what a `tp_plan` says."""
+
+    planned: Rules
+
+    def rules(self, specs: Specs, tp: int) -> Rules:
+        return self.planned
 
 
 def prepare(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from forge_parallel.foreign.forked import forked
 from forge_parallel.foreign.parallelized import Parallelized, parallelize, prepare
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import BALANCED
+from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 
 TOLERANCE = 1e-6
@@ -71,7 +72,8 @@ class _Probe:
     def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> Parallelized:
         """The module in a layout, in fp64."""
         left_out = {Phase.QUANTIZE, Phase.COMPILE} | ({Phase.RECOMPUTE} if draws else set())
-        chosen = [replace(one, on_host=False) if one.on_host else one for one in self.transforms if one.phase not in left_out]
+        kept = [one for one in self.transforms if one.phase not in left_out]
+        chosen = [replace(one, offload=False) if isinstance(one, Shard) else one for one in kept]
         source = self.source
         pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)
         return parallelize(

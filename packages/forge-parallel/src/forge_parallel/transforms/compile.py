@@ -1,66 +1,45 @@
-"""torch.compile, block by block: blocks share one graph, so the time to compile does not grow with depth.
+"""torch.compile, block by block: what a recipe chooses. See `transforms.compiled`."""
 
-Only a block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
-no module or parameter changes its name.
-
-Experts that are sharded over ranks of their own are gathered, and given tokens whose number is known at run time only, in the
-middle of a block. Their dispatcher, and all that it runs, stays outside the graphs: one before it and one behind it.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-import torch._functorch.config as functorch
-from torch import nn
+from annotated_types import Gt, Le
 
+from forge_core.component import FREE, Component
+from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
-from forge_parallel.experts.stack import apart
-from forge_parallel.transforms.recompute import inside
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from forge_parallel.build.context import Context
 
 
-@dataclass(frozen=True)
-class Compile(Transform):
-    """Compiles every block with inductor.
+@dataclass(frozen=True, kw_only=True)
+class Compile(Component, Transform):
+    """torch.compile, block by block; blocks of one shape share one graph."""
 
-    `budget` is the share of activations that the compiler may keep between forward and backward (1 keeps all that it likes);
-    it decides what to recompute by solving a knapsack problem on its graph.
-    """
-
-    fullgraph: bool = True
-    mode: str = "default"
-    budget: float = 1.0
-    name: str = "compile"
-    phase: int = Phase.COMPILE
-    axes: frozenset[str] = frozenset()
+    name = "compile"
+    phase = Phase.COMPILE
+    axes = frozenset()
     # Measured: errors, hangs, and with donated buffers off once a gradient that was silently wrong by 4e-3.
-    whole_backward: bool = True
+    whole_backward = True
+    key_class: ClassVar = FREE
 
-    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
+    fullgraph: Annotated[bool, Neutral("where a graph may end; blocks exchange the same")] = True
+    """A graph break is an error instead of a silent loss of speed; but for the one around experts that are shared over ranks."""
+    mode: Annotated[Literal["default", "max-autotune-no-cudagraphs"], Neutral("which kernels a rank runs")] = "default"
+    """How long the compiler may look for fast kernels."""
+    budget: Annotated[float, Gt(0), Le(1), Feature("compile_budget", unless=1.0)] = 1.0
+    """Share of the activations that the compiler may keep for the backward; below 1 it recomputes the cheapest ones."""
+
+    def build(self) -> "Compile":
+        return self
+
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Replaces the forward of each block of `part` in place."""
-        outside = apart(context.specs, context.topology.layout)
-        for stack in outside:
-            layer: Any = part.get_submodule(stack.rpartition(".")[0])
-            layer.dispatch = torch.compiler.disable(layer.dispatch)
-        for path in context.specs.blocks:
-            block = part.get_submodule(path)
-            broken = any(stack.startswith(f"{path}.") for stack in outside)
-            wrap = partial(self._compiled, fullgraph=self.fullgraph and not broken)
-            # The compiler takes recomputation into a graph, but none that is broken: it would give up on the whole block.
-            block.forward = inside(block.forward, wrap) if broken else wrap(block.forward)  # type: ignore[method-assign]
+        from forge_parallel.transforms.compiled import compile_blocks
+
+        compile_blocks(part, context, fullgraph=self.fullgraph, mode=self.mode, budget=self.budget)
         return part
-
-    def _compiled(self, forward: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
-        compiled = torch.compile(forward, fullgraph=fullgraph, dynamic=False, mode=self.mode)
-        return compiled if self.budget == 1.0 else partial(self._within, compiled)
-
-    def _within(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The compiler reads its budget when it compiles, which is inside some call of the block.
-        with functorch.patch(activation_memory_budget=self.budget):
-            return compiled(*args, **kwargs)

@@ -1,102 +1,54 @@
-"""Activation recomputation: keep less between forward and backward, and compute the rest again (Chen et al., 2016).
+"""Activation recomputation: what a recipe chooses. See `transforms.checkpointed`."""
 
-The wrapper sits on a block's `forward`, inside whatever is attached to the call of the block. So sharding gathers a block's
-parameters before its backward begins, which is when the forward runs again, and no module or parameter changes its name.
-"""
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from annotated_types import Gt
 
-import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-from forge_core.errors import PlanError
+from forge_core.component import FREE, Component
+from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from forge_parallel.build.context import Context
 
-aten = torch.ops.aten
 
-KEPT = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "linear"),
-    "attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    ),
-}
-"""Operators whose outputs `selective` may keep, by the name that a recipe uses."""
+@dataclass(frozen=True, kw_only=True)
+class Recompute(Component, Transform):
+    """Keeps less between forward and backward and computes the rest again: memory for time.
 
-COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "forge_parallel"})
-"""Namespaces of operators that exchange data. `selective` always keeps their results: no byte crosses ranks twice."""
+    Elements that a block keeps per token: `full` dim; `matmul` adds the outputs of its matrices, for the Llama shape
+    3 dim + 2 dim kv_heads / heads + 2 ffn_dim; `attention` adds dim + heads (its output, and the log-sum-exp in fp32 or wider).
+    """
 
+    name = "recompute"
+    phase = Phase.RECOMPUTE
+    axes = frozenset()
+    key_class: ClassVar = FREE
 
-@dataclass(frozen=True)
-class Recompute(Transform):
-    """Wraps every n-th block. `keep` is None to keep a block's input only, else the kinds of operators of `KEPT`."""
-
-    keep: tuple[str, ...] | None = None
-    every: int = 1
-    name: str = "recompute"
-    phase: int = Phase.RECOMPUTE
-    axes: frozenset[str] = frozenset()
+    policy: Annotated[Literal["full", "selective"], Feature("recompute_full", when="full")] = "selective"
+    """`full` keeps the input of a block only; `selective` keeps the results of the operators named by `keep`, too."""
+    keep: Annotated[
+        list[Literal["matmul", "attention"]], Neutral("results of collectives are kept in any case, and made once")
+    ] = field(default_factory=lambda: ["matmul", "attention"])
+    """Operators whose results `selective` keeps: what is expensive to compute again."""
+    every: Annotated[int, Gt(0), Neutral("each block is wrapped by itself")] = 1
+    """Recompute in every n-th block, from the first one on."""
 
     @property
     def whole_backward(self) -> bool:  # type: ignore[override]
         """Results that were kept can be used by one backward only."""
-        return self.keep is not None
+        return self.policy == "selective"
 
-    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
-        """Wraps the blocks of `part` in place."""
-        settings: dict[str, Any] = {"use_reentrant": False}
-        if self.keep is not None:
-            policy = partial(_policy, operators(self.keep))
-            settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        for index, path in enumerate(context.specs.blocks):
-            if index % self.every == 0:
-                block = part.get_submodule(path)
-                block.forward = partial(_checkpointed, block.forward, settings)  # type: ignore[method-assign]
+    def build(self) -> "Recompute":
+        return self
+
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
+        """Wraps every n-th block of `part` in place."""
+        from forge_parallel.transforms.checkpointed import checkpoint_blocks
+
+        checkpoint_blocks(part, context, keep=None if self.policy == "full" else tuple(self.keep), every=self.every)
         return part
-
-
-def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
-    """`forward` with `wrap`, which makes compiled functions, around what is computed again and not around the recomputation.
-
-    Raises:
-        PlanError: some results are kept, which needs to see every operator.
-    """
-    if not (isinstance(forward, partial) and forward.func is _checkpointed):
-        return wrap(forward)
-    block, settings = forward.args
-    if "context_fn" in settings:
-        raise PlanError(
-            "a block whose experts are sharded over ranks of their own is compiled in pieces, into which selective recomputation "
-            "does not see; recompute the whole block (transforms.recompute.policy = 'full'), or leave out transforms.compile"
-        )
-    return partial(_checkpointed, wrap(block), settings)
-
-
-def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, **settings, **kwargs)
-
-
-def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
-    """The operators of some kinds that this version of torch has."""
-    packets = (getattr(aten, name, None) for kind in kinds for name in KEPT[kind])
-    return frozenset(getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
-
-
-def _policy(kept: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator in kept or operator.namespace in COLLECTIVES:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,129 +1,63 @@
-"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP), with gradients summed, not averaged.
-
-The loss is already a sum over the world's valid tokens divided by their number, so FSDP's own division must be off:
-otherwise the number of ranks would leak into the gradient. `average` puts it back for loops that take a mean on each rank.
-
-With `on_host` shards lie in the host's memory (Ren et al., 2021): one goes to the device before it is gathered, its gradient
-comes back once it is reduced. Ranks exchange tensors of the device only; so numbers that are made from shards or gradients go
-there first, and a step has to wait for the device: clipping and skipping an update happen on the host.
-"""
+"""Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP): what a recipe chooses. See `transforms.fully_sharded`."""
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Cut
-
-from forge_core.errors import PlanError
+from forge_core.component import LAYOUT, Component
+from forge_core.features import Feature
 from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
-from forge_parallel.experts.stack import apart
-from forge_parallel.launch.process_group import alone
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from forge_parallel.build.context import Context
 
 
-@dataclass(frozen=True)
-class Shard(Transform):
-    """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing, unless shards lie on the host.
+@dataclass(frozen=True, kw_only=True)
+class Shard(Component, Transform):
+    """Shards parameters, gradients and optimizer state over data ranks (FSDP2; with dp_replicate HSDP)."""
 
-    Ranks that split a sequence (`cp`) shard parameters like data ranks: each has a part of every gradient's sum.
-    """
+    name = "shard"
+    phase = Phase.SHARD
+    axes = frozenset({"dp_replicate", "dp_shard"})
+    average: ClassVar[bool] = False
+    """Whether gradients are averaged over data ranks, not summed: for loops that take a mean on each rank."""
+    key_class: ClassVar = LAYOUT
 
-    reshard: bool | None = None
-    reduce: str = "last"
-    average: bool = False
-    on_host: bool = False
-    name: str = "shard"
-    phase: int = Phase.SHARD
-    axes: frozenset[str] = frozenset({"dp_replicate", "dp_shard"})
+    reshard: Annotated[bool | None, Feature("reshard", when=True, axis="pp"), Feature("keep_gathered", when=False)] = None
+    """Free a block's gathered parameters after its forward and gather them again for its backward. Unset: yes, but not in a
+    pipeline, where every micro-batch would gather them again."""
+    reduce: Annotated[Literal["last", "each"], Feature("reduce_each", when="each")] = "last"
+    """Reduce gradients after the last micro-batch (fast) or after each one (no unsharded gradient is ever kept). A pipeline
+    always reduces a stage once, after its last micro-batch."""
+    offload: Annotated[bool, Feature("offload", when=True)] = False
+    """Keep parameters, gradients and optimizer state in the host's memory: a block's parameters come to the GPU when it is
+    gathered, and the optimizer runs on the host. For models that fit no other way; needs CUDA."""
 
-    def apply(self, part: nn.Module, context: "Context") -> nn.Module:
-        """Shards `part` in place over the data axes.
+    def build(self) -> "Shard":
+        return self
+
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
+        """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing, unless shards lie on the host.
 
         Raises:
             PlanError: the model names no blocks, so the whole of it would be gathered at once; or shards cannot lie on the host.
         """
-        layout = context.topology.layout
-        experts_apart = apart(context.specs, layout)
-        if layout.dp_shard * layout.dp_replicate * layout.cp == 1 and not experts_apart and not self.on_host:
-            return part
-        if not context.specs.blocks:
-            raise PlanError("shard: the model's specs name no blocks to shard one by one")
-        where = _host(part, context) if self.on_host else OffloadPolicy()
-        mesh = context.topology.data_mesh
-        # Sums over ranks are never rounded to less than fp32, even where the result is kept in bf16.
-        policy = MixedPrecisionPolicy(
-            param_dtype=context.compute if context.compute != context.state else None,
-            reduce_dtype=torch.promote_types(context.state, torch.float32) if context.compute == torch.bfloat16 else None,
-            cast_forward_inputs=False,
-        )
-        reshard = layout.pp == 1 if self.reshard is None else self.reshard
-        for path in experts_apart:
-            experts, ranks = part.get_submodule(path), context.topology.experts_mesh
-            by = partial(_placement, layout.efsdp)
-            fully_shard(
-                experts, mesh=ranks, mp_policy=policy, offload_policy=where, reshard_after_forward=reshard, shard_placement_fn=by
-            )
-        for path in context.specs.blocks:
-            block = part.get_submodule(path)
-            fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=where, reshard_after_forward=reshard)
-            if within := [part.get_submodule(stack) for stack in experts_apart if stack.startswith(f"{path}.")]:
-                block.register_forward_hook(partial(_gather_together, within))
-        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=where, reshard_after_forward=False)
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                if not self.average:
-                    module.set_gradient_divide_factor(1.0)
-                # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
-                module.set_force_sum_reduction_for_comms(True)
+        from forge_parallel.transforms.fully_sharded import shard
+
+        shard(part, context, reshard=self.reshard, average=self.average, offload=self.offload)
         return part
 
-    def before_micro_batch(self, part: nn.Module, last: bool) -> None:
+    def parameter_device(self, device: "torch.device") -> "torch.device":
+        """With `offload` the host: a shard goes to the device when it is gathered."""
+        import torch
+
+        return torch.device("cpu") if self.offload else device
+
+    def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
         """Gradients are reduced in the backward of the last micro-batch, or of each one."""
-        if isinstance(part, FSDPModule):
-            part.set_requires_gradient_sync(last or self.reduce == "each")
+        from forge_parallel.transforms.fully_sharded import reduce_next
 
-
-def _gather_together(within: list[nn.Module], _block: nn.Module, _inputs: Any, output: Any) -> None:
-    """Before the backward of a block begins, what is sharded by itself in it is gathered, too: a block that is run again then
-    finds it there. FSDP would gather it in the middle, which is more operators than there were in the forward, and
-    selective recomputation tells operators by their number."""
-    for tensor in output if isinstance(output, tuple) else (output,):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            for module in within:
-                tensor.register_hook(module._get_fsdp_state()._pre_backward)  # type: ignore[operator]
-
-
-def _host(part: nn.Module, context: "Context") -> OffloadPolicy:
-    """What keeps shards on the host.
-
-    Raises:
-        PlanError: the device is the host, or weights are cast before they are gathered.
-    """
-    device = context.topology.device
-    if device.type == "cpu":
-        raise PlanError(
-            "shard: offload moves parameters from an accelerator to the host, and this run computes on a CPU; "
-            "set transforms.shard.offload = false"
-        )
-    if getattr(part, "float8_weights", None):
-        raise PlanError(
-            "shard: offload gathers weights as they lie on the host, and these are to be cast to float8 on the device first; "
-            "set transforms.float8.all_gather = false or transforms.shard.offload = false"
-        )
-    if not dist.is_initialized():
-        alone(device)  # FSDP finds devices through a mesh, also where nothing is shared
-    return CPUOffloadPolicy()
-
-
-def _placement(ranks: int, parameter: nn.Parameter) -> Cut:
-    """By expert where every rank gets one, else by the next dimension, if that divides: ranks without any would idle."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return Cut(1) if local.shape[0] < ranks and local.shape[1] % ranks == 0 else Cut(0)
+        reduce_next(part, last or self.reduce == "each")

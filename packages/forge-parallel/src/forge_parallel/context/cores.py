@@ -1,0 +1,102 @@
+"""Context parallelism: ranks split the places of a row, and meet in the attention cores only.
+
+Everything else in a model works on each token by itself, so it needs to know nothing. Parameters are whole on every such rank as
+far as this strategy is concerned: `shard`, which it needs, cuts them over these ranks and sums their gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.batch import Batch, MTPTargets
+from forge_core.errors import ForgeError, PlanError
+from forge_core.protocols.model import AttentionCore, PlacedCore
+from forge_parallel.context.all_gather import AllGatherAttention
+from forge_parallel.context.placed import held, held_places
+from forge_parallel.context.ring import RingAttention
+from forge_parallel.context.row_order import SequenceOrder
+from forge_parallel.context.ulysses import UlyssesAttention
+from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.shares import ring_refusal, ulysses_refusal, whole_rows_refusal
+
+if TYPE_CHECKING:
+    from forge_parallel.build.context import Context
+
+
+def replace_cores(part: nn.Module, context: "Context", kind: str, order: SequenceOrder) -> None:
+    """Replaces `core` in the modules of each block of `part` that have one.
+
+    Raises:
+        PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
+            core or the number of heads asks for.
+    """
+    if why := whole_rows_refusal(context.specs.whole_rows):
+        raise PlanError(why)
+    replaced = _replacement(context, kind, order)
+    for path in context.specs.blocks:
+        modules = part.get_submodule(path).named_modules(prefix=path)
+        found = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
+        if not found:
+            raise PlanError(f"parallel.cp: {path} has no attention core to replace; set parallel.cp = 1")
+        for name, module in found.items():
+            module.core = replaced(name, module.core)  # type: ignore[assignment]
+
+
+def _replacement(context: "Context", kind: str, order: SequenceOrder) -> Callable[[str, Any], Any]:
+    topology, layout = context.topology, context.topology.layout
+    ranks = Ranks.of(topology.group("cp"))
+    if kind == "ulysses":
+        if why := ulysses_refusal(context.specs.units.get("heads", 0), layout.cp, layout.tp):
+            raise PlanError(why)
+        return lambda _, core: UlyssesAttention(core, ranks)
+    if kind == "ring":
+        return lambda name, core: RingAttention(_uncapped(name, core), order, ranks)
+    return lambda name, core: AllGatherAttention(_placed(name, core), order, ranks)
+
+
+def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
+    """The places of each row that `rank` holds, with their positions.
+
+    Raises:
+        ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
+    """
+    ranks, (rows, length) = order.ranks, batch.tokens.shape
+    if length % order.pieces:
+        raise ForgeError(
+            f"rows of {length} tokens cannot be cut for parallel.cp = {ranks}, transforms.context.kind = {kind!r}; "
+            f"data.sequence_length must be a multiple of {order.pieces}"
+        )
+    if batch.extras:
+        raise ForgeError(f"parallel.cp = {ranks}: nothing says how {', '.join(sorted(batch.extras))} could be cut along rows")
+
+    def cut(tensor: Tensor) -> Tensor:
+        return held(order, rank, tensor)
+
+    positions = batch.positions
+    if positions is None:
+        places = held_places(order, rank, length, batch.tokens.device)
+        positions = places.to(torch.int32).expand(rows, -1)
+    else:
+        positions = cut(positions)
+    documents = None if batch.documents is None else cut(batch.documents)
+    mtp_targets = None if batch.mtp_targets is None else MTPTargets(*map(cut, batch.mtp_targets))
+    kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets)
+    return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
+
+
+def _placed(name: str, core: Any) -> PlacedCore:
+    if not isinstance(core, PlacedCore):
+        raise PlanError(
+            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, cannot be told where its keys "
+            "belong (it has no prepare_placed); use 'ulysses' or 'ring'"
+        )
+    return core
+
+
+def _uncapped(name: str, core: Any) -> AttentionCore:
+    if why := ring_refusal(f"{name}.core", getattr(core, "capped", False)):
+        raise PlanError(why)
+    return core

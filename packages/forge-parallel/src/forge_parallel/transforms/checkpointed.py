@@ -1,0 +1,83 @@
+"""Activation recomputation: keep less between forward and backward, and compute the rest again (Chen et al., 2016).
+
+The wrapper sits on a block's `forward`, inside whatever is attached to the call of the block. So sharding gathers a block's
+parameters before its backward begins, which is when the forward runs again, and no module or parameter changes its name.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from forge_core.errors import PlanError
+
+if TYPE_CHECKING:
+    from forge_parallel.build.context import Context
+
+aten = torch.ops.aten
+
+KEPT = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "linear"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    ),
+}
+"""Operators whose outputs `selective` may keep, by the name that a recipe uses."""
+
+COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "forge_parallel"})
+"""Namespaces of operators that exchange data. `selective` always keeps their results: no byte crosses ranks twice."""
+
+
+def checkpoint_blocks(part: nn.Module, context: "Context", *, keep: tuple[str, ...] | None, every: int) -> None:
+    """Wraps every n-th block in place. `keep` is None to keep a block's input only, else the kinds of operators of `KEPT`."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if keep is not None:
+        policy = partial(_policy, operators(keep))
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    for index, path in enumerate(context.specs.blocks):
+        if index % every == 0:
+            block = part.get_submodule(path)
+            block.forward = partial(_checkpointed, block.forward, settings)  # type: ignore[method-assign]
+
+
+def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
+    """`forward` with `wrap`, which makes compiled functions, around what is computed again and not around the recomputation.
+
+    Raises:
+        PlanError: some results are kept, which needs to see every operator.
+    """
+    if not (isinstance(forward, partial) and forward.func is _checkpointed):
+        return wrap(forward)
+    block, settings = forward.args
+    if "context_fn" in settings:
+        raise PlanError(
+            "a block whose experts are sharded over ranks of their own is compiled in pieces, into which selective recomputation "
+            "does not see; recompute the whole block (transforms.recompute.policy = 'full'), or leave out transforms.compile"
+        )
+    return partial(_checkpointed, wrap(block), settings)
+
+
+def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, **settings, **kwargs)
+
+
+def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
+    """The operators of some kinds that this version of torch has."""
+    packets = (getattr(aten, name, None) for kind in kinds for name in KEPT[kind])
+    return frozenset(getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
+
+
+def _policy(kept: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operator in kept or operator.namespace in COLLECTIVES:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
