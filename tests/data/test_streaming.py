@@ -214,7 +214,7 @@ def test_a_second_iterator_takes_over_and_the_first_says_so() -> None:
 
 
 def test_what_needs_the_length_of_a_stream_is_refused() -> None:
-    with pytest.raises(DataError, match="data.packing = 'best_fit' needs the lengths of all documents"):
+    with pytest.raises(DataError, match=r"data.packing = 'best_fit' needs the lengths of all documents"):
         opened(data(packing="best_fit"), batch=G)
     with pytest.raises(DataError, match=r"unknown length.*remove data\.epochs and max_epochs"):
         opened(data(epochs=1), batch=G)
