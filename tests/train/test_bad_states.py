@@ -76,7 +76,7 @@ def test_w6_each_skipped_step_is_said_and_a_flood_is_not(caplog: pytest.LogCaptu
         "11 steps had a non-finite loss or gradient norm; they were skipped and did not change the weights"
     ]
     caplog.clear()
-    quiet = Health(50, speaks=False)
+    quiet = Health(50, warns=False)
     quiet.after(1, result(skipped=True))
     assert quiet.total == 1 and not caplog.messages, "one rank of all speaks"
 
@@ -136,7 +136,7 @@ def _poisoned(recipe: Path, folder: Path) -> str:
 def test_w6_all_ranks_refuse_alike_though_one_alone_holds_the_value(world: World, recipe: Path, tmp_path: Path) -> None:
     first, second = world.run(_poisoned, 2, recipe, tmp_path)
     assert first == second
-    assert "embed" in first and "first seen on rank 1" in first and "resumes from step 3" in first
+    assert "embed" in first and "first seen on rank 1" in first and "resume from step 3" in first
     assert saved_steps(tmp_path) == ["step-00000003"]
 
 

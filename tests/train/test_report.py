@@ -178,7 +178,7 @@ def test_what_a_checkpoint_hides_is_refused_where_it_is_needed() -> None:
     config = redacted({"model": {"name": "decoder"}, "data": {"sources": sources}})
     assert job_of({"config": config}, Registry(), "model").model is not None
     for needed in (lambda: job_of({"config": config}, Registry(), "data"), lambda: recipe_data.of(config, "checkpoint step-3")):
-        with pytest.raises(CheckpointError, match=r"data\.sources\.1\.path is hidden there"):
+        with pytest.raises(CheckpointError, match=r"data\.sources\.1\.path is hidden"):
             needed()
     del config["data"]["sources"][1]
     assert recipe_data.of(config, "checkpoint step-3").data.sources == job_of({"config": config}, Registry(), "data").data.sources

@@ -1,21 +1,21 @@
 """Trackers as they are chosen in `[[trackers]]`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
 from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
-    from forge_core.protocols.run import Tracker
+    from forge_core.protocols.run import Run, Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jsonl(Component):
     """JSON lines in `metrics.jsonl` of the run's directory; every run keeps them, named in its recipe or not."""
 
-    def build(self, run: Any) -> "Tracker":
+    def build(self, run: "Run") -> "Tracker":
         from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
         return JsonlTracker(run.directory / METRICS)
@@ -30,7 +30,7 @@ class TensorBoard(Component):
     flush_seconds: Annotated[float, Gt(0)] = 30.0
     """Longest time that values wait in memory before they are written to the file."""
 
-    def build(self, run: Any) -> "Tracker":
+    def build(self, run: "Run") -> "Tracker":
         from forge_train.trackers.tensorboard import TensorBoardTracker
 
         return TensorBoardTracker(run.directory / "tensorboard", flush_seconds=self.flush_seconds)
@@ -53,7 +53,7 @@ class Wandb(Component):
     mode: Literal["online", "offline"] | None = None
     """`offline` writes a folder that `wandb sync` uploads later; when absent, `WANDB_MODE` or W&B's own settings decide."""
 
-    def build(self, run: Any) -> "Tracker":
+    def build(self, run: "Run") -> "Tracker":
         from forge_train.trackers.wandb import WandbTracker
 
         return WandbTracker(

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+
+from forge_core.protocols.run import Run
 
 
 @contextmanager
-def pause(run: Any) -> Iterator[None]:
+def pause(run: Run) -> Iterator[None]:
     """Adds the time of the block to `run.paused`, in seconds. Evaluation and saving run inside one."""
     started = perf_counter()
     try:
@@ -16,7 +17,7 @@ def pause(run: Any) -> Iterator[None]:
         run.paused = paused(run) + perf_counter() - started
 
 
-def paused(run: Any) -> float:
+def paused(run: Run) -> float:
     """Seconds that the run has spent inside `pause` blocks."""
     return getattr(run, "paused", 0.0)
 
@@ -24,7 +25,7 @@ def paused(run: Any) -> float:
 class Stopwatch:
     """Training time and tokens since it was last read."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._mark = self._now()
 

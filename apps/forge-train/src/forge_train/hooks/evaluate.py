@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
 
 _log = logging.getLogger(__name__)
@@ -23,13 +24,13 @@ class EvaluateHook(Periodic):
         super().__init__(every)
         self.at_start = at_start
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Evaluates the initial weights when asked to."""
         super().start(run)
         if self.at_start and run.state.step == 0:
             self.once(run)
 
-    def act(self, run: Any) -> None:
+    def act(self, run: Run) -> None:
         """Evaluates every set; a run that is asked to stop meanwhile leaves it, without a result."""
         values: dict[str, float] = {}
         for name, held_out in run.evaluations.items():
@@ -48,7 +49,7 @@ class EvaluateHook(Periodic):
         if run.console is not None:
             run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
 
-    def _until_left(self, run: Any, name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    def _until_left(self, run: Run, name: str, batches: Iterable[Any]) -> Iterator[Any]:
         """Every rank brings the same number of batches, so all of them look, and leave, before the same one."""
         for count, batch in enumerate(batches):
             if self.leaves(run, f"the evaluation of {name!r}", count):

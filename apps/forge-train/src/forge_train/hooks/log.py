@@ -4,7 +4,7 @@ import resource
 import sys
 from typing import Any
 
-from forge_core.protocols.run import Hook
+from forge_core.protocols.run import Hook, Run, StepResult
 from forge_train.hooks.clock import Stopwatch
 
 
@@ -27,11 +27,11 @@ class LogHook(Hook):
         self.every = every
         self.first = True
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Starts the clock."""
         self.watch = Stopwatch(run)
 
-    def after_step(self, run: Any, result: Any) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         """Writes a line when one is due."""
         step = run.state.step
         due = self.first or step % self.every == 0 or step >= run.job.train.max_steps

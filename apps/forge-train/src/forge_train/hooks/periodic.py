@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forge_core.protocols.run import Hook
+from forge_core.protocols.run import Hook, Run, StepResult
 from forge_train.hooks.clock import pause
 from forge_train.run.stop import STOPPED
 
@@ -27,7 +27,7 @@ class Periodic(Hook):
         self.acted = -1
         self.left = False
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Does what an earlier start of the run did not finish."""
         if self.left:
             self.once(run)
@@ -40,17 +40,17 @@ class Periodic(Hook):
         """Takes what `state` gave."""
         self.left = state.get("left", False)
 
-    def after_step(self, run: Any, result: Any) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         """Acts when due."""
         if self.every and run.state.step % self.every == 0:
             self.once(run)
 
-    def finish(self, run: Any) -> None:
+    def finish(self, run: Run) -> None:
         """Acts on the last weights, unless the last step already did."""
         if not (self.leisurely and run.stop.reason(run.state) == STOPPED):
             self.once(run)
 
-    def once(self, run: Any) -> None:
+    def once(self, run: Run) -> None:
         """Acts, unless it did at this step."""
         if run.state.step != self.acted:
             self.acted = run.state.step
@@ -58,13 +58,13 @@ class Periodic(Hook):
             with pause(run):
                 self.act(run)
 
-    def leaves(self, run: Any, doing: str, count: int) -> bool:
+    def leaves(self, run: Run, doing: str, count: int) -> bool:
         """Collective at every eighth `count`, for what takes long: whether to leave it, since the run was asked to stop."""
         if count % _LOOK == 0:
             run.watch.enter(doing)
             self.left = run.stop.agree(run.topology)
         return self.left
 
-    def act(self, run: Any) -> None:
+    def act(self, run: Run) -> None:
         """The action."""
         raise NotImplementedError

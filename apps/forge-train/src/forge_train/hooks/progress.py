@@ -5,7 +5,7 @@ from datetime import datetime
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from forge_core.protocols.run import Hook
+from forge_core.protocols.run import Hook, Run, StepResult
 from forge_train.hooks.clock import Stopwatch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ProgressHook(Hook):
         self.loss = float("nan")
         self.rate = 0.0
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Starts the clock and opens the live line."""
         self.watch = Stopwatch(run)
         self.begun = (perf_counter(), run.state.step)
@@ -36,7 +36,7 @@ class ProgressHook(Hook):
             live = run.console.is_terminal and not run.console.is_dumb_terminal
             self.view = _Live(run.console, run.job) if live else _Lines(run.console, self.seconds)
 
-    def after_step(self, run: Any, result: Any) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         """Moves the line; reads the numbers when they are due."""
         if self.view is None:
             return
@@ -49,7 +49,7 @@ class ProgressHook(Hook):
         now = _Now(step, total, self.loss, self.rate, self._left(step, total), fresh)
         self.view.show(now)
 
-    def finish(self, run: Any) -> None:
+    def finish(self, run: Run) -> None:
         """Closes the live line."""
         if self.view is not None:
             self.view.close()

@@ -1,7 +1,6 @@
 """Stops the run when replicas have diverged."""
 
-from typing import Any
-
+from forge_core.protocols.run import Run
 from forge_parallel.verify.replicas import drifted
 from forge_train.hooks.periodic import Periodic
 from forge_train.run.stop import TrainingError
@@ -10,7 +9,7 @@ from forge_train.run.stop import TrainingError
 class ReplicasHook(Periodic):
     """Compares the replicas of every parameter, and names the tensor and the rank that differ."""
 
-    def act(self, run: Any) -> None:
+    def act(self, run: Run) -> None:
         """Compares all parameters.
 
         Raises:

@@ -2,12 +2,12 @@
 
 import json
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from forge_core.durable import replace_file
+from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
 
 _log = logging.getLogger(__name__)
@@ -32,14 +32,14 @@ class RoutingHook(Periodic):
     def __init__(self, every: int = 100) -> None:
         super().__init__(every)
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Looks whether the model has experts."""
         self.experts = getattr(getattr(run.job.model, "moe", None), "experts", 0)
         if not self.experts:  # one table makes a recipe dense; its hooks need not change with it
             _log.info("hook 'routing' has nothing to report: the model has no [model.moe]")
         super().start(run)
 
-    def act(self, run: Any) -> None:
+    def act(self, run: Run) -> None:
         """Gathers the counts, which lie where each layer lives, and writes them."""
         if not self.experts:
             return
@@ -62,7 +62,7 @@ class RoutingHook(Periodic):
             }
         )
         loads = {path: [round(load, 4) for load in _relative(row[: self.experts]).tolist()] for path, row in shown.items()}
-        _write(run.directory / ROUTING, {"step": run.state.step, "layers": loads})
+        replace_file(run.directory / ROUTING, json.dumps({"step": run.state.step, "layers": loads}).encode())
 
     def _row(self, module: Any) -> torch.Tensor:
         """Load, dropped slots and bias of each expert; tokens, entropy, loss, and whether there is a bias (2) or none (1)."""
@@ -87,9 +87,3 @@ def _numbers(row: torch.Tensor, experts: int) -> dict[str, float]:
 
 def _relative(load: torch.Tensor) -> torch.Tensor:
     return load / load.mean().clamp(min=1e-9)
-
-
-def _write(path: Path, content: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    temporary.replace(path)

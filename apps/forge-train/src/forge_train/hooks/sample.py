@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge_core.errors import ForgeError
+from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
 
 SAMPLES = "samples.json"
@@ -41,17 +42,18 @@ class SampleHook(Periodic):
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
         self.repetition_penalty = repetition_penalty
 
-    def check(self, run: Any) -> None:
+    def check(self, run: Run) -> None:
         """Refuses a run without a tokenizer."""
         if run.data.tokenizer is None:
             raise ForgeError("hook 'sample' needs a tokenizer: add [data.tokenizer], or remove the hook")
 
-    def act(self, run: Any) -> None:
+    def act(self, run: Run) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
         from forge_models.generation.generate import generate
         from forge_models.generation.sampling import Sampling
 
         tokenizer = run.data.tokenizer
+        assert tokenizer is not None, "`check` refuses a run without a tokenizer"
         sampling = Sampling(
             repetition_penalty=self.repetition_penalty,
             temperature=self.temperature,

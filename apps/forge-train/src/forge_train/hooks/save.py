@@ -1,7 +1,6 @@
 """Saves checkpoints."""
 
-from typing import Any
-
+from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
 
 
@@ -11,11 +10,11 @@ class SaveHook(Periodic):
     def __init__(self) -> None:
         super().__init__(every=0)
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Step 0 is what seed and recipe give back; a larger one was restored from a checkpoint of that step."""
         self.every = run.job.checkpoint.every
         self.acted = run.state.step
 
-    def act(self, run: Any) -> None:
+    def act(self, run: Run) -> None:
         """Writes a checkpoint of this step."""
         run.save()

@@ -14,7 +14,7 @@ from forge_parallel.dryrun.traffic import Flow
 from forge_train.plan.dry_run import Planned
 
 LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "cp": "c", "tp": "t", "efsdp": "f", "ep": "e", "etp": "w"}
-COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 SHOWN = 4
 """Nodes drawn of many, and columns of many stages."""
 NOTATION = (
@@ -73,7 +73,7 @@ def _map(layout: Layout, per_node: int) -> Iterator[Text]:
     inner = borrowed[-1] if borrowed else active[-1] if active else None
     named = [f"{LETTERS[axis]} = {axis}" for axis in drawn]
     if inner is not None:
-        yield Text(f"{', '.join(named)}; ranks of one colour exchange over {inner}", style="dim")
+        yield Text(f"{', '.join(named)}; ranks of one color exchange over {inner}", style="dim")
     others = [axis for axis in (SPARSE if borrowed else DENSE) if layout.size(axis) > 1 and axis != inner]
     width = max(len(_cell(rank, at[rank], varying)) for rank in at)
     heads = {number: _head(number, at[nodes[number][0]], fixed) for number in shown}
@@ -84,7 +84,7 @@ def _map(layout: Layout, per_node: int) -> Iterator[Text]:
             yield Text(f"{'⋮':>{margin}}   {number - before - 1:,} more nodes", style="dim")
         line = Text(f"{heads[number]:<{margin}} │")
         for rank in nodes[number]:
-            style = "" if inner is None else COLOURS[_group(at[rank], others, layout) % len(COLOURS)]
+            style = "" if inner is None else COLORS[_group(at[rank], others, layout) % len(COLORS)]
             line.append(f" {_cell(rank, at[rank], varying):<{width}} ", style=style).append("│")
         yield line
         before = number
@@ -166,7 +166,7 @@ def _peak(estimate: Estimate) -> Table:
     table = Table.grid(padding=(0, 2))
     total = sum(estimate.peak.values())
     for index, (kind, held) in enumerate(sorted(estimate.peak.items(), key=lambda item: -item[1])):
-        bar = Text("█" * max(1, round(BAR * held / total)), style=COLOURS[index % len(COLOURS)])
+        bar = Text("█" * max(1, round(BAR * held / total)), style=COLORS[index % len(COLORS)])
         if held * 1000 >= total:
             table.add_row(f"  {kind}", Text(size(held), justify="right"), bar)
     return table

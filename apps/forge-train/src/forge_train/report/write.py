@@ -19,17 +19,17 @@ Curves and final numbers come from `metrics.jsonl` in the same directory.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_core.durable import replace_file
 from forge_core.errors import DataError
 from forge_core.redact import redacted, redacted_text
 from forge_train.report.page import page
-from forge_train.trackers.jsonl import read
+from forge_train.trackers.jsonl import METRICS, read
 
-METRICS, SUMMARY, REPORT = "metrics.jsonl", "report.json", "report.html"
+SUMMARY, REPORT = "report.json", "report.html"
 
 
 def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
@@ -40,7 +40,7 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     clean = {name: redacted(value, name) for name, value in summary.items() if name != "config"}
     if "config" in summary:
         clean["config"] = _redacted_config(summary["config"])
-    _replace(directory / SUMMARY, json.dumps(clean, indent=1, default=str))
+    replace_file(directory / SUMMARY, json.dumps(clean, indent=1, default=str).encode())
     return _write_page(directory, clean)
 
 
@@ -64,7 +64,7 @@ def rewrite_report(directory: Path) -> Path:
 
 def _write_page(directory: Path, summary: Mapping[str, Any]) -> Path:
     target = directory / REPORT
-    _replace(target, page(summary, read(directory / METRICS)))
+    replace_file(target, page(summary, read(directory / METRICS)).encode())
     return target
 
 
@@ -77,10 +77,3 @@ def _redacted_config(config: Any) -> Any:
 def _redacted_row(row: Mapping[str, Any]) -> dict[str, Any]:
     key = str(row.get("key", ""))
     return {"key": key, "value": redacted(row.get("value"), key), "origin": redacted_text(str(row.get("origin", "")))}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes the file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -149,7 +149,7 @@ def assemble(
         state=state,
         console=console,
         stop=Stop(job.train.max_steps),
-        health=Health(job.train.max_skipped, speaks=topology.rank == 0),
+        health=Health(job.train.max_skipped, warns=topology.rank == 0),
         parameters=parameters,
         config=resolved.as_json(),
     )

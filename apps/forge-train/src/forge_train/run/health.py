@@ -26,7 +26,7 @@ class Health:
 
     Attributes:
         most: this many skipped steps among the last `SPAN` end the run.
-        speaks: whether this rank warns; one of all does.
+        warns: whether this rank logs warnings; one rank does.
         advice: what to do after a failure; collective, as all ranks fail together.
         skipped: numbers of the skipped steps, among the last `SPAN`.
         total: skipped steps of the whole run, those before a resume included.
@@ -34,7 +34,7 @@ class Health:
     """
 
     most: int = 10
-    speaks: bool = True
+    warns: bool = True
     advice: Callable[[], str] = field(default=lambda: "start the run again to resume from its newest checkpoint")
     skipped: list[int] = field(default_factory=list)
     total: int = 0
@@ -125,7 +125,7 @@ class Health:
 
     def _back(self) -> str:
         if self.good is None:
-            return ". There is no earlier checkpoint; start over with --fresh and a lower learning rate"
+            return ". No earlier checkpoint exists; start over with --fresh and a lower learning rate"
         return (
             f". If it does not come back, resume from step {self.good}, the newest earlier checkpoint, with a lower learning "
             f"rate: --checkpoint.resume={self.good}"
@@ -138,7 +138,7 @@ class Health:
             return
         more = f"; {self._silent} more since the last warning" if self._silent else ""
         self._said, self._silent, self._when = self._said + 1, 0, now
-        if self.speaks:
+        if self.warns:
             _log.warning(
                 "step %d was skipped and did not change the weights: %s (%d of the last %d steps; the run ends at %d%s)",
                 step, _named(numbers), len(self.skipped), SPAN, self.most, more,
@@ -146,7 +146,7 @@ class Health:
 
     def _warn(self, message: str) -> None:
         self.remarks.append(message)
-        if self.speaks:
+        if self.warns:
             _log.warning("%s", message)
 
 

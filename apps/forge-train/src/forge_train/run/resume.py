@@ -72,7 +72,7 @@ def check(found: Found, resolved: "Resolved", registry: Registry, data: Stream) 
 
 
 def check_without_checkpoint(resolved: "Resolved") -> tuple[str, ...]:
-    """As `check`, where there is no checkpoint: nothing differs."""
+    """As `check`, without a checkpoint: nothing differs."""
     _refuse_unknown(resolved, keys_of(resolved.outcome))
     return ()
 

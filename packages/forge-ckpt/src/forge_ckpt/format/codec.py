@@ -73,7 +73,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def check_meta(meta: object, path: str = "meta") -> None:
-    """Refuses what JSON would change or lose: keys that are no text, numbers that are not finite, other types.
+    """Refuses what JSON would change or lose: keys that are not strings, numbers that are not finite, other types.
 
     Raises:
         CheckpointError: names the place.

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +17,11 @@ from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name, i
 from forge_ckpt.format.tensor_files import copy_box, dtype_name
 from forge_ckpt.saving.collective import describe_error, from_rank_0
 from forge_ckpt.store.verify import agreed_fault, open_manifest
+from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 
 _log = logging.getLogger(__name__)
-_VISIBLE_SECONDS = 60.0
 _SHOWN = 30
 Select = Callable[[str], bool] | None
 
@@ -222,21 +221,9 @@ def _opened(store: Store, name: str, world: World) -> Manifest:
         raise kinds[kind](text)
     manifest = decode(reply[1:])
     if world.rank:
-        _await_files(store, name, manifest)
+        # What stays hidden is found by the verification.
+        hidden_file(store, name, manifest.files, absent=(OSError, CheckpointError))
     return manifest
-
-
-def _await_files(store: Store, name: str, manifest: Manifest) -> None:
-    """Another node's cache may not show yet what rank 0 has seen; what stays missing is found by the verification."""
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    for file, length in manifest.files:
-        while time.monotonic() < deadline:
-            try:
-                if store.size(f"{name}/{file}") == length:
-                    break
-            except (OSError, CheckpointError):
-                pass
-            time.sleep(0.05)
 
 
 def resolve(store: Store, which: str | int | None, world: World) -> str:

@@ -8,7 +8,6 @@ import errno
 import json
 import logging
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,13 +21,12 @@ from forge_ckpt.format.table import RankTable, join, of_pieces, pack, unpack
 from forge_ckpt.format.tensor_files import RankFile
 from forge_ckpt.saving.collective import describe_error, from_rank_0
 from forge_ckpt.store.retention import retain, sweep
+from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 
 _log = logging.getLogger(__name__)
 _EMPTY = RankTable((), np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int64), np.ones((0, 1), dtype=np.int64))
-_VISIBLE_SECONDS = 60.0
-"""How long rank 0 waits for a file of another node to appear (network file systems cache listings)."""
 
 
 def save(
@@ -156,20 +154,10 @@ def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[in
 
 def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]]) -> None:
     """Rank 0 commits only what it sees itself, at its full length."""
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    for name, length in files:
-        while True:
-            try:
-                found = store.size(f"{temporary}/{name}")
-            except FileNotFoundError:
-                found = None
-            if found == length:
-                break
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{name} has {found} bytes on rank 0, expected {length}: all ranks must see the same directory"
-                )
-            time.sleep(0.05)
+    if hidden := hidden_file(store, temporary, files):
+        raise CheckpointError(
+            f"{hidden.name} has {hidden.found} bytes on rank 0, expected {hidden.length}: all ranks must see the same directory"
+        )
 
 
 def _discard(store: Store, temporary: str) -> None:

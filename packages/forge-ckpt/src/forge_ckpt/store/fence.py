@@ -1,7 +1,7 @@
 """One job at a time writes to a store: the newest one.
 
 A job that starts puts its mark into the file `owner`. An older one that still runs, as when a scheduler starts a job again
-before its end, or a user starts it twice, then finds a different mark and writes nothing more. There is no lock that a
+before its end, or a user starts it twice, then finds a different mark and writes nothing more. It uses no lock, which a
 dead job could leave behind, or that a file system would have to support.
 
 The last look comes right before the rename that commits. A checkpoint that is committed in the moment between is whole; the newer

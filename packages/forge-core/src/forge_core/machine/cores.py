@@ -78,7 +78,7 @@ def _upward(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _ratio(quota: str, period: str) -> Iterator[float]:
-    """Microseconds of processor time per microseconds; "max" and -1 are no limit."""
+    """Microseconds of processor time per microseconds; "max" and -1 mean no limit."""
     if quota.isdecimal() and period.isdecimal() and int(period) > 0:
         yield int(quota) / int(period)
 

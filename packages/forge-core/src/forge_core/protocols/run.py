@@ -1,7 +1,86 @@
 """What the trainer, its hooks and its trackers agree on."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
+
+from forge_core.protocols.data import Stream
+from forge_core.protocols.model import Optimizer
+
+
+class StepResult(Protocol):
+    """The result of one step."""
+
+    def numbers(self) -> Mapping[str, float]:
+        """All numbers of the step on the host: `loss`, `grad_norm`, `tokens`, `skipped`, ..."""
+        ...
+
+
+class RunState(Protocol):
+    """How far a run has come: completed optimizer steps, and tokens that went through the model."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+class Run(Protocol):
+    """The run that a hook or a tracker is given (`forge_train.run.run.Run`).
+
+    Attributes:
+        job: the typed recipe (`forge_train.recipe.schema.Job`).
+        config: the resolved recipe as plain values; may hold secrets.
+        directory: of the run.
+        topology: this rank's place and the collectives (`forge_parallel.placement.topology.Topology`).
+        model: the trained model (`forge_parallel.build.parallel_model.ParallelModel`).
+        step: runs a step or an evaluation (`forge_parallel.step.step.Step`).
+        evaluations: held-out sets by name.
+        console: the terminal of rank 0; None elsewhere.
+        stop: whether and why the run ends (`forge_train.run.stop.Stop`).
+        watch: told what the rank is doing, so that a rank that hangs can be named (`forge_parallel.launch.watch.Watch`).
+        lr: learning rate of the newest step, where the optimizer has a single one.
+        paused: seconds that were not training, such as evaluation.
+    """
+
+    paused: float
+
+    @property
+    def job(self) -> Any: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def topology(self) -> Any: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def step(self) -> Any: ...
+    @property
+    def data(self) -> Stream: ...
+    @property
+    def evaluations(self) -> Mapping[str, Any]: ...
+    @property
+    def state(self) -> RunState: ...
+    @property
+    def console(self) -> Any: ...
+    @property
+    def stop(self) -> Any: ...
+    @property
+    def watch(self) -> Any: ...
+    @property
+    def lr(self) -> float | None: ...
+    @property
+    def save(self) -> Any:
+        """Collective: saves a checkpoint of the current step."""
+        ...
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Writes values of the current step to every tracker."""
+        ...
 
 
 class Hook:
@@ -17,22 +96,22 @@ class Hook:
 
     state_key: str = ""
 
-    def check(self, run: Any) -> None:
+    def check(self, run: Run) -> None:
         """Once, before the run takes over its directory: raises a ForgeError when the hook cannot work with this run."""
 
-    def start(self, run: Any) -> None:
+    def start(self, run: Run) -> None:
         """Once, after a checkpoint was restored and before the first step."""
 
-    def before_step(self, run: Any) -> None:
+    def before_step(self, run: Run) -> None:
         """Before forward and backward."""
 
-    def before_update(self, run: Any, result: Any) -> None:
+    def before_update(self, run: Run, result: StepResult) -> None:
         """Gradients are complete and visible; parameters are those of the step before."""
 
-    def after_step(self, run: Any, result: Any) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         """Parameters are updated, gradients cleared, the cursor advanced."""
 
-    def finish(self, run: Any) -> None:
+    def finish(self, run: Run) -> None:
         """Once, after the last step or when the run stops early; not after an exception."""
 
     def state(self) -> Mapping[str, Any]:
