@@ -81,11 +81,11 @@ def test_feed_forward_width_is_two_thirds_of_four_dim_rounded_up(dim, expected):
         ({"dim": 100, "heads": 8}, "dim 100 must be a multiple of heads 8"),
         ({"head_dim": 7}, "head_dim 7 must be even"),
         ({"dim": 24, "heads": 8}, "dim 24 / heads 8 = head_dim 3 must be even"),
-        ({"attention": GQA(window=4, global_layers=(1, 8))}, r"global_layers \[8\] do not exist: layers count from 0 to 7"),
-        ({"rope": Rope(local_theta=10.0)}, "local_theta is for local layers"),
-        ({"rope": Rope(partial=0.3)}, "19 of head_dim 64 turn"),
-        ({"attention": MLA(), "kv_heads": 4}, "mla has no kv_heads; leave kv_heads 4 out"),
-        ({"attention": MLA(), "rope": Rope(partial=0.5)}, "mla has its own qk_rope_head_dim"),
+        ({"attention": GQA(window=4, global_layers=(1, 8))}, r"global_layers \[8\] do not exist; layers are numbered 0 to 7"),
+        ({"rope": Rope(local_theta=10.0)}, "local_theta needs local layers"),
+        ({"rope": Rope(partial=0.3)}, "19 of head_dim 64 dimensions rotate"),
+        ({"attention": MLA(), "kv_heads": 4}, "mla does not use kv_heads; remove kv_heads 4"),
+        ({"attention": MLA(), "rope": Rope(partial=0.5)}, "mla uses qk_rope_head_dim"),
     ],
 )
 def test_rules_between_fields(fields, message):
@@ -96,9 +96,9 @@ def test_rules_between_fields(fields, message):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: GQA(window=4, global_every=2, global_layers=(1,)), "give one"),
+        (lambda: GQA(window=4, global_every=2, global_layers=(1,)), "exclude each other"),
         (lambda: GQA(global_every=2), "need a window"),
-        (lambda: GQA(core="varlen", soft_cap=3.0), "no soft cap"),
+        (lambda: GQA(core="varlen", soft_cap=3.0), "does not support soft_cap"),
         (lambda: MLA(qk_rope_head_dim=5), "qk_rope_head_dim 5 must be even"),
     ],
 )

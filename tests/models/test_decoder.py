@@ -99,7 +99,7 @@ def test_core_equals_softmax_by_hand(window):
                     torch.testing.assert_close(result[b, h, t], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_qk_norm_normalises_each_head_before_the_rotation(make, tokens):
+def test_qk_norm_normalizes_each_head_before_the_rotation(make, tokens):
     model = make(spread=10.0, attention=GQA(qk_norm="head"))
     seen = {}
     with listening(lambda name, x: seen.update({name: x.detach()})):
@@ -211,15 +211,15 @@ def test_refuses_what_does_not_go_together(make, tokens):
         model(tokens(1, 9))
     with pytest.raises(ValueError, match="needs labels"):
         model(rows, objective=objective)
-    with pytest.raises(ValueError, match="without an objective"):
+    with pytest.raises(ValueError, match="labels need an objective"):
         model(rows, labels=rows)
     with pytest.raises(ValueError, match=r"labels \(1, 7\) do not fit"):
         model(rows, labels=rows[:, 1:], objective=objective)
     with pytest.raises(ValueError, match=r"labels \(1, 8\) do not fit"):
         model(rows, labels=rows, objective=objective, at=torch.tensor([3]))
-    with pytest.raises(ValueError, match="takes no images"):
+    with pytest.raises(ValueError, match="does not take images"):
         model(rows, images=rows)
-    with pytest.raises(ValueError, match="one document a row"):
+    with pytest.raises(ValueError, match="one document per row"):
         model(rows, documents=rows, cache=model.new_cache(1, 8))
 
 
@@ -228,7 +228,7 @@ def test_dynamic_rope_scaling_refuses_a_cache_where_it_would_be_wrong(make, toke
     rows = tokens(1, 7)
     cache = model.new_cache(1, 7)
     model(rows[:, :6], cache=cache)
-    with pytest.raises(ValueError, match="past original_max_length 6 cannot use a cache"):
+    with pytest.raises(ValueError, match="cannot use a cache past original_max_length 6"):
         model(rows[:, 6:], cache=cache)
     assert model(rows).isfinite().all()
     with pytest.raises(GenerationError, match="dynamic rope scaling 6; ask for at most 3 new"):

@@ -62,7 +62,7 @@ def test_the_cache_takes_the_precision_in_which_the_model_computes(make):
 def test_a_core_without_cache_support_refuses(make, tokens):
     model = make()
     model.blocks["0"].attention.core = object()
-    with pytest.raises(ValueError, match="cannot use a cache"):
+    with pytest.raises(ValueError, match="does not support a cache"):
         model(tokens(1, 2), cache=model.new_cache(1, 4))
 
 
@@ -99,7 +99,7 @@ def test_stream_yields_step_by_step_and_leaves_the_mode_alone(make):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": []}, "no prompt"),
+        ({"prompts": []}, "prompts must not be empty"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[97]]}, "token 97; the vocabulary has 97"),
         ({"prompts": [[-1]]}, "token -1"),

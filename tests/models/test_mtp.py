@@ -232,14 +232,14 @@ def test_modules_have_experts_as_the_layers_would_go_on(make, name):
                 break
             attention = depth.block.attention
             turn = attention.rotary(torch.arange(here.shape[1]))
-            routed = {"real": torch.ones_like(here, dtype=torch.bool), "tokens": here} if depth.block.sparse else {}
+            routed = {"token_mask": torch.ones_like(here, dtype=torch.bool), "tokens": here} if depth.block.sparse else {}
             x, hidden, _ = depth(x, model.embed(here), turn, None, **routed)
             labels = torch.tensor(ids[k + 1 :], dtype=torch.int64)
             logits = hidden[0, : len(labels)] @ model.head.weight.T
             expected[k - 1] += float(F.cross_entropy(logits, labels, reduction="sum")) if len(labels) else 0.0
     for k, total in enumerate(expected, 1):
         assert float(terms.metrics[f"mtp_{k}"]) == pytest.approx(total, rel=1e-12)
-    counted = [one.mlp._counted[2 * one.mlp.shape.experts] for one in blocks if one.sparse]
+    counted = [one.mlp._router_stats[2 * one.mlp.shape.experts] for one in blocks if one.sparse]
     # The listening forwards above ran the layers again, not the modules' own sums: a place without a token counts nowhere.
     assert [int(count) for count in counted] == [seen[k] for k in range(2) if blocks[k].sparse]
 
@@ -253,7 +253,7 @@ def test_padding_reaches_no_expert_and_no_label(make):
     labels[1, 7:] = IGNORE
     scored(model, Batch(batch.tokens, labels, batch.positions, documents))
     layer = model.mtp.depths["1"].block.mlp
-    assert int(layer._counted[2 * 4]) == (4 + 0 + 1 + 7) + 7 + (2 + 3 + 8)
+    assert int(layer._router_stats[2 * 4]) == (4 + 0 + 1 + 7) + 7 + (2 + 3 + 8)
 
 
 def test_blocks_go_on_with_the_pattern_of_windows():

@@ -162,8 +162,8 @@ def test_gradients_with_an_attention_factor():
     [
         ({"scaling": "linear"}, "'linear' needs a factor"),
         ({"scaling": "llama3", "factor": 8.0}, "needs original_max_length"),
-        ({"factor": 8.0}, "factor plays no part in scaling 'none'; it belongs to linear, dynamic, llama3, yarn"),
-        ({"scaling": "linear", "factor": 8.0, "mscale": 1.0}, "mscale plays no part in scaling 'linear'; it belongs to yarn"),
+        ({"factor": 8.0}, "factor has no effect with scaling 'none'; it belongs to linear, dynamic, llama3, yarn"),
+        ({"scaling": "linear", "factor": 8.0, "mscale": 1.0}, "mscale has no effect with scaling 'linear'; it belongs to yarn"),
         ({"scaling": "yarn", "factor": 8.0, "original_max_length": 8, "low_freq_factor": 2.0}, "belongs to llama3"),
         ({"scaling": "llama3", "factor": 8.0, "original_max_length": 8, "low_freq_factor": 4.0}, "must be above"),
     ],

@@ -52,7 +52,7 @@ name = "save"
 """
 
 
-BLIND = re.compile(r"^train\.|has no experts to share")
+BLIND = re.compile(r"^train\.|needs a model with experts")
 """Faults that a dry run does not see: it reads no data, and experts that are not there are nobody's."""
 
 

@@ -53,7 +53,7 @@ def test_the_preset_under_torchrun_goes_on_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "world", "messages"),
     [
-        (["--parallel.ep=3"], 6, ["model.moe.experts: 8 experts cannot be shared by parallel.ep = 3 ranks", "may be 1, 2, 4, 8"]),
+        (["--parallel.ep=3"], 6, ["model.moe.experts: 8 experts do not divide over parallel.ep = 3 ranks", "may be 1, 2, 4, 8"]),
         (
             ["--parallel.ep=4"],
             6,
@@ -73,7 +73,7 @@ def test_the_preset_under_torchrun_goes_on_alone(tmp_path: Path) -> None:
             2,
             ["model.moe.losses.sequence", "set parallel.tp = 1", "losses.global_batch"],
         ),
-        (["--parallel.ep=2", "--model.moe=none"], 2, ["parallel.ep: the model has no experts to share"]),
+        (["--parallel.ep=2", "--model.moe=none"], 2, ["parallel.ep: expert parallelism needs a model with experts"]),
     ],
 )
 def test_a_recipe_that_cannot_share_its_experts_is_refused(given: list[str], world: int, messages: list[str]) -> None:

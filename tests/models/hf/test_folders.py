@@ -132,7 +132,7 @@ def test_p1_a_recipe_names_the_keys_that_it_ignores(llama: Path, tmp_path: Path)
     with pytest.raises(AttributeError):
         restore(None)  # type: ignore[arg-type]
     assert said == [f"{llama}: something_new of config.json was ignored, as asked for"]
-    with pytest.raises(ValueError, match="give from_hf, or leave it out"):
+    with pytest.raises(ValueError, match="from_hf_ignore needs from_hf"):
         type(component)(from_hf_ignore=("x",))
 
 

@@ -18,19 +18,21 @@ def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoE):
         key = "ep" if layout.ep > 1 else "etp"
-        yield Fault(f"parallel.{key}", "the model has no experts to share", hint=f"set parallel.{key} = 1, or add [model.moe]")
+        yield Fault(
+            f"parallel.{key}", "expert parallelism needs a model with experts", hint=f"set parallel.{key} = 1, or add [model.moe]"
+        )
         return
     if moe.experts % layout.ep:
         legal = ", ".join(str(n) for n in divisors(moe.experts))
         yield Fault(
             "model.moe.experts",
-            f"{moe.experts} experts cannot be shared by parallel.ep = {layout.ep} ranks",
+            f"{moe.experts} experts do not divide over parallel.ep = {layout.ep} ranks",
             hint=f"parallel.ep may be {legal}",
         )
     width = moe.shape(job.model.shape.ffn_dim).ffn_dim
     if width % layout.etp:
         key = "model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim"
-        yield Fault(key, f"an expert's width {width} cannot be cut into parallel.etp = {layout.etp} equal parts")
+        yield Fault(key, f"the expert width {width} must be a multiple of parallel.etp = {layout.etp}")
 
 
 def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
@@ -50,7 +52,7 @@ def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
     if moe.losses.pooled and cutting:
         yield Fault(
             "model.moe.losses.pooled",
-            f"joins the loads of all layers, which is proven on data-parallel ranks only, not with {' and '.join(cutting)}",
+            f"needs the loads of all layers, which is proven for data parallelism only, not with {' and '.join(cutting)}",
             hint="set it to 0 and use losses.global_batch, which is the same in every layout",
         )
 
@@ -61,7 +63,7 @@ def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     if not isinstance(moe, MoE) or "compile" not in job.transforms:
         return
     if moe.kernel == "loop":
-        yield Fault("model.moe.kernel", "'loop' reads loads on the host, which cannot be compiled", hint="set it to 'auto'")
+        yield Fault("model.moe.kernel", "'loop' reads loads on the host and cannot be compiled", hint="set it to 'auto'")
     if job.precision.compute != "bf16":
         yield Fault(
             "precision.compute",
@@ -71,4 +73,4 @@ def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     width = moe.shape(job.model.shape.ffn_dim).ffn_dim
     for key, size in (("model.dim", job.model.dim), ("model.ffn_dim" if moe.ffn_dim is None else "model.moe.ffn_dim", width)):
         if size % WHOLE_ROWS:
-            yield Fault(key, f"{size} is no multiple of {WHOLE_ROWS}, which compiled experts need")
+            yield Fault(key, f"{size} must be a multiple of {WHOLE_ROWS} for compiled experts")

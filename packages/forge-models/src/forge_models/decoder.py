@@ -30,8 +30,8 @@ MTP_TABLE = "mtp.embed.weight"
 class Decoder(nn.Module):
     """Decoder of a shape.
 
-    A block's attention is called with (x, turn, shared, cache). Three attributes of it are read when they are there:
-    `core` (an `AttentionCore`, the seam where strategies enter; `shared` is what it prepares, None without one),
+    A block's attention is called with (x, rotation, attention_mask, cache). Three attributes of it are read when they are there:
+    `core` (an `AttentionCore`, the seam where strategies enter; `attention_mask` is what it prepares, None without one),
     `window` (handed to the core; None when absent) and `rotary` (its positions; the model's over the whole head when
     absent).
 
@@ -75,7 +75,7 @@ class Decoder(nn.Module):
             documents: (B, T) document of each token; attention stays inside. None = each row is one document. `PADDING`
                 marks a position without a token, which no expert sees.
             labels: (B, T) int64, already shifted; needed by an objective.
-            objective: what is minimised.
+            objective: the loss to minimize.
             cache: keys and values of earlier tokens, which this call extends.
             at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
             tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self._check(x, documents, labels, objective, cache, mtp_targets, extras)
         depths = {} if mtp_targets is None or self.mtp is None else dict(self.mtp.depths.items())
         mtp_blocks = [depth.block for depth in depths.values()]
-        x, turns, shared, real = self._stream(x, positions, documents, cache, tokens, mtp_blocks)
+        x, rotations, masks, token_mask = self._stream(x, positions, documents, cache, tokens, mtp_blocks)
         stream = x
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         terms = self.head(x, labels, objective)
         if mtp_targets is None or not depths:
             return terms
-        return self._add_mtp(terms, stream, mtp_targets, turns, shared, real, objective)
+        return self._add_mtp(terms, stream, mtp_targets, rotations, masks, token_mask, objective)
 
     def _stream(
         self,
@@ -117,18 +117,23 @@ class Decoder(nn.Module):
             positions = cache.advance(positions, length)
             if self.cache_limit is not None and cache.extent > self.cache_limit:
                 raise ValueError(
-                    f"dynamic rope scaling past original_max_length {self.cache_limit} cannot use a cache, which holds keys of "
-                    "another scaling; use fewer tokens, or yarn or linear scaling"
+                    f"dynamic rope scaling cannot use a cache past original_max_length {self.cache_limit}: "
+                    "cached keys have another scaling; use fewer tokens, or yarn or linear scaling"
                 )
         elif positions is None:
             positions = torch.arange(length, device=x.device)
         blocks = [*self.blocks.values(), *mtp_blocks]
-        turns = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
-        shared = self._shared(blocks, documents, length, x.device, cache)
-        real = None if documents is None else documents != PADDING
+        rotations = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
+        masks = self._attention_masks(blocks, documents, length, x.device, cache)
+        token_mask = None if documents is None else documents != PADDING
         if self.embed is not None:
             tokens, x = x, self._embedded(self.embed, x)
-        return self._run_blocks(x, turns, shared, cache, {"real": real, "tokens": tokens}), turns, shared, real
+        return (
+            self._run_blocks(x, rotations, masks, cache, {"token_mask": token_mask, "tokens": tokens}),
+            rotations,
+            masks,
+            token_mask,
+        )
 
     def hidden_states(self, tokens: Tensor, cache: KVCache, positions: Tensor | None = None) -> Tensor:
         """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `draft`
@@ -152,9 +157,9 @@ class Decoder(nn.Module):
         assert self.mtp is not None
         module: Any = self.mtp.depths[depth]
         positions = cache.advance(positions, tokens.shape[1])
-        turn = self._rotary(module.block)(positions)
-        shared = self._shared([module.block], None, tokens.shape[1], x.device, cache).get(_window(module.block))
-        x, hidden, _ = module(x, self._embedded(self.embed, tokens), turn, shared, cache.layers[depth], None, tokens)
+        rotation = self._rotary(module.block)(positions)
+        attention_mask = self._attention_masks([module.block], None, tokens.shape[1], x.device, cache).get(_window(module.block))
+        x, hidden, _ = module(x, self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
         return x, hidden
 
     def _add_mtp(
@@ -162,29 +167,29 @@ class Decoder(nn.Module):
         terms: LossTerms,
         x: Tensor,
         mtp_targets: MTPTargets,
-        turns: dict[Rotary, Rotation],
-        shared: dict[int | None, Any],
-        real: Tensor | None,
+        rotations: dict[Rotary, Rotation],
+        masks: dict[int | None, Any],
+        token_mask: Tensor | None,
         objective: Objective | None,
     ) -> LossTerms:
         """`terms` with the gradient of what the modules of `mtp` make of the stream `x` behind the last block."""
         mtp, head = self.mtp, self.head
         assert mtp is not None
         assert head is not None
-        found = []
+        mtp_terms = []
         depth: Any
         for k, (name, depth) in enumerate(mtp.depths.items()):
             token, label = mtp_targets.tokens[..., k], mtp_targets.labels[..., k]
-            here = token != IGNORE if real is None else real & (token != IGNORE)
+            here = token != IGNORE if token_mask is None else token_mask & (token != IGNORE)
             token = token.clamp(min=0)  # places without a token have no label, and nothing that has one sees them
-            given = (self._embedded(mtp.embed, token), turns[self._rotary(depth.block)], shared.get(_window(depth.block)))
-            routed = {"real": here, "tokens": token} if depth.block.sparse else {}
+            given = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_window(depth.block)))
+            routing = {"token_mask": here, "tokens": token} if depth.block.sparse else {}
             with scope(f"mtp.depths.{name}."):
-                x, hidden, counted = depth(x, *given, **routed)
-            if counted is not None:
-                depth.block.mlp.observe(counted)
-            found.append(head(hidden, label, objective))
-        return mtp.add_gradient(terms, found)
+                x, hidden, router_stats = depth(x, *given, **routing)
+            if router_stats is not None:
+                depth.block.mlp.observe(router_stats)
+            mtp_terms.append(head(hidden, label, objective))
+        return mtp.add_gradient(terms, mtp_terms)
 
     def _embedded(self, table: Embedding, tokens: Tensor) -> Tensor:
         x = table(tokens)
@@ -200,45 +205,45 @@ class Decoder(nn.Module):
     def _run_blocks(
         self,
         x: Tensor,
-        turns: dict[Rotary, Rotation],
-        shared: dict[int | None, Any],
+        rotations: dict[Rotary, Rotation],
+        masks: dict[int | None, Any],
         cache: KVCache | None,
-        routed: dict[str, Tensor | None],
+        routing: dict[str, Tensor | None],
     ) -> Tensor:
-        found: list[tuple[Any, Tensor]] = []
+        observed: list[tuple[Any, Tensor]] = []
         for name, block in self.blocks.items():
-            turn = turns[self._rotary(block)]
+            rotation = rotations[self._rotary(block)]
             with scope(f"blocks.{name}."):
                 mine = None if cache is None else cache.layers[name]
                 if not getattr(block, "sparse", False):
-                    x = block(x, turn, shared.get(_window(block)), mine)
+                    x = block(x, rotation, masks.get(_window(block)), mine)
                     continue
-                x, counted = block(x, turn, shared.get(_window(block)), mine, **routed)
-            if counted is not None:
-                found.append((block.mlp, counted))
-        x = observe_all(x, found)  # out here, where recomputation does not come by again
+                x, router_stats = block(x, rotation, masks.get(_window(block)), mine, **routing)
+            if router_stats is not None:
+                observed.append((block.mlp, router_stats))
+        x = observe_all(x, observed)  # out here, where recomputation does not come by again
         with scope(""):
             return tap("residual", x) if self.head is not None else x
 
-    def _shared(
+    def _attention_masks(
         self, blocks: list[Any], documents: Tensor | None, length: int, device: torch.device, cache: KVCache | None
     ) -> dict[int | None, Any]:
         """Per window, what the attention cores share for this batch: built once, used by every layer."""
-        shared: dict[int | None, Any] = {}
+        masks: dict[int | None, Any] = {}
         for block in blocks:
             window = _window(block)
-            if window in shared:
+            if window in masks:
                 continue
             core = getattr(_attention(block), "core", None)
             if core is None:
                 continue
             if cache is None:
-                shared[window] = core.prepare(documents, length, window, device)
+                masks[window] = core.prepare(documents, length, window, device)
             elif hasattr(core, "prepare_cached"):
-                shared[window] = core.prepare_cached(cache.slots, cache.extent, window)
+                masks[window] = core.prepare_cached(cache.slots, cache.extent, window)
             else:
-                raise ValueError(f"the attention core {type(core).__name__} cannot use a cache; generate without it")
-        return shared
+                raise ValueError(f"attention core {type(core).__name__} does not support a cache; generate without one")
+        return masks
 
     def _rotary(self, block: nn.Module) -> Rotary:
         found = getattr(_attention(block), "rotary", None)
@@ -265,20 +270,20 @@ class Decoder(nn.Module):
     ) -> None:
         if self.shape.moe is not None and self.shape.moe.losses.pooled and (self.embed is None or self.head is None):
             raise ValueError(
-                "model.moe.losses.pooled joins all layers, and this part of a pipeline has some of them; set it to 0"
+                "model.moe.losses.pooled needs all layers, and a pipeline stage holds only some of them; set it to 0"
             )
         if extras:
-            raise ValueError(f"a decoder of text takes no {', '.join(sorted(extras))}")
+            raise ValueError(f"a text decoder does not take {', '.join(sorted(extras))}")
         if x.shape[1] > self.shape.max_length:
-            raise ValueError(f"{x.shape[1]} tokens in a row are more than max_length {self.shape.max_length}")
+            raise ValueError(f"a row has {x.shape[1]} tokens, more than max_length {self.shape.max_length}")
         if objective is not None and labels is None:
             raise ValueError("an objective needs labels")
         if labels is not None and objective is None:
-            raise ValueError("labels without an objective: say what to minimise, or leave them out for logits")
+            raise ValueError("labels need an objective; pass one, or leave labels out to get logits")
         if mtp_targets is not None and (objective is None or self.mtp is None):
             raise ValueError("mtp_targets need an objective and a model with [model.mtp]")
         if cache is not None and documents is not None:
-            raise ValueError("a cache holds one document a row: leave documents out")
+            raise ValueError("a cache holds one document per row; leave documents out")
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` rows of up to `capacity` tokens, on the device of the parameters."""

@@ -27,7 +27,7 @@ from forge_models.outline import matrices
 from forge_models.shape import DecoderShape
 
 CONVENTION = "6 P + 6 L H (Dk + Dv) T' per token, embedding look-up excluded, head included"
-"""To be printed beside every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
+"""To be printed with every figure; with Dk = Dv = D the second term is the familiar 12 L H D T'."""
 
 
 @dataclass(frozen=True)

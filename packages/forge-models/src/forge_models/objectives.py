@@ -1,4 +1,4 @@
-"""Objectives: what a step minimises, computed inside the last part of a model."""
+"""Objectives: the loss that a step minimizes, computed inside the last part of a model."""
 
 from dataclasses import dataclass
 

@@ -72,7 +72,7 @@ class Rope:
         for item in fields(self):
             readers = READ_BY.get(item.name, (self.scaling,))
             if self.scaling not in readers and getattr(self, item.name) != item.default:
-                raise ValueError(f"{item.name} plays no part in scaling {self.scaling!r}; it belongs to {', '.join(readers)}")
+                raise ValueError(f"{item.name} has no effect with scaling {self.scaling!r}; it belongs to {', '.join(readers)}")
 
     def of_layer(self, local: bool) -> "Rope":
         """The positions of a local or a global layer."""

@@ -57,16 +57,18 @@ class Attention(nn.Module):
         self.q_norm: nn.Module | None = norm.build(widths[0]) if widths else None
         self.k_norm: nn.Module | None = norm.build(widths[1]) if widths else None
 
-    def forward(self, x: Tensor, turn: Rotation, shared: Any, cache: LayerCache | None = None) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). `shared` is what the core prepared for this batch."""
+    def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
+        """(B, T, dim) -> (B, T, dim). `attention_mask` is what the core prepared for this batch."""
         q = self._normed(self.q_proj(x), self.q_norm)
         k = self._normed(self.k_proj(x), self.k_norm)
         v = self._heads(self.v_proj(x))
-        q, k = tap("attention.q", rotate(q, turn)), tap("attention.k", rotate(k, turn))
+        q, k = tap("attention.q", rotate(q, rotation)), tap("attention.k", rotate(k, rotation))
         if cache is not None:
             k, v = cache.update(k, v)
         cap = self.soft_cap
-        out = self.core(q, k, v, shared, self.scale) if cap is None else self.core(q, k, v, shared, self.scale, cap)
+        out = (
+            self.core(q, k, v, attention_mask, self.scale) if cap is None else self.core(q, k, v, attention_mask, self.scale, cap)
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:

@@ -39,30 +39,30 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        turn: Rotation,
-        shared: Any,
+        rotation: Rotation,
+        attention_mask: Any,
         cache: LayerCache | None = None,
-        real: Tensor | None = None,
+        token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """(B, T, dim) -> (B, T, dim); a sparse block also returns what its experts counted.
+        """(B, T, dim) -> (B, T, dim); a sparse block also returns its router statistics.
 
         Args:
             x: the stream.
-            turn: rotation of this layer.
-            shared: what the attention core prepared for this batch.
+            rotation: rotation of this layer.
+            attention_mask: what the attention core prepared for this batch.
             cache: keys and values of earlier tokens.
-            real: (B, T) False for padding; only a sparse block looks at it, and at `tokens` (B, T).
+            token_mask: (B, T) False for padding; only a sparse block looks at it, and at `tokens` (B, T).
             tokens: ids, for routers that look at them.
         """
         x = tap("residual", x)
-        inner = self.attention(_normed(x, self.attention_norm), turn, shared, cache)
+        inner = self.attention(_normed(x, self.attention_norm), rotation, attention_mask, cache)
         x = self._added(x, tap("attention.output", inner), self.attention_post_norm)
         inner = _normed(x, self.mlp_norm)
         if not self.sparse:
             return self._added(x, self.mlp(inner), self.mlp_post_norm)
-        inner, counted = self.mlp(inner, real, tokens, cache is not None)
-        return self._added(x, inner, self.mlp_post_norm), counted
+        inner, router_stats = self.mlp(inner, token_mask, tokens, cache is not None)
+        return self._added(x, inner, self.mlp_post_norm), router_stats
 
     def _added(self, x: Tensor, inner: Tensor, norm: nn.Module | None) -> Tensor:
         inner = _normed(inner, norm)

@@ -158,7 +158,7 @@ def _exponentiate(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _WeightGradient:
-    """Sum over chunks of gradient.T @ x, kept in `wide` whatever the dtype of the products; that of one chunk is the product."""
+    """Sum over chunks of gradient.T @ x, kept in `wide` for products of every dtype; with one chunk it is the product."""
 
     def __init__(self, weight: Tensor, wide: torch.dtype) -> None:
         self._wide = wide

@@ -12,7 +12,7 @@ from forge_models.blocks.layers import unfilled
 class Head(nn.Module):
     """Projection to the vocabulary. `core` is the seam where strategies enter.
 
-    Training goes through `forward` with an objective, which calls `loss`: so whatever is attached to the call of this
+    Training goes through `forward` with an objective, which calls `loss`: so what is attached to the call of this
     module, such as the gathering of a sharded weight, happens for both uses.
     """
 

@@ -47,23 +47,23 @@ class MTPModule(nn.Module):
         self,
         x: Tensor,
         embedded: Tensor,
-        turn: Rotation,
-        shared: Any,
+        rotation: Rotation,
+        attention_mask: Any,
         cache: LayerCache | None = None,
-        real: Tensor | None = None,
+        token_mask: Tensor | None = None,
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, what experts counted or None).
+        """h^(k-1) and embedded t_(i+k), each (B, T, dim) -> (h^k, its norm for the head, the router statistics or None).
 
         The other arguments are those of a block.
         """
         x = self.projection(torch.cat((self.stream_norm(x), self.token_norm(embedded)), dim=-1))
-        counted: Tensor | None = None
+        router_stats: Tensor | None = None
         if self.block.sparse:
-            x, counted = self.block(x, turn, shared, cache, real, tokens)
+            x, router_stats = self.block(x, rotation, attention_mask, cache, token_mask, tokens)
         else:
-            x = self.block(x, turn, shared, cache)
-        return x, self.norm(x), counted
+            x = self.block(x, rotation, attention_mask, cache)
+        return x, self.norm(x), router_stats
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The projection; norms and block have their own."""

@@ -105,18 +105,18 @@ def magnitude(rope: Rope, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
 
 
-def rotate(x: Tensor, turn: Rotation) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """`x` (B, heads, T, head_dim), its first dimensions turned by its positions; computed in fp32, rounded once.
 
     Result and gradient lie in memory as (B, T, heads, head_dim), the order of projections. Attention keeps the order of its
     inputs, so what it returns is the input of the next projection without a copy.
     """
-    width = 2 * turn.cos.shape[-1]
+    width = 2 * rotation.cos.shape[-1]
     if width < x.shape[-1]:
         turning, still = x.transpose(1, 2).split((width, x.shape[-1] - width), dim=-1)
-        turned = rotate(turning.transpose(1, 2), turn).transpose(1, 2)
+        turned = rotate(turning.transpose(1, 2), rotation).transpose(1, 2)
         return torch.cat((turned, still), dim=-1).transpose(1, 2)
-    return _plain(x, *turn) if torch.compiler.is_compiling() else _Rotate.apply(x, *turn)
+    return _plain(x, *rotation) if torch.compiler.is_compiling() else _Rotate.apply(x, *rotation)
 
 
 def _plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

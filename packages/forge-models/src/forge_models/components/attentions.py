@@ -29,7 +29,7 @@ class GQA(Component):
     output_bias: bool = False
     """The projection back to the stream has a bias."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """Normalise q and k before the rotation, with the model's norm: each head, or the whole projection."""
+    """Normalize q and k before the rotation, with the model's norm: each head, or the whole projection."""
     scale: Annotated[float, Gt(0)] | None = None
     """Multiplies the scores; 1 / sqrt(head_dim) when absent."""
     soft_cap: Annotated[float, Gt(0)] | None = None
@@ -45,22 +45,22 @@ class GQA(Component):
 
     def __post_init__(self) -> None:
         if self.global_every is not None and self.global_layers is not None:
-            raise ValueError("global_every and global_layers both say which layers are global; give one")
+            raise ValueError("global_every and global_layers exclude each other; set one")
         if self.window is None and (self.global_every is not None or self.global_layers is not None):
-            raise ValueError("global_every and global_layers need a window: without one every layer is global")
+            raise ValueError("global_every and global_layers need a window; without one every layer is global")
         if self.core == "varlen" and self.soft_cap is not None:
-            raise ValueError("core 'varlen' has no soft cap; use 'flex', 'sdpa' or 'auto'")
+            raise ValueError("core 'varlen' does not support soft_cap; use 'flex', 'sdpa' or 'auto'")
 
     def check(self, context: BlockContext) -> None:
         """Faults that need the model's sizes."""
         wrong = [layer for layer in self.global_layers or () if layer >= context.layers]
         if wrong:
-            raise ValueError(f"global_layers {wrong} do not exist: layers count from 0 to {context.layers - 1}")
+            raise ValueError(f"global_layers {wrong} do not exist; layers are numbered 0 to {context.layers - 1}")
         if context.rope.local_theta is not None and self.window is None:
-            raise ValueError("rope.local_theta is for local layers, and attention has no window")
+            raise ValueError("rope.local_theta needs local layers; set attention.window")
         turning = int(context.head_dim * context.rope.partial)
         if turning % 2 or not turning:
-            raise ValueError(f"{turning} of head_dim {context.head_dim} turn; rotary positions turn pairs")
+            raise ValueError(f"{turning} of head_dim {context.head_dim} dimensions rotate; the number must be even and positive")
 
     def window_at(self, layer: int) -> int | None:
         """The window of layer `layer`, None when it is global."""
@@ -124,16 +124,16 @@ class MLA(Component):
 
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
-            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even: rotary positions turn pairs")
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even, because rotary positions rotate pairs")
 
     def check(self, context: BlockContext) -> None:
         """Faults that need the model's sizes."""
         if context.kv_heads != context.heads:
-            raise ValueError(f"mla has no kv_heads; leave kv_heads {context.kv_heads} out")
+            raise ValueError(f"mla does not use kv_heads; remove kv_heads {context.kv_heads}")
         if context.rope.partial != 1 or context.rope.local_theta is not None:
-            raise ValueError("mla has its own qk_rope_head_dim and no local layers; leave rope.partial and local_theta out")
+            raise ValueError("mla uses qk_rope_head_dim and has no local layers; remove rope.partial and rope.local_theta")
         if self.norm_eps is not None and not hasattr(context.norm, "eps"):
-            raise ValueError(f"norm_eps {self.norm_eps}: the norm {type(context.norm).__name__} has no eps; leave norm_eps out")
+            raise ValueError(f"norm_eps needs a norm with eps, and {type(context.norm).__name__} has no eps; remove norm_eps")
 
     def norm(self, context: BlockContext) -> Component:
         """The norm of the latents."""

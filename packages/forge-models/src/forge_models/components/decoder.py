@@ -87,7 +87,7 @@ class Decoder(Component):
 
     def __post_init__(self) -> None:
         if self.from_hf_ignore and self.from_hf is None:
-            raise ValueError("from_hf_ignore names keys of the config.json of a folder; give from_hf, or leave it out")
+            raise ValueError("from_hf_ignore needs from_hf; set from_hf, or remove from_hf_ignore")
         shape = self.shape
         self._check_size(shape)
         if self.heads % shape.kv_heads:
@@ -96,7 +96,7 @@ class Decoder(Component):
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}, or head_dim must be given")
         if shape.head_dim % 2:
             source = "head_dim" if self.head_dim is not None else f"dim {self.dim} / heads {self.heads} = head_dim"
-            raise ValueError(f"{source} {shape.head_dim} must be even: rotary positions turn pairs")
+            raise ValueError(f"{source} {shape.head_dim} must be even, because rotary positions rotate pairs")
         for part in (shape.attention, shape.mlp):
             check: Any = getattr(part, "check", None)
             if check is not None:
@@ -108,15 +108,17 @@ class Decoder(Component):
         if (size := elements(shape)) > MOST_ELEMENTS:
             asked = {name: getattr(self, name) or 0 for name in USUAL}
             name = max(USUAL, key=lambda name: asked[name] / USUAL[name])
-            raise ValueError(f"{name} {asked[name]} makes {size:.1e} parameters; more than {MOST_ELEMENTS:.0e} are refused")
+            raise ValueError(f"{name} {asked[name]} gives {size:.1e} parameters; the limit is {MOST_ELEMENTS:.0e}")
 
     def _check_experts(self, moe: MoEShape, mlp: Any) -> None:
         if not any(moe.has(layer) for layer in range(self.layers)):
-            raise ValueError(f"moe has no layer: first_dense {moe.first_dense} and every {moe.every} leave none of {self.layers}")
+            raise ValueError(
+                f"no layer has experts: first_dense {moe.first_dense} and every {moe.every} exclude all {self.layers} layers"
+            )
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
-            raise ValueError(f"moe makes experts like mlp, and {type(mlp).__name__} does not say its `activation` and `gated`")
+            raise ValueError(f"experts are built like mlp, and {type(mlp).__name__} does not declare `activation` and `gated`")
         if getattr(mlp, "bias", False):
-            raise ValueError("moe has experts without biases; set mlp.bias = false")
+            raise ValueError("experts do not support biases; set mlp.bias = false")
 
     @property
     def layout_dependent(self) -> tuple[str, ...]:

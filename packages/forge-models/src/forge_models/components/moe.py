@@ -44,7 +44,7 @@ class MoE:
             raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
         router = self._router
         if self.losses.any() and not getattr(router, "learned", True):
-            raise ValueError(f"losses cannot reach the router {type(router).__name__}, which learns nothing; leave them out")
+            raise ValueError(f"router {type(router).__name__} is not learned, so losses cannot balance it; remove losses")
         check: Any = getattr(router, "check", None)
         if check is not None:
             try:

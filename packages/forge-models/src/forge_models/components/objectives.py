@@ -1,4 +1,4 @@
-"""What is minimised, chosen by `[objective]`."""
+"""The loss to minimize, chosen by `[objective]`."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar

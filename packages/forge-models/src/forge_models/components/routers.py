@@ -48,7 +48,7 @@ class SoftmaxTopK(Component):
 class SigmoidTopK(Component):
     """The top_k largest of sigmoid(W x) + bias, weighted by sigmoid(W x) (DeepSeek-V3, 2024, section 2.1.2).
 
-    The bias is no parameter: after each optimizer step it rises by `bias_rate` for experts below the mean load of the
+    The bias is a buffer: after each optimizer step it rises by `bias_rate` for experts below the mean load of the
     whole batch and falls for those above. It takes part in the choice only, never in the weights.
     """
 
@@ -73,9 +73,11 @@ class SigmoidTopK(Component):
 
     def __post_init__(self) -> None:
         if (self.bias_schedule == "constant") != (self.bias_steps is None):
-            raise ValueError(f"bias_steps belongs to bias_schedule 'cosine' or 'warmup', which is {self.bias_schedule!r}")
+            raise ValueError(
+                f"bias_steps must be set exactly when bias_schedule is 'cosine' or 'warmup', not {self.bias_schedule!r}"
+            )
         if self.topk_group is not None and self.topk_group > self.n_group:
-            raise ValueError(f"topk_group {self.topk_group} is more than n_group {self.n_group}")
+            raise ValueError(f"topk_group {self.topk_group} must be at most n_group {self.n_group}")
 
     @property
     def total(self) -> float | None:

@@ -33,7 +33,7 @@ class LayerCache:
 
 
 class KVCache:
-    """A cache whose slot is the token's position: a query at position p sees slots 0 .. p of its own row.
+    """A cache whose slot is the token's position: a query at position p sees slots 0 .. p of its row.
 
     So prompts of unequal length need no padding mask. Whatever a shorter row writes past its end lies in slots that
     no query of that row sees before its own later tokens have replaced it.
@@ -47,7 +47,7 @@ class KVCache:
         self.slots = torch.zeros(batch, 0, dtype=torch.int64, device=device)
 
     def advance(self, positions: Tensor | None, length: int) -> Tensor:
-        """Begins a forward over `length` further tokens; returns their positions (B, T).
+        """Begins a forward over `length` more tokens; returns their positions (B, T).
 
         `positions` must lie below the number of slots in use after this call; None = the next ones for every row.
 

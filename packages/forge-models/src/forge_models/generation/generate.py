@@ -184,14 +184,14 @@ def check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, pre
     """Refuses what `stream` cannot continue; see there."""
     shape = model.shape
     if not prompts:
-        raise GenerationError("there is no prompt")
+        raise GenerationError("prompts must not be empty")
     if max_tokens < 1:
         raise GenerationError(f"max_tokens {max_tokens} must be at least 1")
     if prefill is not None and prefill < 1:
         raise GenerationError(f"prefill {prefill} must be at least 1 token")
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise GenerationError(f"prompt {row} is empty; begin it with the tokenizer's beginning-of-text token")
+            raise GenerationError(f"prompt {row} is empty; start it with the tokenizer's beginning-of-text token")
         wrong = next((token for token in prompt if not 0 <= token < shape.vocab_size), None)
         if wrong is not None:
             raise GenerationError(f"prompt {row} holds token {wrong}; the vocabulary has {shape.vocab_size}")

@@ -25,7 +25,7 @@ class Sampling:
         top_k: draw among the k most likely tokens only.
         top_p: then among the fewest of these that hold this probability together.
         min_p: then among those at least this fraction as likely as the most likely one.
-        seed: of the draws. Row r of a batch of n gets the same draws whatever the other rows hold.
+        seed: of the draws. Row r of a batch of n gets the same draws for any other rows.
 
     Raises:
         GenerationError: a setting is out of range.

@@ -72,7 +72,7 @@ def speculate(
     if model.mtp is None:
         raise GenerationError("speculation needs MTP modules; the model has no [model.mtp]")
     if model.cache_limit is not None:
-        raise GenerationError("dynamic rope scaling depends on how long a row is, which drafts change; generate without drafting")
+        raise GenerationError("speculation does not support dynamic rope scaling; generate without it")
     return _Rounds(model, [list(prompt) for prompt in prompts], max_tokens, prefill, Tally() if tally is None else tally).run(
         ends_of(eos, stop, decode)
     )
@@ -123,7 +123,7 @@ class _Rounds:
                 row.runs = False
                 break
         self.tally.tokens += len(taken)
-        self.tally.accepted += min(len(taken), len(found) - 1)  # behind the drafts that were right lies one that is no draft
+        self.tally.accepted += min(len(taken), len(found) - 1)  # behind the drafts that were right one token is not a draft
         return taken
 
     def _prompts(self) -> list[int]:

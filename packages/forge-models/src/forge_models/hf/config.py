@@ -152,7 +152,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
-        Unsupported: there is none, or it is no JSON object.
+        Unsupported: the file is missing, or does not hold a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -160,7 +160,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as cause:
         raise Unsupported(f"{path} cannot be read: {cause.strerror}; give a folder with config.json and safetensors") from cause
     except ValueError as cause:
-        raise Unsupported(f"{path} is no JSON: {cause}") from cause
+        raise Unsupported(f"{path} is not valid JSON: {cause}") from cause
     if not isinstance(values, dict):
         raise Unsupported(f"{path} holds no JSON object")
     return values

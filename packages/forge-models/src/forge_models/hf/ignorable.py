@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Same:
-    """The value of another key: an older or foreign name for it, repeated beside it."""
+    """The value of another key: an older or foreign name for it, given in addition."""
 
     key: str
 

@@ -17,7 +17,7 @@ WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Keys and fields with one name."""
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents: fixed in the reference, whatever `rms_norm_eps` says of the others."""
+"""Of the norms of latents: fixed in the reference, independent of `rms_norm_eps`."""
 
 NAMES: Mapping[str, str] = {
     "q_a_norm": "q_a_layernorm",

@@ -37,7 +37,7 @@ class Place:
         stacked: whether ours stacks separate tensors.
         rows: row i of ours is row rows[i] of theirs; empty = the same order.
         fused: (dimension, start, size): ours are the entries of theirs from `start`, of `size` in all; None = theirs is ours.
-        buffer: it is no parameter, so a checkpoint's dtype is not its dtype.
+        buffer: not a parameter, so a checkpoint's dtype is not its dtype.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Place:
         return tensors[0][list(self.rows)] if self.rows else tensors[0]
 
     def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
-        """Theirs by name from ours, each with memory of its own."""
+        """Theirs by name from ours, each in separate memory."""
         import torch
 
         if self.stacked:

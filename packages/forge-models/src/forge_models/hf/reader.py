@@ -48,7 +48,7 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """The family that a configuration names.
 
     Raises:
-        Unsupported: it is none of ours, or the model is not a causal language model.
+        Unsupported: the family is not implemented, or the model is not a causal language model.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -170,7 +170,7 @@ class Folder:
             left.remove(HEAD)
             self._check_tie(OUTSIDE["embed.weight"])
         faults = [f"{theirs}: missing" for place in wanted.values() for theirs in place.names if theirs not in self._files]
-        faults += [f"{name}: the model that {CONFIG} describes has no such tensor" for name in sorted(left)]
+        faults += [f"{name}: unexpected for the model that {CONFIG} describes" for name in sorted(left)]
         for place in wanted.values():
             stored = {theirs: self._stored(theirs) for theirs in place.names if theirs in self._files}
             for theirs, entry in stored.items():
@@ -230,7 +230,7 @@ def _located(folder: Path) -> dict[str, str]:
             places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             files = {str(name): str(file) for name, file in places.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
-            raise Unsupported(f"{folder / INDEX} is no index of safetensors: {cause!r}") from cause
+            raise Unsupported(f"{folder / INDEX} is not an index of safetensors: {cause!r}") from cause
         if SINGLE not in files.values() and (folder / SINGLE).is_file():
             raise Unsupported(
                 f"{folder} holds weights twice: {SINGLE}, which transformers reads, and shards that {INDEX} names. "
@@ -238,7 +238,7 @@ def _located(folder: Path) -> dict[str, str]:
             )
         for file in sorted(set(files.values())):
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise Unsupported(f"{folder / INDEX} names {file!r}, which is no safetensors file of this folder")
+                raise Unsupported(f"{folder / INDEX} names {file!r}, which is not a safetensors file of this folder")
             if not (folder / file).is_file():
                 raise Unsupported(f"{folder / file} is missing, but {INDEX} names it")
         return files

@@ -38,15 +38,15 @@ def read_rope(
     local_key: str | None = None,
     default_partial: float | None = None,
 ) -> Rope:
-    """The rope of a configuration. With `default_local`, windowed layers have a base of their own (Gemma-3, OLMo-3).
+    """The rope of a configuration. With `default_local`, windowed layers have a separate base (Gemma-3, OLMo-3).
 
-    With `default_partial`, the key `partial_rotary_factor` exists, beside the table or in it.
+    With `default_partial`, the key `partial_rotary_factor` exists, next to the table or in it.
 
     Faults are left in `keys`.
     """
     values = {key: keys.values[key] if keys.given(key) else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     if values["rope_scaling"] and values["rope_parameters"]:
-        keys.fault("rope_scaling", "given beside rope_parameters; which of them holds is not clear")
+        keys.fault("rope_scaling", "conflicts with rope_parameters; give one of the two")
         return Rope()
     for where in ("rope_scaling", "rope_parameters"):
         if not isinstance(values[where], dict | None):

@@ -1,4 +1,4 @@
-"""Logits straight from stored weights, one block in memory at a time: how a conversion is checked, whatever its size."""
+"""Logits straight from stored weights, one block in memory at a time: how a conversion of any size is checked."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ def logits_of(weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.flo
     """Logits (B, T, vocab) of `tokens` (B, T) in `dtype`, on the CPU.
 
     Each block's tensors are read when it runs and dropped afterwards. Equal weights give equal bits: every tensor is
-    copied to memory of its own first, so that neither its place in a file nor its stored dtype decides a kernel.
+    copied to separate memory first, so that neither its place in a file nor its stored dtype decides a kernel.
     """
     component: Any = weights.model
     with torch.device("meta"):

@@ -31,14 +31,14 @@ def chosen(decoder: Decoder, wanted: str | None, preferred: str = "") -> Family:
         Unsupported: none does; names per family what it cannot say.
     """
     if wanted is not None and wanted not in FAMILIES:
-        raise Unsupported(f"there is no family {wanted!r}; known: {', '.join(FAMILIES)}")
+        raise Unsupported(f"family {wanted!r} is not known; known: {', '.join(FAMILIES)}")
     order = [wanted] if wanted is not None else [*([preferred] if preferred in FAMILIES else []), *FAMILIES]
     reasons = []
     for name in dict.fromkeys(order):
         if not (found := misfits(FAMILIES[name], decoder)):
             return FAMILIES[name]
         reasons.append(f"{name}: {'; '.join(found)}")
-    raise Unsupported("\n  ".join(["no Hugging Face family can say what this model is:", *reasons]))
+    raise Unsupported("\n  ".join(["no Hugging Face family can describe this model:", *reasons]))
 
 
 def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path | None, max_shard_bytes: int) -> None:
@@ -51,10 +51,10 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
         weights: what is written, in the dtypes that it has.
         family: `model_type`; by default where the weights came from, else the first that fits.
         tokenizer: folder whose tokenizer files are copied; by default the one of `weights`.
-        max_shard_bytes: of one file of tensors; a single larger tensor has a file of its own.
+        max_shard_bytes: of one file of tensors; a single larger tensor has a separate file.
 
     Raises:
-        Unsupported: the model is none of these families, or `path` is not empty.
+        Unsupported: no family can describe the model, or `path` is not empty.
     """
     if not isinstance(weights.model, Decoder):
         raise Unsupported(f"a {type(weights.model).__name__} cannot be written in the Hugging Face format; only a decoder can")

@@ -20,7 +20,7 @@ _scope: ContextVar[str | None] = ContextVar("scope", default=None)
 
 
 def tap(name: str, x: Tensor) -> Tensor:
-    """`x` itself while nobody listens. A compiled graph never holds a tap: see `listening`."""
+    """`x` itself without a listener. A compiled graph never holds a tap: see `listening`."""
     if torch.compiler.is_compiling():
         return x
     listener, scope = _listener.get(), _scope.get()

@@ -30,7 +30,7 @@ class LocalDispatch:
             experts: (N, top_k) int64 expert of each slot; -1 = dropped, it adds nothing.
             weights: (N, top_k) combine weights, in which the sum is made.
             run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
-                last expert's are those of dropped slots: whatever is returned for them is not read.
+                last expert's are those of dropped slots: their outputs are not read.
             count: number of experts in the layer.
             slots: how many slots are not dropped, where the host knows it: no row is made for others then.
             beside: makes (N, embed) that is added.

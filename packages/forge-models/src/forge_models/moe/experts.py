@@ -36,7 +36,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Rows (n, dim) sorted by expert, of which expert e has counts[e], -> outputs (n, dim). Rows beyond all counts belong
-        to nobody: what is returned for them means nothing.
+        to no expert; their outputs are undefined.
 
         Raises:
             ValueError: for `grouped` with a precision or width that it does not take.
@@ -60,7 +60,7 @@ class Experts(nn.Module):
         return self.kernel == "loop" or bool(fault)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        """Parameters by name relative to this module; each expert is drawn under a name of its own."""
+        """Parameters by name relative to this module; each expert is drawn under a separate name."""
         enter = TensorSpec(("expert", "ffn", "embed"), Init("normal", self.context.init_std), "matrix", stacked=True)
         leave = TensorSpec(("expert", "embed", "ffn"), Init("normal", self.context.output_std), "matrix", stacked=True)
         gate = {} if self.gate_proj is None else {"gate_proj": enter}
@@ -76,7 +76,7 @@ def unfit(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "grouped_mm needs a GPU of compute capability 8.0 or more"
     wrong = [width for width in widths if width * dtype.itemsize % ALIGNMENT]
-    return f"rows of {wrong[0]} values are no multiple of {ALIGNMENT} bytes" if wrong else ""
+    return f"rows of {wrong[0]} values are not a multiple of {ALIGNMENT} bytes" if wrong else ""
 
 
 def _grouped(counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -103,13 +103,13 @@ def _few_busy(counts: Tensor) -> Tensor | None:
 
 def _products(counts: Tensor, rows: int) -> Callable[[Tensor, Tensor], Tensor]:
     sizes = counts.tolist()
-    nobodys = rows - sum(sizes)
+    unassigned = rows - sum(sizes)
 
     def product(rows: Tensor, weight: Tensor) -> Tensor:
-        *groups, rest = rows.split([*sizes, nobodys])
+        *groups, rest = rows.split([*sizes, unassigned])
         # An expert without tokens has a product of no rows: its gradient is zero, not absent.
         made = [F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(), strict=True)]
-        return torch.cat([*made, rest.new_zeros(nobodys, weight.shape[1])])
+        return torch.cat([*made, rest.new_zeros(unassigned, weight.shape[1])])
 
     return product
 

@@ -47,9 +47,9 @@ class Totals(NamedTuple):
 class ExpertLayer(nn.Module):
     """shared(x) + sum over the chosen experts e of weight_e * expert_e(x).
 
-    It is a `forge_core.protocols.model.Observer`: it counts what its forwards route, and once per optimizer step lets the
-    router balance itself by the counts of all ranks. `dispatch` is the seam where strategies enter. A forward returns what it
-    counted instead of keeping it, so that a forward that is run again, to recompute activations, counts nothing.
+    It is a `forge_core.protocols.model.Observer`: its forwards count routed tokens, and once per optimizer step the router
+    balances itself by the counts of all ranks. `dispatch` is the seam where strategies enter. A forward returns its
+    router statistics instead of adding them up, so that a recomputed forward counts nothing.
     """
 
     load: Tensor
@@ -67,71 +67,71 @@ class ExpertLayer(nn.Module):
         if shape.losses.global_batch:
             self.register_buffer("load", torch.full((shape.experts,), -1))
         self._scale: Tensor | None = None
-        self._counted: Tensor | None = None
+        self._router_stats: Tensor | None = None
         self.totals: Totals | None = None
 
     def forward(
-        self, x: Tensor, real: Tensor | None = None, tokens: Tensor | None = None, cached: bool = False
+        self, x: Tensor, token_mask: Tensor | None = None, tokens: Tensor | None = None, cached: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, dim) -> ((B, T, dim), what `observe` takes; None in evaluation).
 
         Args:
             x: hidden states.
-            real: (B, T) False for padding, which no expert sees; None = no padding.
+            token_mask: (B, T) False for padding, which no expert sees; None = no padding.
             tokens: (B, T) ids, for routers that look at them.
             cached: tokens come in portions, so none may be dropped because of others in its portion.
         """
         shape = self.shape
-        flat, mask = x.flatten(0, -2), None if real is None else real.flatten()
+        flat, mask = x.flatten(0, -2), None if token_mask is None else token_mask.flatten()
         routing = self.router(flat, None if tokens is None else tokens.flatten())
         experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
         drops = shape.capacity is not None and not cached
         kept = limited(experts, routing.weights, shape.capacity or 0, shape.experts) if drops else experts
         slots = None if drops or mask is not None else experts.numel()
-        y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, self._beside(x)).view_as(x)
+        y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, self._shared_output(x)).view_as(x)
         if not self.training:
             return y, None
         counts, loss = loads(experts, x.shape[0], shape.experts), None
-        further: list[Tensor] = []
+        pooled_sums: list[Tensor] = []
         if shape.losses.any():
             before = self.load if shape.losses.global_batch else None
             sums = probability_sums(routing, x.shape[0], mask)
             loss = weighted(shape.losses, routing, counts, sums, before, mask)
             y = attach(y, loss, self._scale)
-            further = [sums.sum(0).double()] if shape.losses.pooled else []
+            pooled_sums = [sums.sum(0).double()] if shape.losses.pooled else []
         with torch.no_grad():
             seen = flat.shape[0] if mask is None else mask.sum()
             load = counts.sum(0)
             dropped = load - loads(kept, 1, shape.experts)[0] if drops else torch.zeros_like(load)
             scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
-            counted = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
-        return y, torch.cat([counted, *further]) if further else counted
+            router_stats = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
+        return y, torch.cat([router_stats, *pooled_sums]) if pooled_sums else router_stats
 
-    def _beside(self, x: Tensor) -> Callable[[], Tensor] | None:
+    def _shared_output(self, x: Tensor) -> Callable[[], Tensor] | None:
         """What shared experts add, to be computed while tokens travel to the others."""
         shared = self.shared
         return None if shared is None else lambda: shared(x).flatten(0, -2)
 
-    def observe(self, counted: Tensor) -> None:
-        """Adds what a forward counted to this step's sum."""
-        counted = counted.detach()[: 2 * self.shape.experts + 3]
-        self._counted = counted if self._counted is None else self._counted + counted
+    def observe(self, router_stats: Tensor) -> None:
+        """Adds the router statistics of a forward to this step's sum."""
+        router_stats = router_stats.detach()[: 2 * self.shape.experts + 3]
+        self._router_stats = router_stats if self._router_stats is None else self._router_stats + router_stats
 
     def before_step(self, scale: Tensor) -> None:
         """See `Observer`."""
-        self._scale, self._counted = scale, None
+        self._scale, self._router_stats = scale, None
 
     def statistics(self) -> Tensor:
         """See `Observer`; what `Totals` unpacks."""
-        if self._counted is None:
+        if self._router_stats is None:
             device = next(self.parameters()).device
             return torch.zeros(2 * self.shape.experts + 3, dtype=torch.float64, device=device)
-        return self._counted
+        return self._router_stats
 
     @torch.no_grad()
     def after_step(self, totals: Tensor, skip: Tensor) -> None:
         """See `Observer`."""
-        self._counted, self.totals = None, Totals.of(totals)
+        self._router_stats, self.totals = None, Totals.of(totals)
         if isinstance(self.router, Biased):
             self.router.balance(self.totals.load, skip)
         if self.shape.losses.global_batch:
@@ -142,24 +142,24 @@ class ExpertLayer(nn.Module):
         return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
 
     def module_specs(self) -> dict[str, ModuleSpec]:
-        """Layout of the hidden states, and of the two tensors that enter beside them."""
+        """Layout of the hidden states, and of the two tensors that enter with them."""
         return {"": ModuleSpec((STREAM, STREAM[:2], STREAM[:2]), (STREAM,))}
 
 
-def observe_all(x: Tensor, found: list[tuple[ExpertLayer, Tensor]]) -> Tensor:
-    """Lets layers observe what they counted in one forward of the whole model, and attaches the loss `pooled` to its stream `x`.
+def observe_all(x: Tensor, observed: list[tuple[ExpertLayer, Tensor]]) -> Tensor:
+    """Gives layers the router statistics of one forward of the whole model, and attaches the loss `pooled` to its stream `x`.
 
     A layer cannot do that: the loads of later layers have a part in the gradient of its probabilities.
     """
-    shape = found[0][0].shape if found else None
+    shape = observed[0][0].shape if observed else None
     if shape is not None and shape.losses.pooled:
-        counted = torch.stack([counted for _, counted in found])
-        counts, sums = counted[:, : shape.experts].detach(), counted[:, 2 * shape.experts + 3 :]
+        router_stats = torch.stack([one for _, one in observed])
+        counts, sums = router_stats[:, : shape.experts].detach(), router_stats[:, 2 * shape.experts + 3 :]
         shares = shape.losses.pooled * pooled(counts, sums, shape.top_k)
-        x = attach(x, shares.sum(), found[0][0]._scale)
-        place = torch.arange(counted.shape[1], device=x.device) == 2 * shape.experts + 2
+        x = attach(x, shares.sum(), observed[0][0]._scale)
+        place = torch.arange(router_stats.shape[1], device=x.device) == 2 * shape.experts + 2
         with torch.no_grad():
-            found = [(layer, one + place * share) for (layer, one), share in zip(found, shares, strict=True)]
-    for layer, counted in found:
-        layer.observe(counted)
+            observed = [(layer, one + place * share) for (layer, one), share in zip(observed, shares, strict=True)]
+    for layer, router_stats in observed:
+        layer.observe(router_stats)
     return x

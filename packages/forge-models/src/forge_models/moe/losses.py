@@ -1,6 +1,6 @@
 """Losses of a router, and how they reach its gradient without leaving the layer.
 
-A step minimises
+A step minimizes
 
     sum of nll / D  +  sum over layers and losses of  weight * L / N
 
@@ -40,17 +40,17 @@ def loads(experts: Tensor, rows: int, count: int) -> Tensor:
     return slots.new_zeros(rows, count + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :count]
 
 
-def probability_sums(routing: Routing, rows: int, real: Tensor | None) -> Tensor:
-    """(rows, E) with a graph: the probabilities of each row's tokens, added up. `real` (N,) is False for padding."""
+def probability_sums(routing: Routing, rows: int, token_mask: Tensor | None) -> Tensor:
+    """(rows, E) with a graph: the probabilities of each row's tokens, added up. `token_mask` (N,) is False for padding."""
     assert routing.probabilities is not None
     probabilities = routing.probabilities
-    if real is not None:
-        probabilities = probabilities.masked_fill(~real.unsqueeze(1), 0)
+    if token_mask is not None:
+        probabilities = probabilities.masked_fill(~token_mask.unsqueeze(1), 0)
     return probabilities.unflatten(0, (rows, -1)).sum(1)
 
 
 def weighted(
-    losses: Losses, routing: Routing, counts: Tensor, sums: Tensor, before: Tensor | None, real: Tensor | None
+    losses: Losses, routing: Routing, counts: Tensor, sums: Tensor, before: Tensor | None, token_mask: Tensor | None
 ) -> Tensor:
     """Scalar with a graph: sum of weight * L over the losses of one layer, see the module.
 
@@ -60,7 +60,7 @@ def weighted(
         counts: (rows, E) from `loads`, before any slot was dropped.
         sums: (rows, E) from `probability_sums`.
         before: (E,) loads of the step before, where `global_batch` counts.
-        real: (N,) False for padding; None = no padding.
+        token_mask: (N,) False for padding; None = no padding.
     """
     assert routing.logits is not None
     experts = counts.shape[1]
@@ -75,7 +75,7 @@ def weighted(
         total = total + losses.global_batch * experts * (shares.to(sums.dtype) * sums.sum(0)).sum()
     if losses.z:
         squares = routing.logits.logsumexp(-1).square()
-        total = total + losses.z * (squares if real is None else squares.masked_fill(~real, 0)).sum()
+        total = total + losses.z * (squares if token_mask is None else squares.masked_fill(~token_mask, 0)).sum()
     return total
 
 
@@ -88,12 +88,12 @@ def pooled(counts: Tensor, sums: Tensor, top_k: int) -> Tensor:
 
 def _balance(counts: Tensor, sums: Tensor) -> Tensor:
     """(...): E / (k n) * sum_i c_i * sum_t p_ti of scopes with (..., E) counts and sums of probabilities; 0 without tokens."""
-    # c_i adds up to k n, whatever n is.
+    # c_i adds up to k n for every n.
     return counts.shape[-1] * (counts * sums).sum(-1) / counts.sum(-1).clamp(min=1)
 
 
 def attach(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """`x` itself; its backward also adds the gradient of scale * loss (scale None = 1) to whatever `loss` depends on."""
+    """`x` itself; its backward also adds the gradient of scale * loss (scale None = 1) to the inputs of `loss`."""
     return _Attach.apply(x, loss, loss.new_ones(()) if scale is None else scale.to(loss.dtype))
 
 
@@ -108,9 +108,9 @@ class _Attach(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0], None
 
 
-def entropy(routing: Routing, real: Tensor | None) -> Tensor:
+def entropy(routing: Routing, token_mask: Tensor | None) -> Tensor:
     """Scalar: sum over tokens of the entropy of their probabilities, in nats; ln E a token when nothing is preferred."""
     if routing.probabilities is None:
         return routing.weights.new_zeros(())
     each = torch.special.entr(routing.probabilities.detach()).sum(-1)
-    return (each if real is None else each.masked_fill(~real, 0)).sum()
+    return (each if token_mask is None else each.masked_fill(~token_mask, 0)).sum()

@@ -162,9 +162,7 @@ class Hash(nn.Module):
             ValueError: without token ids.
         """
         if tokens is None:
-            raise ValueError(
-                "the hash router needs the ids of the tokens; pass `tokens` to a part that begins with hidden states"
-            )
+            raise ValueError("the hash router needs token ids; pass `tokens` to a pipeline stage that starts from hidden states")
         salt = _mix(torch.tensor(self.seed * 1_000_003 + self.context.layer, device=tokens.device))
         experts = _mix(torch.arange(self.context.experts, device=tokens.device) + salt)
         chosen = _mix(_mix(tokens.long() ^ salt).unsqueeze(-1) ^ experts).topk(self.context.top_k, dim=-1).indices
@@ -187,7 +185,7 @@ def _spec(context: RouterContext) -> TensorSpec:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int64 that spreads neighboring numbers over all bits: the finaliser of splitmix64 (Steele et al., 2014)."""
+    """A bijection of int64 that spreads neighboring numbers over all bits: the finalizer of splitmix64 (Steele et al., 2014)."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & ((1 << 64 - shift) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -37,7 +37,7 @@ class Upcycled:
             ForgeError: the sizes do not make whole copies, or the combine weights do not add up to one number.
         """
         if not isinstance(dense.model, Decoder) or dense.model.moe is not None:
-            raise ForgeError(f"{dense.facts.origin} is no dense decoder, so there is nothing to make experts of")
+            raise ForgeError(f"{dense.facts.origin} is not a dense decoder; upcycling needs one")
         ffn_dim = dense.model.shape.ffn_dim
         self._dense, self._seed, self._noise = dense, seed, noise
         shape = moe.shape(ffn_dim)
