@@ -76,7 +76,7 @@ def test_e7_an_outline_agrees_with_the_built_model(name: str) -> None:
     [("layers", 10**23), ("vocab_size", 10**14), ("dim", 2 * 10**9), ("ffn_dim", 10**15), ("head_dim", 2 * 10**14)],
 )
 def test_m1_a_size_that_no_machine_holds_names_its_key(key: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"^{key} {value} makes \S+ parameters"):
+    with pytest.raises(ValueError, match=rf"^{key} {value} gives \S+ parameters"):
         Decoder(**{key: value})
 
 
