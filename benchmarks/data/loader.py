@@ -3,7 +3,7 @@
     python benchmarks/data/loader.py [--length 2048] [--rows 256] [--seconds 20] [--json]
 
 Both sides read the same memory-mapped store in the same order and make the same arrays, which is checked first. They
-take turns step by step; printed are medians with their middle half, and the median of the ratio of neighbours.
+take turns step by step; printed are medians with their middle half, and the median of the ratio of neighbors.
 - "plain": tokens and labels (documents = "ignore"), numpy copying row by row into two arrays that it uses again.
 - "masked": also positions and documents; numpy does it row by row in the obvious way, knowing each row's borders.
 The numpy sides know nothing of cursors, orders or checks: their list of rows and borders is made beforehand.

@@ -5,7 +5,7 @@
 
 Every side runs in a process of its own, keeps its loader and gives out batches while it is its turn; turns alternate, so all
 sides see the same machine. Printed per setting are medians with their middle half: tokens per second of wall time, tokens per
-second of CPU time over the process and its workers ("per core"), and Forge's ratio to each other side in neighbouring turns.
+second of CPU time over the process and its workers ("per core"), and Forge's ratio to each other side in neighboring turns.
 
 - Corpora are `.npy` arrays of uint16 ids in documents of 900 tokens on average, which Forge and torchdata map into memory.
   litdata and mosaicml-streaming read formats of their own; the same ids are written in them beforehand, which is not timed.

@@ -1,12 +1,12 @@
-"""Opening ten thousand shards of every format, and tokenising against `datasets.map` with the same tokenizer.
+"""Opening ten thousand shards of every format, and tokenizing against `datasets.map` with the same tokenizer.
 
     python benchmarks/data/preparing.py [--documents 60000] [--shards 10000] [--workers 2] [--repeats 5] [--json]
 
 - "open": seconds until a source of so many files is open, page cache warm, beside a plain loop that stats and opens each.
-- "tokenise": JSON lines to token ids on disk, by `data prepare` and by `datasets.load_dataset("json").map(batched=True,
+- "tokenize": JSON lines to token ids on disk, by `data prepare` and by `datasets.load_dataset("json").map(batched=True,
   num_proc=N)`, which writes its own Arrow cache. Both use one trained byte-level BPE tokenizer, N processes and an empty
   cache, and take turns; printed are medians of text bytes per second with their middle half, and of the ratio of
-  neighbours. First it is checked that both give the same ids.
+  neighbors. First it is checked that both give the same ids.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Stdlib, Tokens
 from forge_data.components.tokenizers import Bpe
-from forge_data.preparation.prepare import tokenise
+from forge_data.preparation.prepare import tokenize
 from forge_data.store.reader import StoreSource
 
 TOKENS = 2048
@@ -89,7 +89,7 @@ def opening(folder: Path, count: int, repeats: int) -> dict[str, float]:
     return found | {"plain_loop": time.perf_counter() - began}
 
 
-def tokenising(folder: Path, documents: int, workers: int, repeats: int) -> dict[str, Any]:
+def tokenizing(folder: Path, documents: int, workers: int, repeats: int) -> dict[str, Any]:
     """Bytes of text per second on both sides."""
     import datasets
 
@@ -105,7 +105,7 @@ def tokenising(folder: Path, documents: int, workers: int, repeats: int) -> dict
 
     def ours() -> StoreSource:
         shutil.rmtree(folder / "store", ignore_errors=True)
-        return tokenise(
+        return tokenize(
             Jsonl(path=str(path)).records(),
             tokenizer,
             folder / "store",
@@ -172,7 +172,7 @@ def main() -> None:
         folder = Path(name)
         found = {
             "open_seconds": opening(folder, arguments.shards, arguments.repeats),
-            "tokenise": tokenising(folder, arguments.documents, arguments.workers, arguments.repeats),
+            "tokenize": tokenizing(folder, arguments.documents, arguments.workers, arguments.repeats),
         }
     if arguments.json:
         sys.stdout.write(json.dumps(found) + "\n")

@@ -34,8 +34,8 @@ def documents(component: Any) -> list[Document]:
     ("line", "ids", "message"),
     [
         ('{"text": "a \\ud800 b"}', None, "'text' holds the lone surrogate U[+]D800 at character 2"),
-        ("[" * 100_000, None, "is no line of JSON: brackets are nested too deeply"),
-        ('{"text": ' + "[" * 100_000, None, "is no line of JSON: brackets are nested too deeply"),
+        ("[" * 100_000, None, "is not valid JSON: brackets are nested too deeply"),
+        ('{"text": ' + "[" * 100_000, None, "is not valid JSON: brackets are nested too deeply"),
         ('{"ids": [[1, 2], [3]]}', "ids", "'ids' holds a list at index 0, not a token id"),
         ('{"ids": [[1, 2], [3, 4]]}', "ids", "'ids' holds a list at index 0, not a token id"),
         ('{"ids": [1, [2]]}', "ids", "'ids' holds a list at index 1, not a token id"),

@@ -140,7 +140,7 @@ def test_h10_a_file_that_shrinks_while_it_is_mapped_is_named(
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(size - 2)
-    with pytest.raises(DataError, match=rf"{path.name} was cut off to {size - 2} bytes while it is read, {size} are needed"):
+    with pytest.raises(DataError, match=rf"{path.name} was truncated to {size - 2} bytes while it was read, {size} are needed"):
         next(reading)
 
 
@@ -154,15 +154,15 @@ def test_h10_an_index_that_shrinks_is_named(tmp_path: Path, write: Any) -> None:
     next(reading)
     with index.open("r+b") as file:
         file.truncate(4)
-    with pytest.raises(DataError, match=rf"{index.name} was cut off to 4 bytes"):
+    with pytest.raises(DataError, match=rf"{index.name} was truncated to 4 bytes"):
         next(reading)
 
 
 def test_h10_a_loader_worker_that_a_truncated_file_kills_says_so() -> None:
     from forge_data.loading.workers.pool import ended_how
 
-    assert "signal 7 (SIGBUS): a file that it had mapped was cut off" in ended_how(-signal.SIGBUS)
-    assert "signal 9; was memory short?" in ended_how(-signal.SIGKILL)
+    assert "signal 7 (SIGBUS): a file that it had mapped was truncated" in ended_how(-signal.SIGBUS)
+    assert "signal 9, perhaps because memory ran out" in ended_how(-signal.SIGKILL)
     assert "code 3" in ended_how(3)
 
 

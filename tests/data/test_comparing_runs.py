@@ -176,7 +176,7 @@ def test_the_command(recipe: Recipe, capsys: pytest.CaptureFixture[str], tmp_pat
     assert is_run("debug") and is_run(str(one)) and not is_run(str(tmp_path)) and not is_run("nothing here")
     np.save(tmp_path / "ids.npy", np.arange(9, dtype=np.uint16))
     assert command(tmp_path / "ids.npy", tmp_path / "ids.npy", "--steps", "3") == 2
-    assert "--steps is for runs" in capsys.readouterr().err
+    assert "--steps compares runs" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused(recipe: Recipe, tmp_path: Path) -> None:
@@ -189,5 +189,5 @@ def test_what_is_no_run_is_refused(recipe: Recipe, tmp_path: Path) -> None:
         "    def state_dict(self):\n        return {}\n    def load_state_dict(self, state): ...\n"
     )
     text = '[[data.sources]]\nname = "./loader.py:Mine"\n'
-    with pytest.raises(DataError, match="a loader of its own"):
+    with pytest.raises(DataError, match="a foreign loader"):
         compared(recipe("foreign", text=text), recipe("foreign", text=text))

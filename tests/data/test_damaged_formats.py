@@ -38,7 +38,7 @@ def put(offset: int, content: bytes) -> Callable[[bytearray], object]:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("m.idx", put(0, b"MMIDIDY"), r"m\.idx is no Megatron index"),
+        ("m.idx", put(0, b"MMIDIDY"), r"m\.idx is not a Megatron index"),
         ("m.idx", lambda c: c.__delitem__(slice(20, None)), r"m\.idx is truncated: it ends at byte 20, inside its header"),
         ("m.idx", lambda c: c.__delitem__(slice(-8, None)), r"m\.idx is truncated: it ends at byte 94, its header says 102"),
         ("m.idx", lambda c: c.extend(b"12"), r"m\.idx is too long: it ends at byte 104"),
@@ -69,7 +69,7 @@ def test_megatron_paths(tmp_path: Path) -> None:
     foreign.megatron(tmp_path / "m", DOCUMENTS)
     for path in ("m", "m.idx", "m.bin", "", "*.idx"):
         assert opened(Megatron(path=str(tmp_path / path))).tokens == 9
-    for name, message in [("m.idx", r"m\.bin has no .*m\.idx beside it"), ("m.bin", r"m\.idx has no .*m\.bin beside it")]:
+    for name, message in [("m.idx", r"m\.bin has no index .*m\.idx"), ("m.bin", r"m\.idx has no ids file .*m\.bin")]:
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).unlink()
         with pytest.raises(DataError, match=message):
@@ -88,14 +88,14 @@ def test_megatron_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put(0, b"\0"), "is no token file of llm.c: magic"),
+        (put(0, b"\0"), "is not a token file of llm.c: magic"),
         (put(4, b"\2"), "version 2"),
         (put(0, struct.pack("<i", 20240522)), "multiple-choice"),
         (put(8, b"\7"), "is truncated: it ends at byte 1036, its header says 1038"),
         (lambda c: c.extend(b"12"), "is too long"),
         (lambda c: c.__delitem__(slice(5, None)), "is truncated: it ends at byte 5"),
         (lambda c: c.clear(), "is empty"),
-        (lambda c: (put(8, b"\0")(c), c.__delitem__(slice(1024, None))), "holds no token"),
+        (lambda c: (put(8, b"\0")(c), c.__delitem__(slice(1024, None))), "has no tokens"),
     ],
 )
 def test_a_damaged_llmc_file_is_refused(tmp_path: Path, change: Any, message: str) -> None:
@@ -162,7 +162,7 @@ def test_npy_files_with_long_headers_and_other_byte_order(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"an array of shape \(2, 2\)"):
         opened(Tokens(path=str(tmp_path / "c.npy")))
     np.save(tmp_path / "d.npy", np.zeros(0, dtype=np.uint16))
-    with pytest.raises(DataError, match="holds no token"):
+    with pytest.raises(DataError, match="has no tokens"):
         opened(Tokens(path=str(tmp_path / "d.npy")))
 
 
@@ -180,10 +180,10 @@ def test_datatrove_files_that_contradict_each_other_are_refused(tmp_path: Path) 
     with pytest.raises(DataError, match="ends at byte 9, but its index says 5 tokens"):
         opened(Datatrove(path=str(path)))
     (tmp_path / "a.ds.index").write_bytes(b"123")
-    with pytest.raises(DataError, match="3 bytes, no list of uint64"):
+    with pytest.raises(DataError, match="3 bytes, which is not a list of uint64"):
         opened(Datatrove(path=str(path)))
     (tmp_path / "a.ds.index").unlink()
-    with pytest.raises(DataError, match=r"has no a\.ds\.index beside it"):
+    with pytest.raises(DataError, match=r"has no a\.ds\.index in its directory"):
         opened(Datatrove(path=str(path)))
 
 

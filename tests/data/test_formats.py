@@ -240,7 +240,7 @@ def test_many_files_are_found_by_listing_and_still_checked(tmp_path: Path, write
     assert opened(component).ends().tolist() == list(range(2, 82, 2))
     (tmp_path / "020.idx").write_bytes(b"an index")
     (tmp_path / "020_shuffled.ds.index").unlink(missing_ok=True)
-    with pytest.raises(DataError, match=r"020\.idx is no Megatron|020\.bin has an index|no .*020_shuffled\.ds\.index"):
+    with pytest.raises(DataError, match=r"020\.idx is not a Megatron|020\.bin has a Megatron index|no .*020_shuffled\.ds\.index"):
         opened(component)
 
 

@@ -203,7 +203,7 @@ def test_another_corpus_or_global_batch_is_refused(recipe: Data, numbered: Calla
     swapped = [Store(path=str(numbered("c", 3001)), weight=0.7, label="a"), *recipe.sources[1:]]
     with pytest.raises(DataError, match=r"sources\.a\.fingerprint was"):
         stream(dataclasses.replace(recipe, sources=swapped)).from_cursor(cursor)
-    with pytest.raises(DataError, match="no data cursor"):
+    with pytest.raises(DataError, match="expected a data cursor"):
         stream(recipe).from_cursor({"sample": "7"})
 
 
@@ -233,7 +233,7 @@ def test_a_changed_corpus_is_taken_when_it_is_named_and_nothing_else_is(
 
 
 def test_bad_sizes_are_refused(recipe: Data) -> None:
-    with pytest.raises(DataError, match="no multiple of 12 = 4 data ranks x micro_batch 3"):
+    with pytest.raises(DataError, match="not a multiple of 12 = 4 data ranks x micro_batch 3"):
         stream(recipe, ranks=4, micro=3)
     with pytest.raises(DataError, match=r"\[\[data.sources\]\]"):
         stream(Data())

@@ -81,7 +81,7 @@ def test_blocks_touch_few_places_at_a_time_and_differ_between_epochs() -> None:
     for order in orders:
         for start in range(0, size - block * window * 2, block * window):
             assert len(np.unique(order[start : start + block * window] // block)) == window
-        # Inside a window rows come in random order: neighbours in time are rarely neighbours in storage.
+        # Inside a window rows come in random order: neighbors in time are rarely neighbors in storage.
         assert (np.abs(np.diff(order)) == 1).mean() < 0.02
         assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.1
     assert (orders[0] == orders[1]).mean() < 0.01

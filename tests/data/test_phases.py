@@ -291,7 +291,7 @@ def test_the_identity_of_a_cursor_is_that_of_its_step(corpora: dict[str, Any]) -
 def test_batches_of_phases_fit_the_ranks(corpora: dict[str, Any]) -> None:
     data = Data(sequence_length=LENGTH, sources=[corpora["one"]], phases=[Phase(start=3, global_batch=12)])
     opened(data, batch=G, ranks=4)
-    with pytest.raises(ConfigError, match=r"phases\.0\.global_batch: 12 is no multiple of 8 = 8 data ranks x micro_batch 1"):
+    with pytest.raises(ConfigError, match=r"phases\.0\.global_batch: 12 is not a multiple of 8 = 8 data ranks x micro_batch 1"):
         opened(data, batch=G, ranks=8)
 
 

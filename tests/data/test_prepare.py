@@ -45,7 +45,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
 def made(records: Any, path: Path, tokenizer: Tokenizer | None = None, **more: Any) -> dict[str, bytes]:
     """Every file of a new store, which is verified."""
     options = {"source": "s", "report": lambda _: None, "shard_tokens": 9000} | more
-    store = prepare.tokenise(records, tokenizer or ByteTokenizer(), path, **options)
+    store = prepare.tokenize(records, tokenizer or ByteTokenizer(), path, **options)
     assert store.verify() == []
     assert [left.name for left in path.parent.iterdir() if left.name.startswith(f"{path.name}.")] == []
     return {file.name: file.read_bytes() for file in path.iterdir()}
@@ -138,7 +138,7 @@ class Slow(ByteTokenizer):
         time.sleep(0.005)
         return super().encode(text)
 records = Jsonl(path=sys.argv[1]).records()
-prepare.tokenise(records, Slow(), Path(sys.argv[2]), source="s", workers=2, report=print, shard_tokens=9000)
+prepare.tokenize(records, Slow(), Path(sys.argv[2]), source="s", workers=2, report=print, shard_tokens=9000)
 """
 
 
@@ -170,7 +170,7 @@ def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
         return real(process, number)
 
     monkeypatch.setattr(pool, "_ask", kill)
-    with pytest.raises(DataError, match=r"a worker ended \(exit code -9\) while it tokenised part \d+; was there memory enough"):
+    with pytest.raises(DataError, match=r"a worker ended \(exit code -9\) while it tokenized part \d+; perhaps memory ran out"):
         made(records, tmp_path / "store", workers=2, processes=True)
     monkeypatch.setattr(pool, "_ask", real)
     assert made(records, tmp_path / "store", workers=2) == made(records, tmp_path / "whole")

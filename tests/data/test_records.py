@@ -173,11 +173,11 @@ def test_splits_share_no_record_and_leave_none_out(tmp_path: Path) -> None:
 
 
 BROKEN = [
-    (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"a\.jsonl at byte 14 \(line 2\) is no line of JSON"),
+    (b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', r"a\.jsonl at byte 14 \(line 2\) is not valid JSON"),
     (b'{"text": "a"}\n{"other": "b"}\n{"text": "c"}', r"a\.jsonl at byte 14 \(line 2\): 'text' is missing or null, not text"),
     (b'{"text": "a"}\n{"text": 7}\n{"text": "c"}', r"line 2\): 'text' is a int, not text"),
-    (b'{"text": "a"}\n["b"]\n{"text": "c"}', r"line 2\) is no JSON object with a key 'text'"),
-    (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}', r"line 2\) is no line of JSON: .*utf-8"),
+    (b'{"text": "a"}\n["b"]\n{"text": "c"}', r"line 2\) is not a JSON object with a key 'text'"),
+    (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "c"}', r"line 2\) is not valid JSON: .*utf-8"),
 ]
 
 

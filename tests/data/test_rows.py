@@ -89,7 +89,7 @@ def test_borders_touch_few_of_the_ends() -> None:
 
 def test_ids_that_are_no_integers_are_refused_and_not_rounded() -> None:
     tokens, labels, none = np.zeros((1, 3), np.int64), np.zeros((1, 3), np.int64), np.empty(0, np.int64)
-    with pytest.raises(DataError, match="token ids are integers, and a source gave float64"):
+    with pytest.raises(DataError, match="token ids must be integers, got float64"):
         shift(np.array([[1.0, 2.5, 3.0, 4.0]]), none, none, tokens, labels, np.array([0]))
     shift(np.array([[1, 2, 3, 2**40]], np.uint64), none, none, tokens, labels, np.array([0]))
     assert tokens.tolist() == [[1, 2, 3]] and labels.tolist() == [[2, 3, 2**40]]

@@ -128,18 +128,18 @@ def test_a_foreign_loader_is_a_stream() -> None:
     assert int(batches[0].tokens[0, 0]) == 109 and after["step"] == 5
     assert again.tokens_at(4) == G * LENGTH and again.lr_scale(3) == 1.0
     assert len(list(again.from_cursor(stored))) == 30 // 2 - 4  # it ends with its last whole step
-    with pytest.raises(DataError, match="holds for 2 data ranks and a global batch of 8 only, not for 1 and 8"):
+    with pytest.raises(DataError, match="is valid for 2 data ranks and a global batch of 8 only, not for 1 and 8"):
         opened(recipe, batch=G, micro=2).from_cursor(stored)
     with pytest.raises(DataError, match="no state of rank 1"):
         again.from_cursor(cursors[0])
-    with pytest.raises(DataError, match="no cursor of the loader"):
+    with pytest.raises(DataError, match="does not belong to the loader"):
         again.from_cursor({"version": 1, "sample": 3})
 
 
 def test_what_a_foreign_loader_cannot_do_is_refused() -> None:
     with pytest.raises(DataError, match="cannot be mixed"):
         opened(Data(sources=[Foreign(label="mine"), Drip()]), batch=G)
-    with pytest.raises(DataError, match=r"does not know data\.epochs"):
+    with pytest.raises(DataError, match=r"does not support data\.epochs"):
         opened(Data(sources=[Foreign()], epochs=1), batch=G)
     stream = opened(Data(sources=[Foreign()]), batch=G, micro=4)
     stream.loader.context = dataclasses.replace(stream.loader.context, micro_batch=3)

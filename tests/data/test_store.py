@@ -185,7 +185,7 @@ def test_a_store_says_its_dtype(make_store: Any) -> None:
 
 def test_bad_token_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"\1\2\3")
-    with pytest.raises(DataError, match="no multiple of 2"):
+    with pytest.raises(DataError, match="not a multiple of 2"):
         tokens_of(tmp_path / "odd.bin", dtype="uint16")
     (tmp_path / "empty.bin").write_bytes(b"")
     with pytest.raises(DataError, match="is empty"):

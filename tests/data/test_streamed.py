@@ -121,7 +121,7 @@ def test_streams_refuse_what_they_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is text and needs a tokenizer"):
         built(component)
     (tmp_path / "0.jsonl").write_text('{"text": "fine"}\nbroken\n{"text": "also"}\n')
-    with pytest.raises(DataError, match=r"0\.jsonl at byte 17 \(line 2\) is no line of JSON"):
+    with pytest.raises(DataError, match=r"0\.jsonl at byte 17 \(line 2\) is not valid JSON"):
         list(built(component, ByteTokenizer()).stream(0))
     assert len(list(built(changed(component, skip=1), ByteTokenizer()).stream(0))) == 2
     with pytest.raises(DataError, match=r"cannot be loaded"):

@@ -90,7 +90,7 @@ def test_tokenizers_that_do_not_fit_are_refused(corpus: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match="cannot be read"):
         Bpe(path=str(tmp_path / "none.json")).build(context(tmp_path))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match=r"no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         Bpe(path=str(tmp_path / "bad.json")).build(context(tmp_path))
     (tmp_path / "good.json").write_bytes(trained(corpus, tmp_path / "w").dump())
     with pytest.raises(DataError, match="no token '<eos>'"):
@@ -108,7 +108,7 @@ def test_a_store_has_the_same_bytes_for_any_number_of_workers(
     for workers in (1, 2, 5):
         path = tmp_path / f"store-{workers}"
         texts = text_files(str(corpus))
-        prepare.tokenise(texts, tokenizer, path, source="s", workers=workers, report=lambda _: None, shard_tokens=5000)
+        prepare.tokenize(texts, tokenizer, path, source="s", workers=workers, report=lambda _: None, shard_tokens=5000)
         files[workers] = {file.name: file.read_bytes() for file in path.iterdir()}
     assert files[1] == files[2] == files[5] and len(files[1]) > 6
 
@@ -129,10 +129,10 @@ def test_a_store_holds_the_text_and_its_tokenizer(corpus: Path, tmp_path: Path) 
 def test_a_finished_store_is_used_again_and_a_changed_text_is_not(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
     made = context(tmp_path / "w", tokenizer=Bytes().build(context(tmp_path)))
     first = Text(path=str(corpus)).build(made)
-    monkeypatch.setattr(prepare, "tokenise", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr(prepare, "tokenize", lambda *_, **__: pytest.fail("tokenized again"))
     assert Text(path=str(corpus)).build(made).fingerprint == first.fingerprint
     (corpus / "new.txt").write_text("more")
-    with pytest.raises(pytest.fail.Exception, match="tokenised again"):
+    with pytest.raises(pytest.fail.Exception, match="tokenized again"):
         Text(path=str(corpus)).build(made)
 
 
@@ -177,7 +177,7 @@ def test_bad_text_is_refused(corpus: Path, tmp_path: Path) -> None:
     for path, message in [
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "*.none", "matches no text file"),
-        (corpus / "empty.txt", "holds no text"),
+        (corpus / "empty.txt", "has no text"),
     ]:
         with pytest.raises(DataError, match=message):
             text_files(str(path))
@@ -210,7 +210,7 @@ def test_the_standard_library_is_text() -> None:
 
 
 def test_text_recipe_end_to_end(corpus: Path, tmp_path: Path) -> None:
-    """The tokenizer is trained on the training split, both splits are tokenised with it, and a store can follow alone."""
+    """The tokenizer is trained on the training split, both splits are tokenized with it, and a store can follow alone."""
     data = Data(
         sequence_length=32,
         sources=[Text(path=str(corpus), split="train", held_out=0.3)],
@@ -234,7 +234,7 @@ def test_stores_of_different_tokenizers_are_not_mixed(corpus: Path, tmp_path: Pa
     paths = []
     for tokenizer in (Bytes().build(context(tmp_path)), trained(corpus, tmp_path / "w")):
         paths.append(tmp_path / tokenizer.name)
-        prepare.tokenise(text_files(str(corpus)), tokenizer, paths[-1], source="s", report=lambda _: None)
+        prepare.tokenize(text_files(str(corpus)), tokenizer, paths[-1], source="s", report=lambda _: None)
     data = Data(sequence_length=32, sources=[Store(path=str(path), label=path.name) for path in paths])
     with pytest.raises(DataError, match="different tokenizers"):
         open_stream(data, workspace=tmp_path, seed=0, global_batch=1, micro_batch=1)

@@ -122,7 +122,7 @@ def test_weight_zero_is_never_drawn_at_any_temperature(temperature: float) -> No
     counts = np.bincount(timeline.locate(np.arange(10_000))[0], minlength=3)
     assert counts[1] == 0
     first, _, third = tempered((0.9, 0.0, 0.1), temperature)
-    assert counts[0] / 10_000 == pytest.approx(first / (first + third), abs=1e-4)  # w ** (1 / T), normalised
+    assert counts[0] / 10_000 == pytest.approx(first / (first + third), abs=1e-4)  # w ** (1 / T), normalized
     assert first / third == pytest.approx(9 ** (1 / temperature))
 
 

@@ -14,7 +14,7 @@ import tiktoken
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.tokenizers import Bpe, SentencePiece, Tiktoken
-from forge_data.preparation.prepare import tokenise
+from forge_data.preparation.prepare import tokenize
 from forge_data.sources.records.text import text_files
 from forge_data.store.reader import open_store
 from forge_data.tokenizers.restore import restore
@@ -57,7 +57,7 @@ def test_tiktoken_refuses_what_it_cannot_know(tmp_path: Path, ranks: tuple[Path,
     with pytest.raises(DataError, match=r"knows no encoding 'gpt9'; it knows .*gpt2"):
         built(Tiktoken(encoding="gpt9"))
     (tmp_path / "bad.tiktoken").write_text("YQ== 0\nnonsense\n")
-    with pytest.raises(DataError, match=r"bad\.tiktoken, line 2 is no base64 token with a rank"):
+    with pytest.raises(DataError, match=r"bad\.tiktoken, line 2 is not a base64 token with a rank"):
         built(Tiktoken(path=str(tmp_path / "bad.tiktoken"), pattern=PATTERN))
     with pytest.raises(DataError, match="cannot be read: No such file"):
         built(Tiktoken(path=str(tmp_path / "none.tiktoken"), pattern=PATTERN))
@@ -94,7 +94,7 @@ def test_sentencepiece_gives_the_ids_of_its_library(tmp_path: Path, model: bytes
     with pytest.raises(DataError, match="has no piece '<end>'"):
         built(SentencePiece(path=str(tmp_path / "m.model"), eos="<end>"))
     (tmp_path / "bad.model").write_bytes(b"nonsense")
-    with pytest.raises(DataError, match="is no model of sentencepiece"):
+    with pytest.raises(DataError, match="is not a sentencepiece model"):
         built(SentencePiece(path=str(tmp_path / "bad.model")))
     with pytest.raises(DataError, match="cannot be read"):
         built(SentencePiece(path=str(tmp_path / "none.model")))
@@ -117,8 +117,8 @@ def test_a_store_carries_its_tokenizer_and_processes_can_make_it_again(any_token
         (tmp_path / f"{number}.txt").write_text("the cat sat on the mat " * (number + 1))
     texts = text_files(str(tmp_path / "[012].txt"))
     options: Any = {"source": "s", "report": lambda _: None}
-    tokenise(texts, any_tokenizer, tmp_path / "threads", **options)
-    tokenise(texts, any_tokenizer, tmp_path / "processes", workers=2, processes=True, **options)
+    tokenize(texts, any_tokenizer, tmp_path / "threads", **options)
+    tokenize(texts, any_tokenizer, tmp_path / "processes", workers=2, processes=True, **options)
     stores = [open_store(tmp_path / name, any_tokenizer) for name in ("threads", "processes")]
     assert stores[0].fingerprint == stores[1].fingerprint
     carried = tokenizer_of(stores[0])
@@ -131,11 +131,11 @@ def test_a_store_carries_its_tokenizer_and_processes_can_make_it_again(any_token
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "is no tokenizer"),
-        (b"\xff", "is no tokenizer"),
+        (b"[]", "is not a tokenizer"),
+        (b"\xff", "is not a tokenizer"),
         (b'{"type": "forge-tiktoken"}', "damaged tokenizer: KeyError"),
-        (b'{"type": "forge-sentencepiece", "model": "!", "eos": 1}', "damaged tokenizer|no model of sentencepiece"),
-        (b'{"type": "other"}', "no tokenizer.json of the tokenizers library"),
+        (b'{"type": "forge-sentencepiece", "model": "!", "eos": 1}', "damaged tokenizer|not a sentencepiece model"),
+        (b'{"type": "other"}', "not a tokenizer.json of the tokenizers library"),
     ],
 )
 def test_a_damaged_copy_is_refused(content: bytes, message: str) -> None:

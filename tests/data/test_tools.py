@@ -18,7 +18,7 @@ from forge_data.commands.decontaminate import decontaminate
 from forge_data.commands.detect import detect, open_any
 from forge_data.commands.ngrams import hashes, words_of
 from forge_data.packing.portions import portions
-from forge_data.preparation.prepare import tokenise
+from forge_data.preparation.prepare import tokenize
 from forge_data.sources.records.text import text_files
 from forge_data.store.reader import StoreSource
 from forge_data.store.writer import StoreWriter
@@ -155,9 +155,9 @@ def test_formats_are_told_apart(tmp_path: Path, make: Any, path: str, expected: 
 
 def test_text_is_no_token_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(DataError, match="is text, not tokens; tokenise it with"):
+    with pytest.raises(DataError, match="is text, not tokens; tokenize it with"):
         detect(str(tmp_path / "a.jsonl"))
-    with pytest.raises(DataError, match="no token store"):
+    with pytest.raises(DataError, match="not a token store"):
         detect(str(tmp_path))
 
 
@@ -281,7 +281,7 @@ def test_decontaminate_finds_exactly_the_documents_that_overlap(tmp_path: Path) 
     (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps(example) for example in examples))
     for number, text in enumerate(texts):
         (tmp_path / f"{number:02d}.txt").write_text(text)
-    tokenise(text_files(str(tmp_path / "*.txt")), ByteTokenizer(), tmp_path / "s", source="s", report=silent)
+    tokenize(text_files(str(tmp_path / "*.txt")), ByteTokenizer(), tmp_path / "s", source="s", report=silent)
     found = decontaminate(
         str(tmp_path / "s"),
         [str(tmp_path / "eval.jsonl")],

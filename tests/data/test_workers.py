@@ -132,10 +132,10 @@ def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, 
 
 
 def test_nothing_is_pinned_without_an_accelerator(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page-locked memory is scarce, and asking for it initialises a device."""
+    """Page-locked memory is scarce, and asking for it initializes a device."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda *_: pytest.fail("pinned"))
-    for initialised, available in ((False, True), (True, False)):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda found=initialised: found)
+    for initialized, available in ((False, True), (True, False)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda found=initialized: found)
         monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
         assert steps_of(data, 1, batch=G)[0]
 

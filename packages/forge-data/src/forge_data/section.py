@@ -39,7 +39,7 @@ class Data:
     packing: Literal["concatenate", "best_fit", "pad"] = "concatenate"
     """How documents become rows: `concatenate` cuts the stream of documents every `sequence_length` tokens; `best_fit`
     puts whole documents together so that they fill a row (only documents longer than a row are cut); `pad` gives each
-    document a row of its own."""
+    document its own row."""
     documents: Annotated[Literal["mask", "ignore"], IDENTITY] = "mask"
     """`mask`: attention and positions stop at document borders; `ignore`: each row is read as one document. Labels
     never cross a border, in either case."""
@@ -54,10 +54,10 @@ class Data:
     evaluation: dict[str, Annotated[Component, Slot("forge.sources"), FREE]] = field(default_factory=dict)
     """Held-out sets by name, read in order, each row once."""
     shuffle: Literal["permute", "block", "none"] = "permute"
-    """`permute`: every epoch of a source in another random order; `block`: blocks of neighbouring rows in random order
+    """`permute`: every epoch of a source in another random order; `block`: blocks of neighboring rows in random order
     and rows mixed within a window of blocks, for storage that is slow at random access; `none`: as stored."""
     shuffle_block: Annotated[int, Gt(0)] = 256
-    """Neighbouring rows that `shuffle = "block"` keeps together."""
+    """Neighboring rows that `shuffle = "block"` keeps together."""
     shuffle_window: Annotated[int, Gt(0)] = 16
     """Blocks whose rows `shuffle = "block"` mixes."""
     shuffle_buffer: Annotated[int, Gt(0)] = 1000
@@ -69,14 +69,14 @@ class Data:
     """Fixes the order of samples; by default the seed of the job."""
     changed: Annotated[tuple[str, ...], FREE] = ()
     """Settings in which the data may differ from those of the checkpoint that a run goes on from, by the names that its
-    refusal gives, such as `sources.web.fingerprint`. The run then reads on from the same number of a sample, whatever
-    samples that repeats or skips."""
+    refusal gives, such as `sources.web.fingerprint`. The run then reads on from the same number of a sample, even
+    where that repeats or skips samples."""
     epochs: Annotated[int, Gt(0), FREE] | None = None
     """The stream ends before any source would be read more often than this; by default it never ends."""
     verify: Annotated[bool, FREE] = True
     """Compares the files of token stores with their checksums, in the background, while the first epoch is read."""
     workers: Annotated[int, Gt(0), FREE] | None = None
-    """Threads that tokenise text; by default one for each core that this process may use. The result does not depend on it."""
+    """Threads that tokenize text; by default one for each core that this process may use. The result does not depend on it."""
     loader_workers: Annotated[int, Ge(0), FREE] = 0
     """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it."""
     prefetch: Annotated[int, Gt(0), FREE] = 2

@@ -50,7 +50,7 @@ def prepare(
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise text into a token store. (`forge-train prepare RECIPE` does it for a recipe.)
+    """Tokenize text into a token store. (`forge-train prepare RECIPE` does it for a recipe.)
 
     A preparation that was killed goes on where it was when the same command is given again.
     """
@@ -157,10 +157,12 @@ def diff(
     dtype: Dtype = None,
     eos: Eos = None,
     bos: Bos = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of two runs: how many, whatever they have done.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Of two runs: how many steps to compare, even if the runs have done fewer.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The first difference of two corpora, whatever their formats, or of the samples that two runs read.
+    """The first difference of two corpora in any formats, or of the samples that two runs read.
 
     Runs are compared up to the step that both have reached, recipes up to train.max_steps.
     """
@@ -170,7 +172,7 @@ def diff(
         found = diff_runs.diff(one, other, steps, _say(as_json))
         text = diff_runs.as_text
     elif steps is not None:
-        raise DataError(f"--steps is for runs, but {one} is none: it is no recipe and has no config.toml and no checkpoint")
+        raise DataError(f"--steps compares runs, but {one} is not a run: it is not a recipe and has no config.toml or checkpoint")
     else:
         found = diff.diff(_open(one, None, dtype, eos, bos), _open(other, None, dtype, eos, bos))
         text = diff.as_text
@@ -204,14 +206,14 @@ def mix(
     recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset; --section.key=value may follow.")],
     plan: Annotated[bool, typer.Option("--plan", help="Tokens and epochs of every source in every phase.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the run, by default train.max_steps.")] = None,
-    workspace: Annotated[Path | None, typer.Option(help="Where text is tokenised; by default the run's directory.")] = None,
+    workspace: Annotated[Path | None, typer.Option(help="Where text is tokenized; by default the run's directory.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a recipe's mixture will read, before the run."""
     from forge_data.commands import mix
 
     if not plan:
-        raise DataError("say what to show: --plan prints tokens and epochs of every source in every phase")
+        raise DataError("an option is missing; give --plan to print tokens and epochs of every source in every phase")
     found = mix.mix(recipe, context.args, steps, workspace, _say(as_json))
     typer.echo(json.dumps(found) if as_json else mix.as_text(found))
 

@@ -62,7 +62,7 @@ def convert(
         report: told about progress.
 
     Raises:
-        DataError: the target would lose something that nobody said may be lost, or cannot be written.
+        DataError: the target cannot hold everything and no option allows the loss, or it cannot be written.
     """
     _refuse_lost_sequences(source, join_sequences)
     kind = dtype or source.read(0, 0).dtype.name
@@ -109,8 +109,8 @@ def _refuse_lost_sequences(source: Source, join: bool) -> None:
     sequences, documents = described.more.get("sequences"), described.documents
     if not join and described.joins is not None and described.joins():
         raise DataError(
-            f"{source.name} has {sequences} sequences in {documents} documents; what is written knows documents only, so say "
-            "--join-sequences to join the sequences of each"
+            f"{source.name} has {sequences} sequences in {documents} documents; the target has documents only. Give "
+            "--join-sequences to join the sequences of each document"
         )
 
 
@@ -120,6 +120,7 @@ def _empty_documents(source: Source, documents: int, skip: bool) -> int:
     empty = 0 if stated is None else stated - documents
     if empty and not skip:
         raise DataError(
-            f"{source.name} has {empty} documents without a token, which cannot be written; say --skip-empty to leave them out"
+            f"{source.name} has {empty} documents without a token, and the target cannot hold them; "
+            "give --skip-empty to leave them out"
         )
     return empty

@@ -77,7 +77,7 @@ def decontaminate(
         raise DataError(f"{path} carries no tokenizer, so its text is unknown; convert it with --tokenizer first")
     examples = read_examples(against, fields, words)
     if report_to is not None and report_to.exists():
-        raise DataError(f"{report_to} exists; choose another place or remove it")
+        raise DataError(f"{report_to} exists; choose another path or remove it")
     found = {"path": path, "examples": len(examples.names), "too_short": examples.too_short, "words": words}
     counts = {"documents": 0, "overlapping_documents": 0, "overlapping_tokens": 0}
     progress = Progress(f"comparing {path}", source.tokens, "tokens", report)

@@ -1,4 +1,4 @@
-"""Which source reads what lies at a path: for commands, where nobody has chosen one by name."""
+"""Which source reads what lies at a path: for commands that are given a path only."""
 
 from pathlib import Path
 
@@ -70,11 +70,11 @@ def detect(path: str) -> str:
             return format_
     if _is_directory(path) and not any(next(directory.rglob(f"*{suffix}"), None) for suffix in (".npy", ".bin")):
         raise DataError(
-            f"{path} is no token store: it has no manifest.json, and no file of tokens; write one with `data prepare`"
+            f"{path} is not a token store: it has no manifest.json and no token file; write a store with `data prepare`"
         )
     first = find(path, (".npy", ".bin"), "token")[0]
     if first.name.endswith(_RECORDS):
-        raise DataError(f"{path} is text, not tokens; tokenise it with `data prepare`")
+        raise DataError(f"{path} is text, not tokens; tokenize it with `data prepare`")
     return "llmc" if is_llmc(read_bytes(first, 0, 256)) else "tokens"
 
 

@@ -45,11 +45,11 @@ def diff(one: str, other: str, steps: int | None, report: Callable[[str], None])
 
     Args:
         one, other: directory of a run, a checkpoint, a recipe, or the name of a preset.
-        steps: to compare, whatever the runs have done; by default those that both have.
+        steps: to compare, also more than the runs have done; by default those that both have done.
         report: called with progress messages.
 
     Raises:
-        ForgeError: one of them is no run, its data cannot be read, or changed since its checkpoint.
+        ForgeError: one of them is not a run, its data cannot be read, or changed since its checkpoint.
     """
     sides = [_opened(path, report) for path in (one, other)]
     readers = [side.reader for side in sides]
@@ -77,7 +77,7 @@ def _opened(path: str, report: Callable[[str], None]) -> Run:
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or _is_checkpoint(folder)):
         facts = Registry().load("forge.converters", "forge")().build().read(folder).facts
         if not facts.recipe.get("data") or not facts.cursor:
-            raise DataError(f"{path} carries weights only: nothing says what data they were trained on")
+            raise DataError(f"{path} has weights only and does not record its training data; give a checkpoint that a run saved")
         recipe, cursor = recipe_data.of(facts.recipe, f"checkpoint {path}"), facts.cursor
         workspace = facts.run / "data" if facts.run else recipe.workspace
     else:
@@ -89,7 +89,7 @@ def _opened(path: str, report: Callable[[str], None]) -> Run:
     shape = {"seed": recipe.job.seed, "global_batch": recipe.train.global_batch, "micro_batch": 1}
     stream = open_stream(recipe.data, workspace=workspace, report=report, **shape)
     if not isinstance(stream, TrainingStream):
-        raise DataError(f"{path}: the only source is a loader of its own; nobody but it knows what it reads")
+        raise DataError(f"{path}: the only source is a foreign loader, and its samples are unknown before it reads them")
     if cursor is None:
         return Run(path, stream.reader, recipe.train.max_steps, reached=False)
     done = stream.reader.order.timeline.steps_in(sample_of(cursor))

@@ -27,7 +27,7 @@ def mix(
         recipe: a TOML file, or the name of a preset.
         overrides: `--section.key=value`.
         steps: of the run; by default `train.max_steps`.
-        workspace: where text is tokenised and pack plans are kept; by default that of the run.
+        workspace: where text is tokenized and pack plans are kept; by default that of the run.
         report: called with progress messages.
 
     Raises:
@@ -48,7 +48,7 @@ def mix(
         report=report,
     )
     if not isinstance(stream, TrainingStream):
-        raise DataError("the only source is a loader of its own; nobody but it knows what it will read")
+        raise DataError("the only source is a foreign loader, and its samples are unknown before it reads them")
     return plan_of(stream, steps)
 
 

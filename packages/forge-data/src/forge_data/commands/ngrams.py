@@ -27,7 +27,7 @@ def words_of(text: str) -> list[bytes]:
 
 
 def edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) of the words in normalised text."""
+    """(starts, stops) of the words in normalized text."""
     inside = np.zeros(len(content) + 2, dtype=bool)
     inside[1:-1] = _letters()[np.frombuffer(content, dtype=np.uint8)]
     turns = np.flatnonzero(inside[1:] != inside[:-1])

@@ -9,7 +9,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.loading.entropy import unigram_entropy
 from forge_data.order.cursor import differences_of
-from forge_data.preparation.prepare import tokenise
+from forge_data.preparation.prepare import tokenize
 from forge_data.sources.records.formats import FORMATS, open_records
 from forge_data.sources.records.huggingface import open_dataset
 from forge_data.sources.records.parts import Records
@@ -65,7 +65,7 @@ def prepare(
     made = _tokenizer(tokenizer, vocab_size, eos, context, ids)
     end = (made.eos if made else _id(eos)) if ids else None
     what = getattr(texts, "what", str(path))
-    store = tokenise(texts, made, out, source=what, workers=workers, report=report, eos=end, request=request)
+    store = tokenize(texts, made, out, source=what, workers=workers, report=report, eos=end, request=request)
     return _answer(out, store)
 
 
@@ -88,7 +88,7 @@ def _finished(out: Path, request: dict[str, str], report: Report) -> dict[str, A
     Raises:
         DataError: it was not, or it is no store; names the differences.
     """
-    exists = f"{out} exists and is not empty; choose another place or remove it"
+    exists = f"{out} exists and is not empty; choose another directory or remove this one"
     if not (out / MANIFEST).is_file():
         raise DataError(exists)
     store = StoreSource(out)
@@ -132,7 +132,7 @@ def source_of(path: str) -> str:
 
 def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Texts:
     if source != "stdlib" and path is None:
-        raise DataError("say where the text is: --path FILE, DIRECTORY, PATTERN or URL")
+        raise DataError("the path of the corpus is missing; give --path FILE, DIRECTORY, PATTERN or URL")
     chosen = source or source_of(str(path))
     allowed = {
         "stdlib": ("split",),
@@ -170,5 +170,5 @@ def _tokenizer(name: str, vocab_size: int, eos: str | None, context: SourceConte
 
 def _id(eos: str | None) -> int | None:
     if eos is not None and not eos.isdigit():
-        raise DataError(f"--eos {eos} is no id; records of ids without a tokenizer need the id of the end of document")
+        raise DataError(f"--eos must be a token id for records of ids without a tokenizer, got {eos}")
     return None if eos is None else int(eos)

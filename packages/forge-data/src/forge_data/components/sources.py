@@ -34,7 +34,7 @@ class Store(SourceComponent):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(SourceComponent):
-    """UTF-8 text files, one document a file; tokenised once into a store in the workspace."""
+    """UTF-8 text files, one document a file; tokenized once into a store in the workspace."""
 
     key_class: ClassVar = DATA
 
@@ -45,7 +45,7 @@ class Text(SourceComponent):
     held_out: Fraction = 0.05
     """Fraction of files in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Files that are no UTF-8 and may be left out; they are counted, and one more is an error."""
+    """Number of files that may be skipped because they are not UTF-8; one more is an error."""
 
     def texts(self) -> "Texts":
         from forge_data.sources.records.text import text_files
@@ -62,7 +62,7 @@ class Text(SourceComponent):
 class RecordComponent(SourceComponent):
     """Base of sources whose documents are records with a field of text, or of token ids.
 
-    `format` says who reads the files; a subclass inherits it, whatever its own name. A subclass with a reader of its own
+    `format` names the reader of the files, and a subclass inherits it under any class name. A subclass with another reader
     overrides `records`.
     """
 
@@ -82,9 +82,9 @@ class RecordComponent(SourceComponent):
     held_out: Fraction = 0.05
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Broken records that may be left out; they are counted, and one more is an error."""
+    """Number of broken records that may be skipped; one more is an error."""
     stream: bool = False
-    """Read and tokenise records in their order while the run goes on, instead of preparing a store first."""
+    """Read and tokenize records in their order while the run goes on, instead of preparing a store first."""
 
     def texts(self) -> "Texts | None":
         return None if self.ids is not None else self.records()

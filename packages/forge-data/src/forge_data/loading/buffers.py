@@ -1,4 +1,4 @@
-"""Arrays that are used again once nobody else holds them: fresh memory costs more than filling it."""
+"""Arrays that are used again when no other reference is left: fresh memory costs more than filling it."""
 
 import sys
 from collections.abc import Callable

@@ -105,10 +105,10 @@ class ForeignStream:
         """
         states = cursor.get("foreign", {}).get(self.label)
         if cursor.get("version") != VERSION or states is None or cursor.get("fingerprint") != self.fingerprint:
-            raise DataError(f"this is no cursor of the loader {self.label!r}: {dict(cursor)!r}")
+            raise DataError(f"this cursor does not belong to the loader {self.label!r}: {dict(cursor)!r}")
         if (cursor.get("ranks"), cursor.get("global_batch")) != (self.ranks, self.global_batch):
             raise DataError(
-                f"the loader {self.label!r} is not ours, so its position holds for {cursor.get('ranks')} data ranks and a global "
+                f"the position of the foreign loader {self.label!r} is valid for {cursor.get('ranks')} data ranks and a global "
                 f"batch of {cursor.get('global_batch')} only, not for {self.ranks} and {self.global_batch}"
             )
         if str(self.rank) not in states:
@@ -134,7 +134,7 @@ class ForeignStream:
         return {"fingerprint": self.fingerprint, "tokens": self.tokens, "steps": None, "sources": [{"label": self.label}]}
 
     def entropy(self) -> float | None:
-        """None: nobody counted the tokens."""
+        """None: the token counts of a foreign loader are unknown."""
         return None
 
     def _steps_from(self, step: int, state: Any) -> Iterator[tuple[list[Batch], Cursor]]:

@@ -32,7 +32,7 @@ def as_plain(value: Any, owner: str) -> Any:
         if array.dtype.kind in "biufc":
             data = b64encode(array.tobytes()).decode()
             return {_TAG: kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": data}
-    raise DataError(f"the state of the loader {owner!r} has a {type(value).__name__}, which no checkpoint can keep")
+    raise DataError(f"the state of the loader {owner!r} has a {type(value).__name__}, which a checkpoint cannot store")
 
 
 def from_plain(value: Any) -> Any:

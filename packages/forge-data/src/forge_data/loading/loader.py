@@ -33,7 +33,7 @@ def open_stream(
     report: Report = _silent,
     vocab_size: int | None = None,
 ) -> TrainingStream | ForeignStream:
-    """Opens the training data of a recipe; text is tokenised into `workspace` the first time.
+    """Opens the training data of a recipe; text is tokenized into `workspace` the first time.
 
     Args:
         data: the recipe's `[data]` table.
@@ -52,11 +52,14 @@ def open_stream(
         ForgeError: something cannot be read as what it claims to be, or the sizes do not fit each other.
     """
     if not 0 <= rank < ranks or micro_batch < 1 or global_batch < 1:
-        raise DataError(f"rank {rank} of {ranks} with micro_batch {micro_batch} and global_batch {global_batch} makes no sense")
+        raise DataError(
+            f"expected 0 <= rank < ranks and batches of at least 1, got rank {rank} of {ranks}, micro_batch {micro_batch}, "
+            f"global_batch {global_batch}"
+        )
     if global_batch % (ranks * micro_batch):
         portion = f"{ranks * micro_batch} = {ranks} data ranks x micro_batch {micro_batch}"
         raise DataError(
-            f"global_batch {global_batch} is no multiple of {portion}; change train.micro_batch or the number of ranks"
+            f"global_batch {global_batch} is not a multiple of {portion}; change train.micro_batch or the number of ranks"
         )
     shape = {"rank": rank, "ranks": ranks, "global_batch": global_batch, "micro_batch": micro_batch}
     spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size)
@@ -73,7 +76,7 @@ def _foreign(data: Data, opened: OpenedSources, shape: Mapping[str, int]) -> For
     chosen = {"phases": data.phases, "loader_workers": data.loader_workers, "epochs": data.epochs}
     ((label, loader),) = opened.sources.items()
     if settings := [f"data.{name}" for name, value in chosen.items() if value]:
-        raise DataError(f"source {label!r} is a loader of its own, which does not know {', '.join(settings)}; remove them")
+        raise DataError(f"source {label!r} is a foreign loader, which does not support {', '.join(settings)}; remove them")
     return ForeignStream(loader, label, **shape)  # type: ignore[arg-type]
 
 

@@ -59,7 +59,7 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
     """
     data = spec.data
     if not data.sources:
-        raise DataError("the recipe has no data; add [[data.sources]] with name = 'stdlib', 'text' or 'store'")
+        raise DataError("data.sources is empty; add [[data.sources]] with name = 'stdlib', 'text' or 'store'")
     labels = labels_of(data)
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise DataError(f"two sources have the label {twice[0]!r}; give each its own `label`")
@@ -70,7 +70,7 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
     sources = {labels[place]: build(data.sources[place], labels[place], context, spec.vocab_size) for place in places}
     foreign = [label for label, source in sources.items() if isinstance(source, StatefulIterable)]
     if foreign and len(sources) > 1:
-        raise DataError(f"source {foreign[0]!r} is a loader of its own, which cannot be mixed; make it the only source")
+        raise DataError(f"source {foreign[0]!r} is a foreign loader, which cannot be mixed with others; make it the only source")
     refuse_tokenizers(sources)
     return OpenedSources(
         context.tokenizer or _carried(sources),
@@ -118,7 +118,7 @@ def refuse_tokenizers(sources: Mapping[str, Any], expected: Tokenizer | None = N
 
 
 def _carried(sources: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of the first store that has a copy of its own."""
+    """The tokenizer of the first store that carries one."""
     from forge_data.tokenizers.stored import tokenizer_of
 
     stores = (source for source in sources.values() if isinstance(source, StoreSource))

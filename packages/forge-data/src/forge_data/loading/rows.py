@@ -35,7 +35,7 @@ class Rows:
 
     @classmethod
     def take(cls, buffers: Buffers, count: int, length: int, masked: bool) -> "Rows":
-        """Rows in memory that nobody uses."""
+        """Rows in memory that is free."""
         return cls(buffers.take((cls.size_of(count, length, masked),), np.uint8), count, length, masked)
 
     def fill(self, at: np.ndarray, cut: RowWindows) -> None:

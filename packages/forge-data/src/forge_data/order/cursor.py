@@ -51,10 +51,10 @@ def sample_of(cursor: Cursor) -> int:
     """The number of the next sample, of whatever data.
 
     Raises:
-        DataError: it is no cursor.
+        DataError: it is not a cursor.
     """
     if cursor.get("version") != VERSION or not isinstance(cursor.get("sample"), int) or cursor["sample"] < 0:
-        raise DataError(f"this is no data cursor of version {VERSION}: {dict(cursor)!r}")
+        raise DataError(f"expected a data cursor of version {VERSION}, got {dict(cursor)!r}")
     return int(cursor["sample"])
 
 

@@ -59,7 +59,7 @@ def permute(indices: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.
 
 
 def permute_blocks(indices: np.ndarray, size: int, key: int, epochs: np.ndarray, block: int, window: int) -> np.ndarray:
-    """Like `permute`, but neighbours stay near each other in time, for storage that is slow at random access.
+    """Like `permute`, but neighbors stay near each other in time, for storage that is slow at random access.
 
     Blocks of `block` rows are put into a random order; then rows are mixed among themselves inside each window of
     `window` blocks. So at any time rows come from `window` blocks only, and every epoch is still a bijection found in O(1).

@@ -81,7 +81,7 @@ def lr_scale_at(phases: Sequence[Phase], step: int) -> float:
 def _stairs(phase: Phase, before: Stage, after: Stage) -> Iterator[Stage]:
     """Stairs from the shares before to those after, each as high as the line in its middle, exactly."""
     count = min(phase.ramp, STAIRS)
-    old, new = _normalised(before.weights), _normalised(after.weights)
+    old, new = _normalized(before.weights), _normalized(after.weights)
     if count and old == new:
         yield Stage(phase.start, before.weights, after.length, after.batch)
         return
@@ -91,7 +91,7 @@ def _stairs(phase: Phase, before: Stage, after: Stage) -> Iterator[Stage]:
         yield Stage(phase.start + phase.ramp * stair // count, weights, after.length, after.batch, stair=True)
 
 
-def _normalised(weights: Sequence[Weight]) -> list[Fraction]:
+def _normalized(weights: Sequence[Weight]) -> list[Fraction]:
     exact = [exact_of(weight) for weight in weights]
     total = sum(exact) or Fraction(1)
     return [weight / total for weight in exact]
@@ -102,7 +102,11 @@ def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> li
     faults = [fault for index, phase in enumerate(data.phases) for fault in _own_faults(data, index, phase, max_steps)]
     for index, (first, second) in enumerate(pairwise(data.phases), 1):
         if second.start < first.start + max(first.ramp, 1):
-            kind = f"the phase before ramps until step {first.start + first.ramp}" if first.ramp else "phases stand in order"
+            kind = (
+                f"the phase before ramps until step {first.start + first.ramp}"
+                if first.ramp
+                else "phases must be in the order of their starts"
+            )
             faults.append(Fault(f"data.phases.{index}.start", f"{second.start} is too early: {kind}", hint="raise it"))
     if faults:
         return faults
@@ -144,7 +148,9 @@ def _size_faults(data: Data, stages: Sequence[Stage]) -> Iterator[Fault]:
             yield Fault(f"{key}.sequence_length", f"{stage.length} does not divide the longest length of the run, {longest}")
         elif stage.batch * stage.length % longest:
             need = longest // stage.length
-            what = f"{stage.batch} rows of {stage.length} tokens are no whole number of the run's longest rows ({longest})"
+            what = (
+                f"{stage.batch} rows of {stage.length} tokens are not a whole number of the run's longest rows ({longest} tokens)"
+            )
             where = f"{key}.global_batch" if index else "train.global_batch"
             yield Fault(where, what, hint=f"take a multiple of {need}")
 
@@ -155,7 +161,7 @@ def batch_faults(data: Data, global_batch: int, ranks: int, micro_batch: int) ->
         batch = phase.global_batch
         if batch is not None and batch != global_batch and batch % (ranks * micro_batch):
             portion = f"{ranks * micro_batch} = {ranks} data ranks x micro_batch {micro_batch}"
-            yield Fault(f"data.phases.{index}.global_batch", f"{batch} is no multiple of {portion}", hint="change it")
+            yield Fault(f"data.phases.{index}.global_batch", f"{batch} is not a multiple of {portion}", hint="change it")
 
 
 def refuse_faults(faults: Sequence[Fault]) -> None:

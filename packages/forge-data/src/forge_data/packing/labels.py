@@ -27,7 +27,7 @@ def shift(
         DataError: ids that are no integers, which would be rounded.
     """
     if windows.dtype.kind not in "ui":
-        raise DataError(f"token ids are integers, and a source gave {windows.dtype.name}")
+        raise DataError(f"token ids must be integers, got {windows.dtype.name} from a source")
     tokens[at] = windows[:, :-1]
     labels[at] = windows[:, 1:]
     labels[at[rows], columns - 1] = IGNORE

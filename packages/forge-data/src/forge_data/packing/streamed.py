@@ -113,7 +113,7 @@ class Reader:
             return
         self._epoch, self._place, self._dry = self._epoch + 1, 0, self._dry + 1
         if self._dry > 1:
-            raise DataError(f"{self.source.name}: shards {(self._parts % self.source.shards).tolist()} hold no token")
+            raise DataError(f"{self.source.name}: shards {(self._parts % self.source.shards).tolist()} have no tokens")
 
     def _order(self) -> np.ndarray:
         if not self._shuffle or len(self._parts) == 1:
@@ -133,7 +133,7 @@ class Streamed:
         self._how = (seed, buffer, shuffle)
 
     def cut(self, numbers: np.ndarray, length: int) -> RowWindows:
-        """The next samples of readers `numbers // pieces` (N,): each sample is `pieces = unit / length` neighbouring rows."""
+        """The next samples of readers `numbers // pieces` (N,): each sample is `pieces = unit / length` neighboring rows."""
         pieces = self.unit // length
         windows, rows, columns = [], [], []
         for first in range(0, len(numbers), pieces):
@@ -151,7 +151,7 @@ class Streamed:
         return {str(number): self._reader(number).position() for number in readers}
 
     def seek(self, positions: Mapping[str, Position]) -> None:
-        """Takes readers up where `positions` left them; the others begin at the beginning."""
+        """Continues readers at `positions`; the others begin at the beginning."""
         self._made.clear()
         for number, position in positions.items():
             self._reader(int(number)).seek(list(position))
@@ -193,5 +193,5 @@ def refuse_ranks(ranks: int, readers: int) -> None:
 def _checked(document: np.ndarray, source: StreamedSource) -> np.ndarray:
     document = np.asarray(document)
     if document.ndim != 1 or (len(document) and document.dtype.kind not in "ui"):
-        raise DataError(f"{source.name}: a document must be one row of integer ids, found {document.dtype} {document.shape}")
+        raise DataError(f"{source.name}: a document must be a 1-D array of integer ids, found {document.dtype} {document.shape}")
     return document

@@ -1,6 +1,6 @@
-"""Tokenising a corpus part by part: each part becomes files of its own, which are kept when a job is killed.
+"""Tokenizing a corpus part by part: each part becomes files of its own, which are kept when a job is killed.
 
-A job is a directory beside the target:
+A job is a directory next to the target:
 
     job.json             the parts, what is taken from them, and the tokenizer's end of document
     tokenizer.json       the tokenizer, unless the records hold ids
@@ -91,7 +91,7 @@ def read_job(directory: Path) -> Job:
     return Job(parts=parts, wanted=Wanted(**content.pop("wanted")), **content)
 
 
-def tokenise_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer | None) -> Done:
+def tokenize_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer | None) -> Done:
     """Writes the files of one part.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Workers that tokenise the parts of a job: threads of this process, or processes of their own."""
+"""Workers that tokenize the parts of a job: threads of this process, or processes of their own."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.preparation.parts import Done, Job, tokenise_part
+from forge_data.preparation.parts import Done, Job, tokenize_part
 
 Work = Callable[[int], Done]
 
@@ -30,7 +30,7 @@ def run(work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], Non
     Raises:
         DataError: of the first part that failed; those that were under way are finished or stopped.
     """
-    with ThreadPoolExecutor(workers, thread_name_prefix="tokenise") as pool:
+    with ThreadPoolExecutor(workers, thread_name_prefix="tokenize") as pool:
         number_of = {pool.submit(work, number): number for number in numbers}
         waiting = set(number_of)
         try:
@@ -48,7 +48,7 @@ def run(work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], Non
 @contextmanager
 def threads(directory: Path, job: Job, tokenizer: Tokenizer | None) -> Iterator[tuple[Work, Callable[[], None]]]:
     """Work in this process; enough for a small corpus, because most encoders run outside the interpreter's lock."""
-    yield lambda number: tokenise_part(directory, job, number, tokenizer), lambda: None
+    yield lambda number: tokenize_part(directory, job, number, tokenizer), lambda: None
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _ask(process: "subprocess.Popen[str]", number: int) -> Done:
     if not line:
         code = process.poll()
         raise DataError(
-            f"a worker ended (exit code {code}) while it tokenised part {number}; was there memory enough? "
+            f"a worker ended (exit code {code}) while it tokenized part {number}; perhaps memory ran out. "
             "Finished parts are kept: run the same again"
         )
     answer = json.loads(line)

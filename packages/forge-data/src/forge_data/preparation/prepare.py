@@ -26,7 +26,7 @@ SMALLEST_PART, LARGEST_PART = 4 << 20, 128 << 20
 """Bytes of input in one part: small ones spread well over workers, large ones keep their number in the thousands."""
 MANY_PARTS = 4096
 PROCESSES_FROM = 16 << 20
-"""A smaller corpus is tokenised by threads: processes cost a third of a second each to begin, and threads share one lock."""
+"""A smaller corpus is tokenized by threads: processes cost a third of a second each to begin, and threads share one lock."""
 _PORTION = 1 << 22
 
 
@@ -51,11 +51,11 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
     if not (path / MANIFEST).exists():
         with locked(context.workspace):
             if not (path / MANIFEST).exists():
-                tokenise(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
+                tokenize(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
     return open_store(path, tokenizer)
 
 
-def tokenise(
+def tokenize(
     texts: Texts,
     tokenizer: Tokenizer | None,
     path: Path,
@@ -88,7 +88,7 @@ def tokenise(
     workers = workers or usable_cores()
     job = _job(texts, tokenizer, eos)
     directory = _work_directory(path, texts, job, tokenizer)
-    what = f"tokenising {source}" if not job.wanted.ids else f"copying {source}"
+    what = f"tokenizing {source}" if not job.wanted.ids else f"copying {source}"
     todo = [number for number in range(len(job.parts)) if finished(directory, number) is None]
     if len(todo) < len(job.parts):
         report(f"{what}: {len(job.parts) - len(todo)} of {len(job.parts)} parts are there already")
@@ -105,7 +105,7 @@ def tokenise(
                 for ids, ends, text_bytes in _content(directory, job, number, work):
                     writer.add(ids, ends, text_bytes)
             manifest = writer.commit()
-    for left in path.parent.glob(f"{escape(path.name)}.parts-*"):  # this job's parts, and those of jobs that were given up
+    for left in path.parent.glob(f"{escape(path.name)}.parts-*"):  # this job's parts, and those of abandoned jobs
         shutil.rmtree(left, ignore_errors=True)
     rate = manifest.tokens / progress.seconds / 1e6
     report(
@@ -140,7 +140,7 @@ def _holds_ids(texts: Texts) -> bool:
 def _work_directory(path: Path, texts: Texts, job: Job, tokenizer: Tokenizer | None) -> Path:
     """Where the parts of this very job are kept: of the same corpus, cut the same way, for the same tokenizer."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DataError(f"{path} exists and is not empty; choose another place or remove it")
+        raise DataError(f"{path} exists and is not empty; choose another directory or remove this one")
     made_with = tokenizer.fingerprint if tokenizer else ""
     # The fingerprint knows the content of the files; their times say nothing about it.
     parts = [(part.start, part.stop, *(file.name for file in part.files)) for part in job.parts]
@@ -211,7 +211,7 @@ def _content(directory: Path, job: Job, number: int, work: pool.Work) -> Iterato
         done = work(number)
         found = content_of(directory, number, job.dtype, done)
         if found is None:
-            raise DataError(f"{directory} does not keep what is written to it; choose another disk")
+            raise DataError(f"{directory} lost data that was written to it; choose another disk")
     ids, ends = found[0], found[1].astype(np.int64)
     text_bytes = done.text_bytes
     begin = start = 0

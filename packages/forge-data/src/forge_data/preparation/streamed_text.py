@@ -1,7 +1,7 @@
-"""Records that are read in their order while a run goes on, and tokenised on the way: nothing is prepared beforehand.
+"""Records that are read in their order while a run goes on, and tokenized on the way: nothing is prepared beforehand.
 
 A file is a shard. Documents are counted after those without content and those of another split are left out, so a place
-in a shard is one number, and finding it again costs reading, not tokenising, what comes before.
+in a shard is one number, and finding it again costs reading, not tokenizing, what comes before.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`python -m forge_data.preparation.worker DIRECTORY`: tokenises parts of a job for another process.
+"""`python -m forge_data.preparation.worker DIRECTORY`: tokenizes parts of a job for another process.
 
 Reads numbers of parts from standard input, one a line, and answers each with a line of JSON. It ends with its input, so
 it does not outlive who started it by more than one part. A process of its own, and not one of `multiprocessing`, because
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.preparation.parts import read_job, tokenise_part
+from forge_data.preparation.parts import read_job, tokenize_part
 from forge_data.tokenizers.restore import restore
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     tokenizer = None if job.wanted.ids else restore(content.read_bytes(), job.tokenizer_eos, str(content))
     for line in sys.stdin:
         try:
-            answer = {"done": asdict(tokenise_part(directory, job, int(line), tokenizer))}
+            answer = {"done": asdict(tokenize_part(directory, job, int(line), tokenizer))}
         except DataError as error:
             answer = {"error": str(error)}
         sys.stdout.write(json.dumps(answer) + "\n")

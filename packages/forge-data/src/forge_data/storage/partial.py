@@ -1,4 +1,4 @@
-"""What is written beside a target until it is whole: who writes it holds a lock on it, so what a killed process left is known.
+"""What is written next to a target until it is complete. The writer holds a lock, so leftovers of killed processes are known.
 
 A lock of the operating system ends with the process that holds it, whatever ended that. Where the file system has none,
 nothing is removed: what is left there is only room.

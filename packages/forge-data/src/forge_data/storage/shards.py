@@ -17,8 +17,8 @@ from forge_data.storage.files import local_path, read_bytes
 
 Thing = TypeVar("Thing")
 READS = 64
-"""The size of a mapped file is asked for at every so-manieth piece that is read, and whenever windows of it are cut: the
-question costs more than a piece."""
+"""The size of a mapped file is checked once in so many reads, and whenever windows of it are cut: the check costs more than
+a read."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def refuse_shrunk(array: np.ndarray, where: str) -> None:
         mapping: Any = base.obj
         if (size := mapping.size()) < len(mapping):
             raise DataError(
-                f"{where} was cut off to {size} bytes while it is read, {len(mapping)} are needed; restore the file, and write "
-                "a changed one beside the old one"
+                f"{where} was truncated to {size} bytes while it was read, {len(mapping)} are needed; restore the file. Write "
+                "a changed file under another name"
             )
 
 

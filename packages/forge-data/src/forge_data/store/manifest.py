@@ -6,7 +6,7 @@
     counts.npy         uint64 occurrences of every token id
     tokenizer.json     copy of the tokenizer, where the writer had one
 
-Documents never cross a shard. The manifest is written last: a directory without one is no store.
+Documents never cross a shard. The manifest is written last: a directory without one is not a store.
 """
 
 import json

@@ -28,7 +28,7 @@ class StoreSource:
         """Opens the store at `path`.
 
         Raises:
-            DataError: it is no store, or a file is missing, truncated or longer than the manifest says.
+            DataError: it is not a store, or a file is missing, truncated or longer than the manifest says.
         """
         self.path = path
         self.name = str(path)

@@ -48,7 +48,7 @@ class BpeTokenizer:
         """Reads the content of a `tokenizer.json`; `where` names it in messages.
 
         Raises:
-            DataError: it is no such file, or has no token `eos`.
+            DataError: it is not such a file, or has no token `eos`.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -56,7 +56,7 @@ class BpeTokenizer:
         try:
             self._backend: Backend = Backend.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception for anything that it cannot read
-            raise DataError(f"{where} is no tokenizer.json of the tokenizers library: {error}") from error
+            raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()

@@ -1,4 +1,4 @@
-"""A tokenizer from its `dump`, whatever kind it is."""
+"""A tokenizer of any kind from its `dump`."""
 
 import json
 
@@ -23,7 +23,7 @@ def restore(content: bytes, eos: int | None, where: str) -> Tokenizer:
         parsed = json.loads(content)
         kind = parsed.get("type")
     except (ValueError, AttributeError) as error:
-        raise DataError(f"{where} is no tokenizer: {error}") from error
+        raise DataError(f"{where} is not a tokenizer: {error}") from error
     try:
         if kind == ByteTokenizer.kind:
             return ByteTokenizer()
@@ -44,5 +44,5 @@ def _backend(content: bytes, eos: int | None, where: str) -> Tokenizer:
     try:
         name = Backend.from_str(content.decode("utf-8")).id_to_token(eos) if eos is not None else None
     except Exception as error:  # the library raises bare Exception for anything that it cannot read
-        raise DataError(f"{where} is no tokenizer.json of the tokenizers library: {error}") from error
+        raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
     return BpeTokenizer(content, name or "", where)

@@ -15,7 +15,7 @@ KIND = "forge-sentencepiece"
 
 
 class SentencePieceTokenizer:
-    """A model. Most models normalise text, so that what is decoded may differ from what was encoded in white space."""
+    """A model. Most models normalize text, so that what is decoded may differ from what was encoded in white space."""
 
     name = "sentencepiece"
 
@@ -38,9 +38,9 @@ class SentencePieceTokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except Exception as error:  # its bindings raise bare RuntimeError and others
-            raise DataError(f"{where} is no model of sentencepiece: {error}") from error
+            raise DataError(f"{where} is not a sentencepiece model: {error}") from error
         if not model:  # which the library would take
-            raise DataError(f"{where} is no model of sentencepiece: it is empty")
+            raise DataError(f"{where} is not a sentencepiece model: it is empty")
         self.vocab_size: int = self._processor.get_piece_size()
         self.eos: int | None = self._end(eos, where)
         self.fingerprint = sha256(self.dump()).hexdigest()

@@ -118,7 +118,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise DataError(f"{path}, line {number} is no base64 token with a rank: {error}") from error
+            raise DataError(f"{path}, line {number} is not a base64 token with a rank: {error}") from error
     if not ranks:
         raise DataError(f"{path} is empty")
     return ranks

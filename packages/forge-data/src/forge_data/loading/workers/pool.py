@@ -83,7 +83,7 @@ class WorkerPool:
                 worker.messages.send_bytes(content)
             for worker in self._workers:
                 if self._receive(worker) != self._recipe.fingerprint:
-                    raise DataError("the data changed while they were opened: a loader worker finds others; start again")
+                    raise DataError("the data changed while they were opened: a loader worker found other data; start again")
                 worker.messages.send(("seek", self._positions))
         except BaseException:
             self.close()
@@ -94,7 +94,7 @@ class WorkerPool:
         self.close()
 
     def ask(self, step: int, first: int, count: int, length: int) -> None:
-        """Has rows [first, first + count) of the global batch of a step made, in memory that nobody uses."""
+        """Has rows [first, first + count) of the global batch of a step made, in memory that is free."""
         size = Rows.size_of(count, length, self._masked)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
@@ -181,8 +181,8 @@ class WorkerPool:
 def ended_how(code: int) -> str:
     """What the exit code of a worker that died tells, for messages."""
     if code == -signal.SIGBUS:
-        return f"was killed by signal {-code} (SIGBUS): a file that it had mapped was cut off while it was read; restore it"
-    return f"was killed by signal {-code}; was memory short?" if code < 0 else f"ended with code {code}"
+        return f"was killed by signal {-code} (SIGBUS): a file that it had mapped was truncated while it was read; restore it"
+    return f"was killed by signal {-code}, perhaps because memory ran out" if code < 0 else f"ended with code {code}"
 
 
 def _start(number: int) -> _Worker:

@@ -113,7 +113,7 @@ def _opened(file: File) -> Iterator[_Parquet | _Arrow]:
         finally:
             content.close()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file.where} is damaged or no such file: {error}; restore the file") from error
+        raise DataError(f"{file.where} is damaged or not in this format: {error}; restore the file") from error
 
 
 def values(column: "pa.Array") -> list[Any]:

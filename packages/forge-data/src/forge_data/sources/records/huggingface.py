@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1024
 _STREAM_SHARDS = 64
-_CANNOT = "dataset {} cannot be loaded: {}; is the name right, and has this machine a connection?"
+_CANNOT = "dataset {} cannot be loaded: {}; check the name and the network connection"
 
 
 def open_dataset(
@@ -142,7 +142,7 @@ def _load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
     except (OSError, ValueError, ImportError, IndexError) as error:  # absent names, files, connections and rows
         raise DataError(_CANNOT.format(path, error)) from error
     if not isinstance(found, datasets.Dataset):
-        raise DataError(f"{path} is no dataset with random access")
+        raise DataError(f"{path} is not a dataset with random access")
     if not len(found):
         raise DataError(f"{path} ({dataset_split}) has no row")
     return found

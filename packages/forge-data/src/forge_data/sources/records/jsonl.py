@@ -62,10 +62,10 @@ def _record(lines: "_Lines", line: bytes, key: str | None, skips: Skips) -> dict
         # Decoded here: given bytes, `loads` guesses at UTF-16 and lets halves of characters pass.
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        skips.broken(f"{lines.place()} is no line of JSON: {_reason(error)}")
+        skips.broken(f"{lines.place()} is not valid JSON: {_reason(error)}")
         return None
     if not isinstance(record, dict):
-        skips.broken(f"{lines.place()} is no JSON object" + (f" with a key {key!r}" if key else ""))
+        skips.broken(f"{lines.place()} is not a JSON object" + (f" with a key {key!r}" if key else ""))
         return None
     return record
 

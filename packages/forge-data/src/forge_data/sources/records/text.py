@@ -35,7 +35,7 @@ def documents(files: Sequence[File], what: str, skip: int = 0) -> Records:
         DataError: all are empty.
     """
     if not any(file.size for file in files):
-        raise DataError(f"{what} holds no text ({len(files)} files); is the path right?")
+        raise DataError(f"{what} has no text ({len(files)} files); check the path")
     return Records(files, Wanted("text"), what, grouped, skip)
 
 

@@ -87,7 +87,7 @@ def _npy(file: File, head: bytes, stated: str | None) -> Header:
     except ValueError as error:
         raise DataError(f"{file.where} is a damaged .npy file: {error}") from error
     if len(shape) != 1:
-        raise DataError(f"{file.where}: token ids are one row of integers, found an array of shape {shape}")
+        raise DataError(f"{file.where}: token ids must be a 1-D array of integers, found an array of shape {shape}")
     integers(file.where, dtype)
     if stated is not None and dtype != np.dtype(stated):
         raise DataError(f"{file.where}: its header says {dtype}, the recipe dtype = {stated!r}; remove `dtype`")
@@ -96,13 +96,13 @@ def _npy(file: File, head: bytes, stated: str | None) -> Header:
         what = "truncated" if file.size < wanted else "too long"
         raise DataError(f"{file.where} is {what}: it ends at byte {file.size}, its header says {wanted}; restore the file")
     if not shape[0]:
-        raise DataError(f"{file.where} holds no token; remove it")
+        raise DataError(f"{file.where} has no tokens; remove it")
     return Header(offset, shape[0], dtype)
 
 
 def _stated(files: Sequence[File], stated: str | None) -> np.dtype:
     if stated is None:
-        raise DataError(f"{files[0].where} has no header, so its dtype is unknown; state it, such as dtype = 'uint16'")
+        raise DataError(f"{files[0].where} has no header, so its dtype is unknown; set it, for example dtype = 'uint16'")
     return np.dtype(stated).newbyteorder("<")
 
 
@@ -114,7 +114,7 @@ def _raw(file: File, head: bytes, dtype: np.dtype, beside: Callable[[str], File 
     if file.size % dtype.itemsize:
         cut = file.size - file.size % dtype.itemsize
         raise DataError(
-            f"{file.where} has {file.size} bytes, no multiple of {dtype.itemsize} ({dtype.name}): "
-            f"cut off at byte {cut}, or another dtype"
+            f"{file.where} has {file.size} bytes, not a multiple of {dtype.itemsize} ({dtype.name}): "
+            f"truncated after byte {cut}, or of another dtype"
         )
     return Header(0, file.size // dtype.itemsize, dtype)

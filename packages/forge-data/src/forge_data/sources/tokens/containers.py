@@ -27,7 +27,7 @@ _ENOUGH = 64
 
 
 def foreign_content(file: File, head: bytes, width: int, beside: Callable[[str], File | None]) -> str | None:
-    """What a file is that is no list of raw integers, and who reads it; None where nothing speaks against that.
+    """The format of a file that is not a list of raw integers, and the source for it; None where no other format is recognized.
 
     Args:
         file: in question.
@@ -91,7 +91,7 @@ def _is_safetensors(head: bytes, size: int) -> bool:
 
 def _by_neighbors(file: File, beside: Callable[[str], File | None]) -> str | None:
     if file.where.endswith(".bin") and beside(file.where.removesuffix(".bin") + ".idx"):
-        return "has an index beside it; use source 'megatron', which knows its dtype and documents"
+        return "has a Megatron index in its directory; use source 'megatron', which knows its dtype and documents"
     if beside(f"{file.where}.index"):
         return "has an index of documents, as datatrove writes it; use source 'datatrove'"
     folder = file.where.rpartition("/")[0]

@@ -54,15 +54,17 @@ def open_datatrove(
 def _index(file: File, beside: Beside) -> File:
     index = beside(f"{file.where}.index")
     if index is None:
-        raise DataError(f"{file.where} has no {file.name}.index beside it, so its documents are unknown; restore it")
+        raise DataError(
+            f"{file.where} has no {file.name}.index in its directory, so its documents are unknown; restore the index"
+        )
     if not index.size or index.size % 8:
-        raise DataError(f"{index.where} has {index.size} bytes, no list of uint64 document ends; restore the file")
+        raise DataError(f"{index.where} has {index.size} bytes, which is not a list of uint64 document ends; restore the file")
     return index
 
 
 def _dtype(file: File, tokens: int, stated: str | None, beside: Beside) -> np.dtype:
     if not tokens:
-        raise DataError(f"{file.where} holds no token; remove it")
+        raise DataError(f"{file.where} has no tokens; remove it")
     width, rest = divmod(file.size, tokens)
     if rest or width not in _WIDTHS:
         raise DataError(

@@ -51,12 +51,12 @@ def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:
         raise DataError(f"{file.where} holds multiple-choice examples of llm.c, not a stream of tokens")
     if (magic, version) not in _KINDS:
         known = ", ".join(f"{one} version {two}" for one, two in _KINDS)
-        raise DataError(f"{file.where} is no token file of llm.c: magic {magic} version {version}; known: {known}")
+        raise DataError(f"{file.where} is not a token file of llm.c: magic {magic} version {version}; known: {known}")
     kind = _KINDS[magic, version]
     wanted = HEADER + tokens * np.dtype(kind[0]).itemsize
     if file.size != wanted:
         what = "truncated" if file.size < wanted else "too long"
         raise DataError(f"{file.where} is {what}: it ends at byte {file.size}, its header says {wanted}; restore the file")
     if not tokens:
-        raise DataError(f"{file.where} holds no token; remove it")
+        raise DataError(f"{file.where} has no tokens; remove it")
     return kind, tokens

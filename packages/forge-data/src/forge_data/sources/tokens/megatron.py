@@ -167,7 +167,7 @@ def pairs(path: str) -> list[Pair]:
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     one = find_one(f"{prefix}.idx")
     if one is None and find_one(f"{prefix}.bin"):
-        raise DataError(f"{prefix}.bin has no {prefix}.idx beside it; restore it, or read raw ids with source 'tokens'")
+        raise DataError(f"{prefix}.bin has no index {prefix}.idx; restore it, or read raw ids with source 'tokens'")
     indices = [one] if one else find(path, (".idx",), "Megatron index")
     beside = neighbors(indices)
     return [_pair(index, beside) for index in indices]
@@ -191,10 +191,10 @@ def _pair(index: File, beside: Callable[[str], File | None]) -> Pair:
     prefix = index.where.removesuffix(".idx")
     ids = beside(f"{prefix}.bin")
     if ids is None:
-        raise DataError(f"{index.where} has no {prefix}.bin beside it; restore it")
+        raise DataError(f"{index.where} has no ids file {prefix}.bin; restore it")
     head = read_bytes(index, 0, HEAD.size)
     if head[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{index.where} is no Megatron index: it begins with {head[:9]!r}")
+        raise DataError(f"{index.where} is not a Megatron index: it begins with {head[:9]!r}")
     if len(head) < HEAD.size:
         raise DataError(f"{index.where} is truncated: it ends at byte {len(head)}, inside its header")
     _, version, code, sequences, entries = HEAD.unpack(head)

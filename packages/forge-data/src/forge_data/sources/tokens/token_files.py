@@ -63,7 +63,7 @@ class Corpus:
             DataError: no token, a negative id, or one that the stated vocabulary does not have; with file and offset.
         """
         if not shards.tokens:
-            raise DataError(f"{name} holds no token")
+            raise DataError(f"{name} has no tokens")
         self.name = name
         self.shards = shards
         self.documents = documents
@@ -129,7 +129,7 @@ class Corpus:
             token = start + int(np.argmax(ids >= self.vocab_size))
             raise DataError(
                 f"{self.place(token)} (token {token}): id {int(ids[token - start])} is not in a vocabulary of {self.vocab_size}; "
-                "is the dtype right?"
+                "check the dtype"
             )
         return high
 
