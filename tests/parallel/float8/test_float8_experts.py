@@ -223,7 +223,7 @@ def _kernel(
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_the_kernel_would_multiply_the_same_numbers(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", _kernel)
+    monkeypatch.setattr("forge_parallel.float8.experts.scaled_grouped_mm", _kernel)
     emulated, native = _stack(), _stack(multiply="native")
     at = torch.tensor(counts)
     _close(_ran(lambda x: native(x, at), native, counts), _ran(lambda x: emulated(x, at), emulated, counts))

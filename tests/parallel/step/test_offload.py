@@ -27,6 +27,7 @@ from forge_parallel.optim.adamw import AdamW as FusedAdamW
 from forge_parallel.optim.adamw_bf16 import AdamWBf16
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
+from forge_parallel.step import clipping
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.reduce import squared_norm
 from forge_parallel.transforms import fully_sharded
@@ -129,7 +130,7 @@ def test_the_norm_goes_to_the_device_and_the_clip_to_the_host(monkeypatch: pytes
     with _on_host(torch.float32) as model:
         norm = squared_norm(model).sqrt()
         assert norm.device == GPU
-        monkeypatch.setattr(torch, "_foreach_mul_", lambda _, factor: used.append(factor.device))
+        monkeypatch.setattr(clipping, "foreach_mul_", lambda _, factor: used.append(factor.device))
         assert clip(model, norm, 1.0).device == GPU
     assert used == [CPU]
 

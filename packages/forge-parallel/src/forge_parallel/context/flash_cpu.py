@@ -6,12 +6,11 @@ of the gradients that belongs to this block.
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from forge_core.protocols.model import Placed
+from forge_parallel.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
-aten = torch.ops.aten
 CAUSAL_IS_A_MASK = False
 """The kernel has a switch for the keys of a rank's own places."""
 
@@ -33,11 +32,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, causal: bool, scale: fl
     """(B, heads, T, width) and the log-sum-exp (B, heads, T), minus infinity where nothing is seen; None when no query sees
     anything. Without a mask each query sees all keys, or with `causal` those up to its own index."""
     seen = mask[0].any(-1) if mask else None
-    if seen is not None and _nothing(seen):
+    if seen is not None and not bool(seen.any()):
         return None
     width = v.shape[-1]
     q, k, v = _evened(q, k, v)
-    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_added(mask, q), scale=scale)
+    out, sums = flash_attention_cpu(q, k, v, 0.0, causal, attn_mask=_added(mask, q), scale=scale)
     if seen is not None:  # the kernel writes 0 where it has summed nothing
         sums = sums.masked_fill(~seen, float("-inf"))
     return out[..., :width], sums
@@ -47,19 +46,12 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, mask: Mask, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """This block's share of the gradients of q, k and v. `out` and `sums` are those over all blocks; None as in `forward`."""
-    if mask and _nothing(mask[0]):
+    if mask and not bool(mask[0].any()):
         return None
     head_dim, width = k.shape[-1], v.shape[-1]
     q, k, v, out, grad = _evened(q, k, v, out, grad)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, sums, 0.0, causal, attn_mask=_added(mask, q), scale=scale
-    )
+    dq, dk, dv = flash_attention_cpu_backward(grad, q, k, v, out, sums, 0.0, causal, attn_mask=_added(mask, q), scale=scale)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :width]
-
-
-def _nothing(seen: Tensor) -> bool:
-    # In a dry run tensors have no values: there every block counts.
-    return not isinstance(seen, FakeTensor) and not bool(seen.any())
 
 
 def _evened(*tensors: Tensor) -> list[Tensor]:

@@ -5,8 +5,7 @@ softmax over this block, so the backward runs the block again and differentiates
 l its log-sum-exp and L that of all blocks, out = sum of exp(l - L) * part, which is a function of part and l.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.model import Placed
+from forge_parallel.torch_private import recording
 
 CAUSAL_IS_A_MASK = True
 """Own keys of a rank need a mask even where only the future is hidden."""
@@ -85,7 +85,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's share of the gradients of q, k and v. `out` and `sums` are those over all blocks."""
     assert mask or not causal
-    with _recording():
+    with recording():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         part, part_sums = _attended(q, k, v, mask, scale)
         with torch.no_grad():
@@ -95,13 +95,3 @@ def backward(
             grad_part = (wide * share.unsqueeze(-1)).to(part.dtype)
         dq, dk, dv = torch.autograd.grad((part, part_sums), (q, k, v), (grad_part, grad_sums.to(part_sums.dtype)))
     return dq, dk, dv
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Gradients are recorded inside, even in the body of an operator, where torch has switched autograd off by its keys."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():  # type: ignore[call-arg]
-        yield

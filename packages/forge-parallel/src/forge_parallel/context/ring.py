@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from forge_core.protocols.model import AttentionCore, Placed
 from forge_parallel.context import flash_cpu, flex_blocks
@@ -22,6 +21,7 @@ from forge_parallel.context.cached import Alone, attend_alone, prepare_alone
 from forge_parallel.context.placed import gathered_documents, held_places
 from forge_parallel.context.row_order import SequenceOrder
 from forge_parallel.placement.collectives import Ranks
+from forge_parallel.torch_private import resolve_process_group
 
 
 class Masks(NamedTuple):
@@ -133,7 +133,7 @@ class _Journey:
 
     def __init__(self, tensor: Tensor, rank: int, ranks: int, group: str) -> None:
         self.sent, self.received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        members: Any = _resolve_process_group(group)  # type: ignore[arg-type]
+        members: Any = resolve_process_group(group)  # type: ignore[arg-type]
         self.works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self.sent, group=members, group_peer=(rank + 1) % ranks),

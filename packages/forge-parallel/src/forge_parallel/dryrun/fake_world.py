@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from forge_core.errors import LayoutError
+from forge_parallel.torch_private import (
+    GROUPED_MM,
+    LOCAL_SCALAR,
+    FakeTensor,
+    FakeTensorMode,
+    fake_store,
+    forget_meshes,
+    tree_leaves,
+)
 
 aten = torch.ops.aten
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -30,16 +37,14 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
     if size == 1:
         yield
         return
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    store = fake_store()  # which registers the backend
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
         # DTensor's caches hold meshes, and meshes hold names of groups, which mean other ranks in the next world.
-        _clear_sharding_prop_cache()
+        forget_meshes()
 
 
 class Weightless(FakeTensorMode):
@@ -55,11 +60,11 @@ class Weightless(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if FakeTensor in types:
-            if func is aten._local_scalar_dense.default and args[0].dtype in ASKED:
+            if func is LOCAL_SCALAR and args[0].dtype in ASKED:
                 return True if args[0].dtype == torch.bool else 1
             if func is aten.equal.default:
                 return True
-            if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            if func is GROUPED_MM and args[0].dtype != torch.bfloat16:
                 return super().__torch_dispatch__(aten.new_empty.default, types, (args[0], _grouped(*args, **(kwargs or {}))))
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = kwargs or {}

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forge_parallel.placement.boxes import plain
+from forge_parallel.torch_private import TorchDispatchMode, local_part, schema, storage_key, tree_leaves
 
 WORK = "activations and work"
 """Class of all storages of which nobody says what they are."""
@@ -106,7 +105,7 @@ class Ledger(TorchDispatchMode):
         return sum(self.peak(first, last).values()) - sum(self.at(first).values())
 
     def _note(self, storage: torch.UntypedStorage) -> int:
-        address = storage._cdata
+        address = storage_key(storage)
         number = self._numbers.get(address)
         if number is None:
             number = self._numbers[address] = len(self._sizes)
@@ -129,7 +128,7 @@ class Ledger(TorchDispatchMode):
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, with its storage."""
-    return plain(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    return plain(local_part(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def held(tensors: Iterable[torch.Tensor]) -> int:
@@ -141,7 +140,7 @@ def held(tensors: Iterable[torch.Tensor]) -> int:
 @cache
 def _allocates(func: Any) -> bool:
     """Whether an operator returns something else than views of its arguments, or the arguments themselves."""
-    return any(result.alias_info is None for result in func._schema.returns)
+    return any(result.alias_info is None for result in schema(func).returns)
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:
@@ -150,4 +149,4 @@ def _plain(tree: Any) -> list[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor.untyped_storage())

@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._library.custom_ops import _maybe_get_opdef
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forge_core.errors import ForgeError
 from forge_core.layout import DENSE, SPARSE, Layout
+from forge_parallel.torch_private import TorchDispatchMode, python_body, resolve_process_group, schema, tree_leaves
 
 NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 
@@ -130,11 +127,11 @@ class Traffic(TorchDispatchMode):
                 self._flows[key] = self._flows[key] + flow if key in self._flows else flow
                 self._largest[key] = max(self._largest.get(key, 0), flow.payload)
         elif _takes_a_group(func):
-            written = _maybe_get_opdef(func)
+            written = python_body(func)
             if written is None:
                 raise ForgeError(f"{func} takes a group of ranks and is not written in Python, so it cannot be counted")
             with self:  # what is one operator to others is looked into
-                return written._init_fn(*args, **(kwargs or {}))
+                return written(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def flows(self) -> list[Flow]:
@@ -146,10 +143,10 @@ class Traffic(TorchDispatchMode):
         return max((size for (_, named), size in self._largest.items() if named == kind), default=0)
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Iterator[Flow]:
-        name = func._schema.name.partition("::")[2]
+        name = schema(func).name.partition("::")[2]
         if name in SILENT:
             return
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
         handle = given["process_group"] if "process_group" in given else given.get("group_name")
         if handle is None or (name not in KINDS and name != "batch_p2p_ops"):
             raise ForgeError(f"{func} exchanges data in a way that is not counted; add it to forge_parallel.dryrun.traffic.KINDS")
@@ -173,7 +170,7 @@ class Traffic(TorchDispatchMode):
 
 @cache
 def _takes_a_group(func: Any) -> bool:
-    return any(argument.name in GROUPS for argument in func._schema.arguments)
+    return any(argument.name in GROUPS for argument in schema(func).arguments)
 
 
 def axis_of(ranks: list[int], layout: Layout) -> str:
@@ -195,7 +192,7 @@ def axis_of(ranks: list[int], layout: Layout) -> str:
 
 def _group(handle: Any) -> dist.ProcessGroup:
     if isinstance(handle, str):
-        return _resolve_process_group(handle)  # type: ignore[arg-type]  # a named string in newer versions
+        return resolve_process_group(handle)  # type: ignore[arg-type]  # a named string in newer versions
     return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
 from forge_parallel.placement.shares import FLOAT8_MULTIPLE as MULTIPLE
+from forge_parallel.torch_private import scaled_grouped_mm
 
 E4M3 = torch.float8_e4m3fn
 
@@ -73,7 +74,7 @@ def padding(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
 def native(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """By the device's kernel, whose results are bf16. `a` is row-major, `b` column-major."""
     a_scale, b_scale = (scale.reciprocal() if b.ndim == 3 else scale.reciprocal().flatten() for scale in (a_scale, b_scale))
-    return torch._scaled_grouped_mm(a, b, a_scale, b_scale, ends, out_dtype=dtype, use_fast_accum=True)
+    return scaled_grouped_mm(a, b, a_scale, b_scale, ends, out_dtype=dtype, use_fast_accum=True)
 
 
 @torch.library.custom_op("forge_float8::grouped_mm", mutates_args=())

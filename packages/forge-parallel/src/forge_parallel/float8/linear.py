@@ -27,8 +27,7 @@ from torchao.float8.float8_utils import amax_to_scale
 from forge_core.errors import ForgeError
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.shares import FLOAT8_MULTIPLE as MULTIPLE
-
-functional = torch.ops._c10d_functional
+from forge_parallel.torch_private import functional
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale
 
 from forge_parallel.float8.linear import Casting
+from forge_parallel.torch_private import (
+    TO_COPY,
+    disabled_torch_function,
+    float8_numbers,
+    foreach_norm,
+    local_part,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 KEEPING = frozenset(
     {
-        aten._to_copy.default,
+        TO_COPY,
         aten.as_strided.default,
         aten.clone.default,
         aten.copy_.default,
@@ -67,7 +75,7 @@ class Gathering:
         largest = torch.zeros(len(parts), dtype=parts[0].dtype, device=parts[0].device)
         filled = [index for index, part in enumerate(parts) if part.numel()]
         if filled:
-            largest[filled] = torch.stack(torch._foreach_norm([parts[index] for index in filled], inf))
+            largest[filled] = torch.stack([*foreach_norm([parts[index] for index in filled], inf)])
         for group in self.groups:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         # Rounding keeps order: the largest one rounded is the largest of the rounded ones.
@@ -85,7 +93,7 @@ class Weight:
 
 def look_ahead(part: nn.Module) -> None:
     """Computes the scales of all weights of a part that are sharded at the moment. Those that are gathered need none."""
-    found = [p._local_tensor for p in part.parameters() if isinstance(p, DTensor)]
+    found = [local_part(p) for p in part.parameters() if isinstance(p, DTensor)]
     shards = [local for local in found if isinstance(local, Float8Shard)]
     if shards:
         scales = shards[0].weight.gathering.scales([shard.plain for shard in shards])
@@ -99,11 +107,11 @@ class Float8Shard(Tensor):
     plain: Tensor
     weight: Weight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, plain: Tensor, weight: Weight) -> "Float8Shard":
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
@@ -152,7 +160,7 @@ class Float8Shard(Tensor):
         scale = kind.scales([self.plain])[0] if scale is None else scale
         rounded = self.plain.to(kind.compute)
         cast: Any = hp_tensor_and_scale_to_float8(rounded, scale, kind.dtype, kind.casting.products, GemmInputRole.WEIGHT)
-        sent = cast._data.view(torch.uint8)
+        sent = float8_numbers(cast).view(torch.uint8)
         rows = -(-outer_size[0] // mesh.size())
         if sent.shape[0] < rows:  # the last shards may be shorter
             sent = torch.cat((sent, sent.new_zeros(rows - sent.shape[0], *sent.shape[1:])))
@@ -164,7 +172,7 @@ class Float8Shard(Tensor):
         """The whole weight in float8, and the memory that it lies in; or new numbers for the one that is there."""
         (data,), (scale,) = gathered, kept
         if out is not None:
-            there: Any = out._local_tensor if isinstance(out, DTensor) else out
+            there: Any = local_part(out) if isinstance(out, DTensor) else out
             there._scale = scale
             return None
         kind = self.weight.gathering

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_parallel.torch_private import schema
+
 UNKNOWN = -1
 """Split, but it is not known along which dimension."""
 
@@ -40,8 +42,8 @@ NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "_fused_rms_norm_back
 
 def named_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """An operator's arguments by name, defaults included."""
-    names = [argument.name for argument in func._schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
+    names = [argument.name for argument in schema(func).arguments]
+    defaults = {argument.name: argument.default_value for argument in schema(func).arguments if argument.has_default_value()}
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 

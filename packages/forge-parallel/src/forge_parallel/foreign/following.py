@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import UNKNOWN, across, dimension_of, named_arguments
 from forge_parallel.foreign.example import Example, call
 from forge_parallel.foreign.recording import SeemingReal, without_memory, written
 from forge_parallel.tensor.rules import Role, Rules
+from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter, tree_map
 
 OPAQUE = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
 """Roles that change what is split. Their modules' own operators are the layout's business."""
@@ -68,7 +67,7 @@ class Follower(TorchDispatchMode):
 
     def _of(self, tensor: Tensor) -> _State:
         state = self._states.get(id(tensor), (tensor, CLEAN))[1]
-        if state.split is None and tensor.untyped_storage()._cdata in self._filled:
+        if state.split is None and storage_key(tensor.untyped_storage()) in self._filled:
             return replace(state, split=UNKNOWN)
         return state
 
@@ -112,7 +111,7 @@ class Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator and follows what it does."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -129,7 +128,7 @@ class Follower(TorchDispatchMode):
         if any(state.split is not None for state in states):
             self.partial |= set().union(*(state.sources for state in states if state.split is None))
             self._split(name, given, out)
-            self._filled |= {leaf.untyped_storage()._cdata: leaf for leaf in written(func, args, kwargs)}
+            self._filled |= {storage_key(leaf.untyped_storage()): leaf for leaf in written(func, args, kwargs)}
         else:
             sources = frozenset().union(*(state.sources for state in states))
             for leaf in tree_iter(out):

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.example import Example, call
+from forge_parallel.torch_private import tree_iter, tree_map
 
 ADVICE = (
     "put all that comes before the blocks, such as tables that are added and dropout, into one module, and all that comes after "

@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
+
+from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, schema, storage_key, tree_iter, tree_map
 
 RAW = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 """Operators whose results hold nothing yet."""
@@ -71,7 +71,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator, and records it if a tensor without memory takes part."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class Recording(TorchDispatchMode):
         original = nn.Module.register_parameter
 
         def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 hollow = param if param is None or param.is_meta else self.hollow(param)
             original(module, name, hollow)
 
@@ -193,7 +193,7 @@ def _bind(recorded: Any, real: Any, memory: dict[int, torch.UntypedStorage]) -> 
 
 def _key(tensor: Tensor) -> int:
     """Names a storage without memory for as long as the tape, which holds it, exists."""
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor.untyped_storage())
 
 
 def _covers(tensor: Tensor) -> bool:
@@ -214,7 +214,7 @@ def without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator changes."""
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_iter(given) if isinstance(leaf, Tensor))

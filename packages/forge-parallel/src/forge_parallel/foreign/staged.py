@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.foreign.describe import describe
 from forge_parallel.foreign.example import Example
 from forge_parallel.foreign.handed import ADVICE, must_hand_on, units_of, visits
+from forge_parallel.torch_private import tree_iter
 
 
 class Passing(nn.Module):

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from forge_parallel.torch_private import after_backward, is_view, stage_backward_input, stage_backward_weight
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states from the stage before) -> hidden states, or from the last stage the loss (1,)."""
@@ -55,7 +56,7 @@ class Stage(PipelineStage):
             hidden.register_hook(Tensor.contiguous)  # only contiguous gradients can be sent
         out = self._forward(self.stage_index, int(micro_batch), hidden)
         # The schedule detaches outputs in place when they are sent and done with, which a view does not allow.
-        return out if out.is_contiguous() and not out._is_view() else out.clone(memory_format=torch.contiguous_format)
+        return out if out.is_contiguous() and not is_view(out) else out.clone(memory_format=torch.contiguous_format)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """As torch's, but for the halves of a backward.
@@ -96,6 +97,4 @@ def _accumulate(part: nn.Module) -> None:
     """
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-                group.post_backward()
+            after_backward(module)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from forge_parallel.placement.shares import chunk
+from forge_parallel.torch_private import StridedShard
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _cuts(placements: tuple[Placement, ...]) -> Iterator[tuple[int, int]]:
     """
     late = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             late.append((axis, placement.dim))
         elif isinstance(placement, Shard):
             yield axis, placement.dim

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-functional = torch.ops._c10d_functional
+from forge_parallel.torch_private import functional
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ranks:
 
 
 def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Concatenates the tensors of all ranks, which have one shape, along `dim`. No gradient."""
+    """Collective: concatenates the tensors of all ranks, which have one shape, along `dim`. No gradient."""
     out = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name))
     if dim == 0:
         return out
@@ -49,25 +49,25 @@ def all_gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """Sums over ranks; each keeps its part of `dim`, which the number of ranks divides. No gradient."""
+    """Collective: sums over ranks; each keeps its part of `dim`, which the number of ranks divides. No gradient."""
     if dim:
         x = torch.cat(x.chunk(ranks.size, dim))
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.name))
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sums over ranks. No gradient."""
+    """Collective: sums over ranks. No gradient."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", ranks.name))
 
 
 def all_to_all_single(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
-    """(sum(send), ...) -> (sum(receive), ...): the next send[i] rows go to rank i, receive[i] rows come from it, in rank order.
-    No gradient."""
+    """Collective: (sum(send), ...) -> (sum(receive), ...). The next send[i] rows go to rank i, receive[i] rows come from it, in
+    rank order. No gradient."""
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), list(receive), list(send), ranks.name))
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], ranks: Ranks) -> Tensor:
-    """`all_to_all_single` with its gradient, which goes back the same way.
+    """Collective: `all_to_all_single` with its gradient, which goes back the same way.
 
     Splits may be uneven, and 0. What a rank sends to another one must be what that one expects: ranks see to that themselves,
     a difference is an error or a hang of the backend.
@@ -81,7 +81,7 @@ def evenly(x: Tensor, ranks: Ranks) -> list[int]:
 
 
 class Gather(torch.autograd.Function):
-    """All-gather; backward: reduce-scatter."""
+    """Collective: all-gather; backward: reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -95,8 +95,8 @@ class Gather(torch.autograd.Function):
 
 
 class GatherWide(torch.autograd.Function):
-    """All-gather along dimension 0; backward: shares are exchanged and summed here, in at least fp32, which moves the bytes of a
-    reduce-scatter and rounds once."""
+    """Collective: all-gather along dimension 0; backward: shares are exchanged and summed here, in at least fp32, which moves the
+    bytes of a reduce-scatter and rounds once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -112,7 +112,7 @@ class GatherWide(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Reduce-scatter; backward: all-gather."""
+    """Collective: reduce-scatter; backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -126,7 +126,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Copy(torch.autograd.Function):
-    """Identity; backward: all-reduce."""
+    """Collective: identity; backward: all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -140,7 +140,7 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """All-reduce; backward: identity."""
+    """Collective: all-reduce; backward: identity."""
 
     @staticmethod
     def forward(_: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -153,7 +153,7 @@ class Sum(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """All-gather along the last dimension of what all ranks then use alike, cut to `width`; backward: the own part."""
+    """Collective: all-gather along the last dimension of what all ranks use alike, cut to `width`; backward: the own part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, width: int) -> Tensor:

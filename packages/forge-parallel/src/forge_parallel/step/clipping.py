@@ -4,6 +4,7 @@ import torch
 
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.step.reduce import local_gradient
+from forge_parallel.torch_private import foreach_mul_
 
 
 @torch.no_grad()
@@ -16,5 +17,5 @@ def clip(model: ParallelModel, norm: torch.Tensor, limit: float) -> torch.Tensor
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     gradients = [gradient for _, parameter, _ in model.trainable() if (gradient := local_gradient(parameter)) is not None]
     if gradients:
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].device, gradients[0].dtype))
+        foreach_mul_(gradients, coefficient.to(gradients[0].device, gradients[0].dtype))
     return coefficient

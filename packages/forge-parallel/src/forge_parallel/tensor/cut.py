@@ -22,6 +22,7 @@ from forge_parallel.step.reduce import local_gradient
 from forge_parallel.tensor.loss import SplitCrossEntropy
 from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies
+from forge_parallel.torch_private import overlap_tensor_parallelism
 
 
 def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool) -> None:
@@ -82,11 +83,7 @@ def overlap(topology: Topology) -> None:
             "tensor: asynchronous tensor parallelism needs CUDA devices that reach each other's memory; "
             "set transforms.tensor.asynchronous = false"
         )
-    import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    enable_symm_mem_for_group(topology.group("tp").group_name)
-    inductor._micro_pipeline_tp = True  # torch offers no other switch than this process-wide one
+    overlap_tensor_parallelism(topology.group("tp"))
 
 
 def _cut_parameter(name: str, parameter: nn.Parameter, table: Rules, mesh: DeviceMesh) -> nn.Parameter:

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._functorch.config as functorch
 from torch import nn
 
 from forge_parallel.experts.stack import apart
+from forge_parallel.torch_private import within_budget
 from forge_parallel.transforms.checkpointed import inside
 
 if TYPE_CHECKING:
@@ -47,5 +47,5 @@ def _compiled(forward: Callable[..., Any], fullgraph: bool, mode: str, budget: f
 
 def _within(budget: float, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # The compiler reads its budget when it compiles, which is inside some call of the block.
-    with functorch.patch(activation_memory_budget=budget):
+    with within_budget(budget):
         return compiled(*args, **kwargs)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard as Cut
 from forge_core.errors import PlanError
 from forge_parallel.experts.stack import apart
 from forge_parallel.launch.process_group import alone
+from forge_parallel.torch_private import before_backward
 
 if TYPE_CHECKING:
     from forge_parallel.build.context import Context
@@ -82,7 +83,7 @@ def _gather_together(within: list[nn.Module], _block: nn.Module, _inputs: Any, o
     for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             for module in within:
-                tensor.register_hook(module._get_fsdp_state()._pre_backward)  # type: ignore[operator]
+                tensor.register_hook(before_backward(module))
 
 
 def _host(part: nn.Module, context: "Context") -> OffloadPolicy:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from forge_parallel.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 
 class Storages(TorchDispatchMode):
@@ -40,4 +40,4 @@ def held_after(forward: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor.untyped_storage())

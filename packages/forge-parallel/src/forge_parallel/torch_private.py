@@ -1,0 +1,162 @@
+"""Names of torch that its documentation does not promise to keep: each here once, with why there is no other way.
+
+Where torch may drop a name there is a fallback. What takes long to import, or acts when it is imported, is behind a function.
+Tests call all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+# Whatever can hold tensors, as torch's own hooks see it; there is no public module for Python.
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+# To see every operator. Documented for tools such as profilers, under this private path only.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # isort: skip
+
+# Tensors without memory, that a dry run computes on.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # isort: skip
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # isort: skip
+from torch._guards import detect_fake_mode as detect_fake_mode  # isort: skip
+
+# The halves of a backward, for stages whose slots do not hold the parameters themselves.
+from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input  # isort: skip
+from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight  # isort: skip
+
+try:  # what FSDP makes of a dimension that tensor parallelism has cut; torch means to do without it
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+except ImportError:
+
+    class StridedShard:  # type: ignore[no-redef]
+        """Nothing is one."""
+
+        dim: int
+
+
+aten = torch.ops.aten
+
+# A group by its name, as operators are given it.
+resolve_process_group: Callable[[str], dist.ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[assignment]
+
+# Collectives that a compiler can trace; the public functions return tensors that are still on their way.
+functional = torch.ops._c10d_functional
+
+# Attention of a CPU with its log-sum-exp, and the backward that takes one.
+flash_attention_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Operators that wrappers of tensors have to know by name.
+TO_COPY = aten._to_copy.default
+LOCAL_SCALAR = aten._local_scalar_dense.default
+GROUPED_MM = aten._grouped_mm.default
+
+# One kernel for many tensors.
+foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+
+# A float8 product of several matrices at once; torchao calls it under the same name.
+scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
+
+# For classes of tensors, and for code that looks at functions of torch from inside one.
+DisableTorchFunction: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+# Families of modules.
+Dropout = nn.modules.dropout._DropoutNd
+BatchNorm = nn.modules.batchnorm._NormBase
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Gradients are recorded inside, even in the body of an operator, where torch has switched autograd off by its keys."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():  # type: ignore[call-arg]
+        yield
+
+
+def schema(func: Any) -> Any:
+    """Name, arguments and results of an operator."""
+    return func._schema
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells storages apart while they live; those without memory have no address."""
+    return storage._cdata
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd sees it as a view, which may not be detached in place."""
+    return tensor._is_view()
+
+
+def local_part(tensor: Any) -> Any:
+    """What a rank holds of a DTensor, with its class and storage; `to_local` gives another tensor."""
+    return tensor._local_tensor
+
+
+def float8_numbers(cast: Any) -> Tensor:
+    """The numbers of a tensor of torchao without their scale."""
+    return cast._data
+
+
+def python_body(func: Any) -> Callable[..., Any] | None:
+    """The function behind an operator that is written in Python; None for others, and where torch does not tell."""
+    try:
+        from torch._library.custom_ops import _maybe_get_opdef
+    except ImportError:
+        return None
+    written = _maybe_get_opdef(func)
+    return None if written is None else written._init_fn
+
+
+def before_backward(module: Any) -> Callable[[Tensor], Any]:
+    """A hook for gradients that gathers a module which FSDP has sharded."""
+    return module._get_fsdp_state()._pre_backward
+
+
+def after_backward(module: Any) -> None:
+    """Moves gradients of gathered parameters to where FSDP sums them. From torch 2.12 on a module has several groups."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        group.post_backward()
+
+
+def forget_meshes() -> None:
+    """Empties DTensor's caches, which hold meshes of groups that are gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def fake_store() -> Any:
+    """The store of a group whose collectives move nothing; importing it registers the backend `fake`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def within_budget(share: float) -> AbstractContextManager[Any]:
+    """Inside, the compiler keeps at most this share of the activations; it has no argument for it."""
+    import torch._functorch.config as functorch
+
+    return functorch.patch(activation_memory_budget=share)
+
+
+def overlap_tensor_parallelism(group: dist.ProcessGroup) -> None:
+    """Lets the compiler fuse collectives over `group` with matrix products. The switch is that of the whole process."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group.group_name)
+    inductor._micro_pipeline_tp = True

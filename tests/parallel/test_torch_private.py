@@ -1,0 +1,119 @@
+"""Every private name of torch that strategies use is there in the version that runs, and does what it is used for."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor.placement_types as placements
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from forge_parallel import torch_private as private
+from forge_parallel.dryrun.fake_world import fake_world
+
+
+def test_operators_have_names_and_schemas() -> None:
+    for operator in (private.TO_COPY, private.LOCAL_SCALAR, private.GROUPED_MM):
+        assert private.schema(operator).arguments
+    assert private.schema(private.TO_COPY).name == "aten::_to_copy"
+    for packet in (private.flash_attention_cpu, private.flash_attention_cpu_backward):
+        assert packet.overloads()
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor"):
+        assert hasattr(private.functional, name)
+    assert callable(private.scaled_grouped_mm)
+
+
+def test_tensors_in_anything_are_found() -> None:
+    tree = {"a": [torch.ones(2), 3]}
+    assert len(private.tree_leaves(tree)) == 2
+    assert len(list(private.tree_iter(tree))) == 2
+    assert private.tree_map(type, tree) == {"a": [torch.Tensor, int]}
+    assert private.tree_map_only(int, lambda n: n + 1, [1, "x"]) == [2, "x"]
+
+
+def test_many_tensors_are_multiplied_and_measured_at_once() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([5.0])]
+    assert [float(norm) for norm in private.foreach_norm(tensors)] == [5.0, 5.0]
+    private.foreach_mul_(tensors, 2.0)
+    assert tensors[1].item() == 10.0
+
+
+def test_storages_views_and_modes() -> None:
+    x = torch.arange(4.0)
+    assert private.is_view(x[1:]) and not private.is_view(x)
+    assert private.storage_key(x.untyped_storage()) == private.storage_key(x[1:].untyped_storage())
+    seen: list[Any] = []
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        _ = x + 1
+    assert seen == [torch.ops.aten.add.Tensor]
+    with private.DisableTorchFunction():
+        assert torch.equal(x, x)
+    with torch.no_grad(), private.recording():
+        assert torch.is_grad_enabled()
+
+
+def test_tensors_without_memory() -> None:
+    assert private.detect_fake_mode() is None
+    with private.FakeTensorMode() as mode:
+        assert isinstance(torch.ones(2), private.FakeTensor)
+        assert private.detect_fake_mode() is mode
+
+
+def test_families_of_modules() -> None:
+    assert isinstance(nn.Dropout1d(), private.Dropout) and isinstance(nn.Dropout(), private.Dropout)
+    assert isinstance(nn.BatchNorm2d(1), private.BatchNorm) and isinstance(nn.SyncBatchNorm(1), private.BatchNorm)
+
+
+def test_the_body_of_an_operator_written_in_python() -> None:
+    @torch.library.custom_op("forge_parallel_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    body = private.python_body(torch.ops.forge_parallel_test.twice.default)
+    assert body is not None and body(torch.ones(1)).item() == 2
+    assert private.python_body(torch.ops.aten.mul.Tensor) is None
+
+
+def test_what_fsdp_is_asked_for() -> None:
+    with fake_world(2, 0):
+        module: Any = fully_shard(nn.Linear(4, 4, device="meta"))
+        assert isinstance(module, FSDPModule)
+        assert isinstance(module.weight, DTensor) and private.local_part(module.weight).shape == (2, 4)
+        assert callable(private.before_backward(module))
+        assert module._get_fsdp_state() is not None
+    private.forget_meshes()
+
+
+def test_switches_of_the_compiler() -> None:
+    import torch._functorch.config as functorch  # the module that the switch is in
+
+    with private.within_budget(0.5):
+        assert functorch.activation_memory_budget == 0.5
+    assert functorch.activation_memory_budget == 1.0
+    inductor = importlib.import_module("torch._inductor.config")
+    assert inductor._micro_pipeline_tp is False
+    assert importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_strided_shards_nothing_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(private.StridedShard(0, split_factor=2), placements.Placement)  # type: ignore[call-arg]
+    monkeypatch.delattr(placements, "_StridedShard")
+    spec = importlib.util.find_spec("forge_parallel.torch_private")
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert not isinstance(placements.Shard(0), again.StridedShard)
+
+
+def test_without_a_way_to_see_bodies_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._library.custom_ops._maybe_get_opdef")
+    assert private.python_body(torch.ops.aten.mul.Tensor) is None
