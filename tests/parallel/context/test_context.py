@@ -23,6 +23,7 @@ from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
+from forge_parallel.step.strategies import local_batch
 from forge_parallel.tensor.transform import Tensor as TensorParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
@@ -234,7 +235,7 @@ def _refused(build: Any, layout: str, kind: Any, length: int = 0, extras: bool =
     try:
         plan = Plan.of(_transforms(kind), at)
         model = realize(Blueprint.of(build), plan, Topology.of(at, CPU), 0, "fp64", "fp64")
-        model.local_batch(Batch(tokens, tokens, extras={"images": tokens} if extras else {}))
+        local_batch(model, Batch(tokens, tokens, extras={"images": tokens} if extras else {}))
     except ForgeError as refusal:
         return str(refusal)
     return "accepted"

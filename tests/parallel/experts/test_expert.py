@@ -32,6 +32,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
 from forge_parallel.step.step_statistics import begin
+from forge_parallel.step.strategies import local_batch
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
@@ -264,7 +265,7 @@ def told(layout: str) -> float:
     model = realize(Blueprint.of(case.build), plan, topology, 0)
     batches = share(padded(synthetic(case, 0), 0), topology.data_rank, topology.data_size, 1)
     layer = Told()
-    begin([layer], model, [model.local_batch(batch) for batch in batches])
+    begin([layer], model, [local_batch(model, batch) for batch in batches])
     return layer.scale
 
 

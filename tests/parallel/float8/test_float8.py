@@ -78,7 +78,7 @@ def _measure(
     with warnings.catch_warnings():
         if any(isinstance(transform, Compile) for transform in more):
             warnings.simplefilter("ignore")  # the compiler's own imports warn
-        return measure(case, at, transforms, CPU, Pipeline(schedule=schedule).definition() if schedule else None)
+        return measure(case, at, transforms, CPU, Pipeline(schedule=schedule).build() if schedule else None)
 
 
 # ---------------------------------------------------------------------------------------------- independent references

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize, verify_layout
-from forge_parallel.foreign import forked, parallelized
+from forge_parallel.foreign import forked, lay_out
 from forge_parallel.foreign.recording import Recording
 from harness.pool import World
 from parallel.foreign_modules import PLAN, Plain
@@ -104,8 +104,8 @@ class DroppingBlocks(Plain):
 
 def _no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing could be seen statically. Children are forked, so they have it, too."""
-    monkeypatch.setattr(parallelized, "follow", lambda *_: frozenset())
-    monkeypatch.setattr(parallelized, "refuse_batch_statistics", lambda _: None, raising=False)
+    monkeypatch.setattr(lay_out, "follow", lambda *_: frozenset())
+    monkeypatch.setattr(lay_out, "refuse_batch_statistics", lambda _: None, raising=False)
     monkeypatch.setattr("forge_parallel.foreign.staged.must_hand_on", lambda *_: None, raising=False)
 
 

@@ -222,7 +222,7 @@ def test_no_object_is_ever_pickled_between_stages(world: World) -> None:
 
 def _forgetful(case: Case, what: str) -> Measurement:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tied_weights, what, lambda _: None)
+        patch.setattr(tied_weights, what, lambda *_: None)
         return measured(case, "pp2")
 
 

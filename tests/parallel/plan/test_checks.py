@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from forge_core.layout import Layout
-from forge_parallel import checks
 from forge_parallel.checks import (
-    axes_are_claimed,
     batch_fits,
     compiled_experts_fit,
     compositions_are_proven,
@@ -51,15 +49,6 @@ def test_a_batch_that_does_not_fit_names_what_would(rows: int, micro: int, layou
     (fault,) = batch_fits(job(rows, micro), Layout.parse(layout))
     assert fault.key == key
     assert fault.hint.endswith(legal)
-
-
-def test_an_axis_that_nobody_implements_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(axes_are_claimed(job(), Layout.parse("dp2tp2cp2ep2etp2"))) == []
-    monkeypatch.setattr(checks, "IMPLEMENTED", checks.IMPLEMENTED - {"expert"})
-    found = {fault.key: str(fault) for fault in axes_are_claimed(job(), Layout.parse("dp2tp2cp2ep2"))}
-    assert sorted(found) == ["parallel.ep"]
-    assert "'expert'" in found["parallel.ep"]
-    assert list(axes_are_claimed(job(expert=object()), Layout.parse("dp2ep2"))) == [], "a plugin may offer it"
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ class Specs:
         exit: paths of the modules that run after the last block; a pipeline keeps them on its last part. Blocks inside of them
             stay there too.
         mtp_depth: how many tokens beyond the next one the model predicts in training; it is given `Batch.mtp_targets` then.
+        needs: inputs in addition to hidden states that later parts of a pipeline take, by the names of these arguments.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
         whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
     """
@@ -119,3 +120,4 @@ class Specs:
     whole_rows: tuple[str, ...] = ()
     whole_stream: tuple[str, ...] = ()
     mtp_depth: int = 0
+    needs: tuple[Literal["tokens"], ...] = ()

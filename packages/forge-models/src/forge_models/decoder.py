@@ -323,6 +323,7 @@ class Decoder(nn.Module):
             whole_rows=outline.whole_rows(shape),
             whole_stream=outline.whole_stream(shape),
             mtp_depth=len(depths),
+            needs=("tokens",),
         )
 
     def _has(self, path: str) -> bool:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from forge_parallel.build.plan import Plan as Plan
     from forge_parallel.build.realize import Blueprint as Blueprint
     from forge_parallel.build.realize import realize as realize
+    from forge_parallel.foreign.parallelize import parallelize as parallelize
     from forge_parallel.foreign.parallelized import Parallelized as Parallelized
-    from forge_parallel.foreign.parallelized import parallelize as parallelize
     from forge_parallel.foreign.verification import verify_layout as verify_layout
     from forge_parallel.launch.environment import read_launcher as read_launcher
     from forge_parallel.launch.process_group import start as start
@@ -36,7 +36,7 @@ __getattr__, __dir__ = lazily(
         "Topology": "placement.topology",
         "clip": "step.clipping",
         "read_launcher": "launch.environment",
-        "parallelize": "foreign.parallelized",
+        "parallelize": "foreign.parallelize",
         "realize": "build.realize",
         "start": "launch.process_group",
         "stop": "launch.process_group",

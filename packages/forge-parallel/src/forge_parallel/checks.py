@@ -12,17 +12,13 @@ from forge_core.component import fields_of
 from forge_core.errors import Fault
 from forge_core.features import undeclared, used
 from forge_core.layout import Layout, divisors
-from forge_parallel.build.plan import AXIS_DEFAULTS, default_transforms
+from forge_parallel.build.plan import default_transforms
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.experts.transform import Expert
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.proven import FEATURES, unproven
-
-IMPLEMENTED = frozenset({"compile", "context", "expert", "float8", "recompute", "shard", "tensor"})
-"""Transforms of this distribution that exist; an axis whose default is another one needs a plugin that claims it."""
-
 
 DEFAULTS = MappingProxyType({"shard": Shard(), "tensor": Tensor(), "context": ContextParallel(), "expert": Expert()})
 """What an axis larger than 1 pulls in when the recipe names nothing."""
@@ -97,20 +93,6 @@ def sequence_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def axes_are_claimed(job: Any, layout: Layout) -> Iterator[Fault]:
-    """Every axis larger than 1 has a transform that implements it; pp has `[parallel.pipeline]`."""
-    for axis in layout.active():
-        if axis == "pp":
-            continue
-        default = AXIS_DEFAULTS.get(axis, (None,))[0]
-        if default not in IMPLEMENTED and default not in job.transforms:
-            yield Fault(
-                f"parallel.{axis}",
-                f"= {layout.size(axis)}, but no installed distribution offers the transform {default!r}",
-                hint=f"set parallel.{axis} = 1",
-            )
-
-
 def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
     """Nodes of a hierarchical dispatcher share the ranks of ep evenly, and there are several."""
     expert = job.transforms.get("expert")
@@ -141,7 +123,7 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     """Blocks can be split over the stages, and the schedule can run a step's micro-batches."""
     if layout.pp == 1:
         return
-    pipeline = job.parallel.pipeline.definition()
+    pipeline = job.parallel.pipeline.build()
     micro_batches, left = divmod(job.train.global_batch, layout.data * job.train.micro_batch)
     # How many blocks a model has is known here only if it says so; else the cut refuses, before memory is allocated.
     blocks = getattr(job.model, "layers", None)
@@ -173,7 +155,7 @@ def features(job: Any, layout: Layout) -> set[str]:
     for component in _options(job, layout).values():
         found |= used(type(component), _values(type(component), component), sizes)
     if layout.pp > 1:
-        found.add(f"pp_{job.parallel.pipeline.definition().schedule.name}")
+        found.add(f"pp_{job.parallel.pipeline.build().schedule.name}")
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.add("accumulate")
     if getattr(job.model, "mtp", None) is not None:

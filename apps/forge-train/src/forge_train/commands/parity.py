@@ -46,7 +46,7 @@ def parity(
     job = load(recipe, context.args).job
     for text, layout in parsed.items():
         if layout.pp > 1:
-            schedule = job.parallel.pipeline.definition().schedule
+            schedule = job.parallel.pipeline.build().schedule
             if why := schedule.refusal(layout.pp, rows // (layout.data * micro_batch)):
                 raise ForgeError(f"{text}: {why}; change --rows or --micro-batch")
     table: list[dict[str, Any]] = []

@@ -214,7 +214,7 @@ def transforms_of(job: Job, layout: Layout, registry: Registry) -> list[Any]:
 
 def pipeline_of(job: Job, layout: Layout) -> Pipeline | None:
     """The recipe's pipeline, where the layout has one."""
-    return job.parallel.pipeline.definition() if layout.pp > 1 else None
+    return job.parallel.pipeline.build() if layout.pp > 1 else None
 
 
 def _announcer(console: "Console | None") -> Callable[[str], None]:

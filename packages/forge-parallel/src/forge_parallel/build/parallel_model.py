@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.model import NamedTensor
@@ -17,7 +16,6 @@ from forge_core.specs import Specs
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import cast_parameters
-from forge_parallel.pipeline import tied_weights
 from forge_parallel.pipeline.stages import Cut
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.owner import owns
@@ -149,32 +147,8 @@ class ParallelModel:
             if callable(tell := getattr(part, "at_step", None)):
                 tell(step, steps)
 
-    def refresh(self) -> None:
-        """Gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
-        tied_weights.refresh(self)
-
-    def local_batch(self, batch: Batch, mtp_depth: int = 0) -> Batch:
-        """This rank's share of what its data rank read, on the device; with labels of `mtp_depth` tokens beyond the next one."""
-        batch = batch.to(str(self.topology.device)).with_mtp_targets(mtp_depth)
-        for transform in self.plan.transforms:
-            batch = transform.local_batch(batch, self.contexts[0])
-        return batch
-
-    def before_micro_batch(self, last: bool) -> None:
-        """Tells every strategy that a micro-batch begins, and whether it is the step's last one."""
-        for transform in self.plan.transforms:
-            for part in self.parts:
-                transform.before_micro_batch(part, last)
-
-    def after_backward(self) -> None:
-        """Tells every strategy that the step's last backward is over: gradients are complete afterwards."""
-        for transform in reversed(self.plan.transforms):
-            for part, context in zip(self.parts, self.contexts, strict=True):
-                transform.after_backward(part, context)
-        tied_weights.add_gradients(self)
-
     def parameter_count(self) -> int:
-        """Parameters of the whole model, counted once over all ranks and ties."""
+        """Collective: parameters of the whole model, counted once over all ranks and ties."""
         owned = sum(local_box(p).local.numel() for _, p, _ in self.trainable() if owns(p, self.topology))
         count = torch.tensor(owned, dtype=torch.int64, device=self.topology.device)
         return int(self.topology.all_reduce(count))

@@ -148,12 +148,14 @@ def realize(
         parts.append(part)
         contexts.append(context)
     model = ParallelModel(tuple(parts), tuple(contexts), blueprint.specs, shapes, plan, topology, DTYPES[compute], cut)
-    tied_weights.check(model)
+    if cut is not None:
+        tied_weights.check(cut, model.everything, shapes, topology)
     if isinstance(source, int):
         initialize(model, source)
     else:
         source(model)
-    model.refresh()
+    if cut is not None:
+        tied_weights.refresh(cut, model.everything, topology)
     return model
 
 

@@ -30,8 +30,8 @@ class AdamW(Component):
     def build(self, model: "TrainableModel") -> "Optimizer":
         import torch
 
-        from forge_parallel.optim.adamw import AdamW as Built
-        from forge_parallel.optim.adamw_bf16 import AdamWBf16
+        from forge_parallel.optim import adamw, adamw_bf16
 
         low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
-        return (AdamWBf16 if low else Built)(model, self.lr, self.betas, self.eps, self.weight_decay)
+        made = adamw_bf16.AdamWBf16 if low else adamw.AdamW
+        return made(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)

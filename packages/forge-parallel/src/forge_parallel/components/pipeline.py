@@ -36,7 +36,7 @@ class Interleaved(Component):
     """Stages that each rank holds."""
 
     def build(self) -> PipelineSchedule:
-        return TorchSchedule("interleaved", "ScheduleInterleaved1F1B", "rounds", self.stages_per_rank)
+        return TorchSchedule("interleaved", "ScheduleInterleaved1F1B", "rounds", stages_per_rank=self.stages_per_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,11 @@ class InterleavedZeroBubble(Component):
 
     def build(self) -> PipelineSchedule:
         return TorchSchedule(
-            "interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", "rounds", self.stages_per_rank, splits_backward=True
+            "interleaved_zero_bubble",
+            "ScheduleInterleavedZeroBubble",
+            "rounds",
+            stages_per_rank=self.stages_per_rank,
+            splits_backward=True,
         )
 
 
@@ -60,7 +64,7 @@ class ZeroBubbleV(Component):
     (ZB-V; Qi et al., 2024)."""
 
     def build(self) -> PipelineSchedule:
-        return TorchSchedule("zbv", "ScheduleZBVZeroBubble", "any", 2, "v", splits_backward=True)
+        return TorchSchedule("zbv", "ScheduleZBVZeroBubble", "any", stages_per_rank=2, shape="v", splits_backward=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,4 +72,4 @@ class DualPipeV(Component):
     """Two stages per rank in the shape of a V; forwards and backwards of different micro-batches meet (DeepSeek-AI, 2024)."""
 
     def build(self) -> PipelineSchedule:
-        return TorchSchedule("dualpipev", "ScheduleDualPipeV", "stages", 2, "v", splits_backward=True)
+        return TorchSchedule("dualpipev", "ScheduleDualPipeV", "stages", stages_per_rank=2, shape="v", splits_backward=True)

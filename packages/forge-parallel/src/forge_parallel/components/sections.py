@@ -8,8 +8,7 @@ from annotated_types import Ge, Gt
 from forge_core.component import FREE, IDENTITY, LAYOUT, Component, Slot
 from forge_core.errors import PlanError
 from forge_core.features import Feature, Neutral
-from forge_parallel.pipeline import split
-from forge_parallel.pipeline.definition import Pipeline as Definition
+from forge_parallel.pipeline import definition, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,9 @@ class Pipeline:
         except PlanError as error:
             raise ValueError(str(error)) from None
 
-    def definition(self) -> Definition:
+    def build(self) -> definition.Pipeline:
         """What a plan takes."""
-        return Definition(self.schedule.build(), self.split)
+        return definition.Pipeline(schedule=self.schedule.build(), split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.batch import Batch
@@ -35,6 +34,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
+from forge_parallel.torch_private import detect_fake_mode
 
 
 @dataclass(frozen=True)
@@ -277,10 +277,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     stages, wanted = model.topology.layout.pp, workload.micro_batches
     fewest = _fewest(model.topology.layout, model.plan.pipeline)
     optimizer = workload.optimizer(model)
-    step = Step(model, watch.listening(workload.objective))
-    if stages > 1:
-        assert step._pipeline is not None, "a layout with stages has a pipeline"
-        step._pipeline._agreed = watch.agreed
+    step = Step(model, watch.listening(workload.objective), watch.agreed)
     sizes = (wanted,) if wanted <= 2 * fewest else (fewest, 2 * fewest) if stages > 1 else (2,)
     # The first step of a run does more than the others: stages meet, and layouts of operators are worked out.
     first = workload if stages > 1 else workload.shortened(model.topology.layout)

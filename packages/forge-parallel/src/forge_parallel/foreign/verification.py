@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
@@ -22,9 +21,11 @@ from forge_parallel.build.plan import Phase
 from forge_parallel.foreign.draws import Draws, random_numbers_kept
 from forge_parallel.foreign.example import Example, call, example_for, shares
 from forge_parallel.foreign.forked import forked
-from forge_parallel.foreign.parallelized import Parallelized, parallelize, prepare
+from forge_parallel.foreign.lay_out import lay_out, prepare
+from forge_parallel.foreign.parallelized import Parallelized
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import BALANCED
+from forge_parallel.torch_private import tree_iter
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 
@@ -76,7 +77,7 @@ class _Probe:
         chosen = [replace(one, offload=False) if isinstance(one, Shard) else one for one in kept]
         source = self.source
         pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)
-        return parallelize(
+        return lay_out(
             _wide_buffers(deepcopy(source)) if isinstance(source, nn.Module) else lambda: _wide_buffers(source()),
             layout,
             chosen,

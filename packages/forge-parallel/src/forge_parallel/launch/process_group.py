@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable[[], bool] = lambda: False) -> torch.device:
-    """Opens the default process group (none for a world of one) and returns this rank's device.
+    """Collective: opens the default process group (none for a world of one) and returns this rank's device.
 
     A rendezvous store is keyed by the restart count, so that a restarted worker never reads a dead one's address.
 

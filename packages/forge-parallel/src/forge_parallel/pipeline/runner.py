@@ -2,9 +2,8 @@
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import LossTerms, Objective
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.pipeline.torch_stage import Stage
+
+Agree = Callable[[list[str]], list[str]]
 
 
 @dataclass
@@ -35,24 +36,29 @@ class _Scored:
 
 
 class Runner:
-    """The stages of one rank, for one objective."""
+    """The stages of one rank, for one objective.
 
-    def __init__(self, model: ParallelModel, objective: Objective) -> None:
+    Args:
+        model: whose stages they are.
+        objective: what is minimised.
+        agree: names of the objective's metrics on this rank -> those of the last stage; by default all ranks ask that one.
+    """
+
+    def __init__(self, model: ParallelModel, objective: Objective, agree: Agree | None = None) -> None:
         assert model.cut is not None
         assert model.plan.pipeline is not None
         self._model, self._objective, self._cut = model, objective, model.cut
         self._order = model.plan.pipeline.schedule
         self._parts = dict(zip(model.cut.local, model.parts, strict=True))
-        # A later part may look at tokens, as a router by token does; it then has an argument of this name.
-        self._reads_tokens = {stage for stage, part in self._parts.items() if "tokens" in signature(part.forward).parameters}
         self._group = model.topology.group("pp")
+        self._agree = self._told if agree is None else agree
         self._ranks = model.topology.layout.pp
         self._schedules: dict[tuple[int, tuple[int, ...]], Any] = {}
         self._work: _Scored | None = None
         self._names: tuple[str, ...] | None = None
 
     def train(self, batches: Sequence[Batch], divisor: Tensor) -> list[LossTerms]:
-        """Forward and backward of a step's micro-batches; the terms of each on the rank of the last stage, else none.
+        """Collective: forward and backward of a step's micro-batches; the terms of each on the rank of the last stage, else none.
 
         Raises:
             PlanError: micro-batches differ in shape, or the schedule cannot run that many.
@@ -75,14 +81,14 @@ class Runner:
         """Names of the objective's metrics: all ranks learn them from the last stage, in the first step and once."""
         found = sorted(terms[0].metrics) if terms else []
         if self._names is None:
-            self._names = tuple(self._agreed(found))
+            self._names = tuple(self._agree(found))
         names = list(self._names)
         if self._cut.last and found != names:
             raise PlanError(f"the objective's metrics were {names} in the first step and are {found} now; keep them the same")
         return names
 
-    def _agreed(self, names: list[str]) -> list[str]:
-        """The last stage's names, on all ranks of its pipeline."""
+    def _told(self, names: list[str]) -> list[str]:
+        """Collective: the last stage's names, on all ranks of its pipeline."""
         payload = json.dumps(names).encode()
         device, last = self._model.topology.device, dist.get_global_rank(self._group, self._cut.placement[-1])
         size = torch.tensor(len(payload), device=device)
@@ -94,7 +100,7 @@ class Runner:
         return json.loads(bytes(letters.tolist()))
 
     def evaluate(self, batches: Iterable[Batch]) -> Iterator[LossTerms]:
-        """Forward passes only, for any number of batches; yields their terms on the rank of the last stage, else nothing.
+        """Collective: forward passes only, for any number of batches; yields their terms on the last stage's rank, else nothing.
 
         Stages send to each other directly, in an order that no schedule decides. With one stage per rank the batches
         follow each other through the pipeline; with several, a batch waits for the one before.
@@ -158,7 +164,7 @@ class Runner:
             length = batch.tokens.shape[1]
             if batch.positions is None and hidden.shape[1] != length:  # cut along the sequence, so they do not tell its length
                 given["positions"] = torch.arange(length, device=hidden.device).expand_as(batch.tokens)
-            if stage in self._reads_tokens:
+            if "tokens" in self._model.specs.needs:
                 given["tokens"] = batch.tokens
         return part(batch.tokens if hidden is None else hidden, **given)
 

@@ -5,79 +5,78 @@ gradient goes to the rank of the original, with the same coordinates on all othe
 out alike, so what moves is one local box.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from forge_core.errors import PlanError
+from forge_parallel.pipeline.stages import Cut
 from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.topology import Topology
 
-if TYPE_CHECKING:
-    from forge_parallel.build.parallel_model import ParallelModel
-    from forge_parallel.pipeline.stages import Follower
+Named = Mapping[str, torch.Tensor]
+"""Tensors of this rank by global name, copies included."""
 
 
 @torch.no_grad()
-def refresh(model: "ParallelModel") -> None:
-    """Gives every follower the value of its original; all ranks of pp enter."""
-    for one in _followers(model):
+def refresh(cut: Cut, tensors: Named, topology: Topology) -> None:
+    """Collective: gives every follower the value of its original; all ranks of pp enter."""
+    for one in cut.followers:
         _move(
-            model,
+            cut,
+            tensors,
+            topology,
             (one.original_stage, one.copy_stage),
-            lambda name=one.original: _local(model.everything[name]),
-            lambda value, name=one.copy: _local(model.everything[name]).copy_(value),
+            lambda name=one.original: _local(tensors[name]),
+            lambda value, name=one.copy: _local(tensors[name]).copy_(value),
             one.copy,
         )
 
 
 @torch.no_grad()
-def add_gradients(model: "ParallelModel") -> None:
-    """Adds every follower's gradient to that of its original, and clears it; all ranks of pp enter."""
-    for one in _followers(model):
+def add_gradients(cut: Cut, tensors: Named, topology: Topology) -> None:
+    """Collective: adds every follower's gradient to that of its original, and clears it; all ranks of pp enter."""
+    for one in cut.followers:
         _move(
-            model,
+            cut,
+            tensors,
+            topology,
             (one.copy_stage, one.original_stage),
-            lambda name=one.copy: _taken(model.everything[name]),
-            lambda value, name=one.original: _add(model.everything[name], value),
+            lambda name=one.copy: _taken(tensors[name]),
+            lambda value, name=one.original: _add(tensors[name], value),
             one.original,
         )
 
 
-def check(model: "ParallelModel") -> None:
-    """Compares where copies and originals are cut; all ranks of pp enter, and all see the same.
+def check(cut: Cut, tensors: Named, shapes: Mapping[str, tuple[int, ...]], topology: Topology) -> None:
+    """Collective: compares where copies and originals are cut; all ranks of pp enter, and all see the same.
 
     Raises:
         PlanError: a transform laid them out differently.
     """
-    for one in _followers(model):
-        assert model.cut is not None
-        boxes = torch.zeros(2, 3 * len(model.shapes[one.original]), dtype=torch.int64, device=model.topology.device)
+    for one in cut.followers:
+        boxes = torch.zeros(2, 3 * len(shapes[one.original]), dtype=torch.int64, device=topology.device)
         for row, name, stage in ((0, one.copy, one.copy_stage), (1, one.original, one.original_stage)):
-            if stage in model.cut.local:
-                box = local_box(model.everything[name])
+            if stage in cut.local:
+                box = local_box(tensors[name])
                 boxes[row] = torch.tensor([*box.shape, *box.offset, *box.local.shape])
-        dist.all_reduce(boxes, group=model.topology.group("pp"))
+        dist.all_reduce(boxes, group=topology.group("pp"))
         if not torch.equal(boxes[0], boxes[1]):
             raise PlanError(f"{one.copy} and {one.original} are tied, but a transform laid them out differently")
 
 
-def _followers(model: "ParallelModel") -> "tuple[Follower, ...]":
-    return () if model.cut is None else model.cut.followers
-
-
 def _move(
-    model: "ParallelModel",
+    cut: Cut,
+    tensors: Named,
+    topology: Topology,
     stages: tuple[int, int],
     give: Callable[[], torch.Tensor],
     take: Callable[[torch.Tensor], object],
     like: str,
 ) -> None:
     """Brings `give()` from the first stage's rank to `take` on the second's, where it looks as the tensor `like`."""
-    cut = model.cut
-    assert cut is not None
     source, target = (cut.placement[stage] for stage in stages)
     if source == target:
         if source == cut.rank:
@@ -85,11 +84,11 @@ def _move(
         return
     if cut.rank not in (source, target):
         return
-    group, device = model.topology.group("pp"), model.topology.device
+    group, device = topology.group("pp"), topology.device
     if cut.rank == source:
         dist.send(give().contiguous().to(device), dist.get_global_rank(group, target), group)
     else:
-        here = _local(model.everything[like])
+        here = _local(tensors[like])
         value = torch.empty_like(here, memory_format=torch.contiguous_format, device=device)
         dist.recv(value, dist.get_global_rank(group, source), group)
         take(value.to(here.device))

@@ -89,8 +89,8 @@ class Topology:
         return self.sparse["dp_replicate", "efsdp"] if self.layout.dp_replicate > 1 else self.sparse["efsdp"]
 
     def open_for_experts(self) -> None:
-        """Opens the mesh of experts, and the group of this rank's pipeline stages. All ranks enter, also those whose stages
-        have no expert, so nobody may do so on the way."""
+        """Collective: opens the mesh of experts, and the group of this rank's pipeline stages. All ranks enter, also those whose
+        stages have no expert, so nobody may do so on the way."""
         if self.size > 1:
             _ = self.sparse
             if self.layout.pp > 1:
@@ -124,7 +124,8 @@ class Topology:
         return _mine(self.layout.groups([axis for axis in DENSE if axis != "pp"]))
 
     def nodes(self, axis: str, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Of the ranks of `axis`, `size` neighbors of which are in one node: this one's node, and its peers in all nodes."""
+        """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
+        nodes."""
         if (axis, size) not in self._nodes:
             groups = list(self.layout.groups((axis,)))
             inside = [ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size)]
@@ -137,28 +138,28 @@ class Topology:
         return {}
 
     def stage_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums `tensor` in place over the ranks of the same pipeline stages; of all without a pipeline."""
+        """Collective: sums `tensor` in place over the ranks of the same pipeline stages; of all without a pipeline."""
         if self.layout.pp == 1:
             return self.all_reduce(tensor)
         dist.all_reduce(tensor, group=self._stage_group)
         return tensor
 
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of rank 0, on every rank's device."""
+        """Collective: the tensor of rank 0, on every rank's device."""
         there = tensor.to(self.device)
         if self.size > 1:
             dist.broadcast(there, 0)
         return there
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums `tensor` in place over the world; the identity in a world of one."""
+        """Collective: sums `tensor` in place over the world; the identity in a world of one."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
 
 def _mine(groups: Iterable[tuple[int, ...]], description: str | None = None) -> dist.ProcessGroup:
-    """The group of this rank, of groups that together have every rank once. All ranks enter."""
+    """Collective: the group of this rank, of groups that together have every rank once. All ranks enter."""
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], group_desc=description)
     assert isinstance(mine, dist.ProcessGroup)
     return mine

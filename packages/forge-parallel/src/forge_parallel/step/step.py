@@ -13,10 +13,11 @@ import torch
 from forge_core.batch import Batch
 from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.pipeline.runner import Runner
+from forge_parallel.pipeline.runner import Agree, Runner
 from forge_parallel.step.loss_by_source import shares, sources_of, sums_by_source
 from forge_parallel.step.reduce import speaks, squared_norm, valid_tokens, world_sum
 from forge_parallel.step.step_statistics import begin, finish, observers
+from forge_parallel.step.strategies import after_backward, before_micro_batch, local_batch, refresh
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,31 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Step:
-    """Runs a model on the micro-batches of one optimizer step."""
+    """Runs a model on the micro-batches of one optimizer step.
+
+    Attributes:
+        model: what is run.
+        objective: what is minimised.
+        agree: how ranks of a pipeline learn the names of the objective's metrics, see `Runner`; for worlds without other ranks.
+    """
 
     model: ParallelModel
     objective: Objective
+    agree: Agree | None = None
 
     def __call__(self, batches: Sequence[Batch], stop: bool = False) -> StepResult:
-        """Leaves complete gradients in `.grad` and returns the step's numbers.
+        """Collective: leaves complete gradients in `.grad` and returns the step's numbers.
 
         Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
         """
         topology = self.model.topology
-        moved = [self.model.local_batch(batch, self.model.specs.mtp_depth) for batch in batches]
+        moved = [local_batch(self.model, batch, self.model.specs.mtp_depth) for batch in batches]
         tokens = valid_tokens(moved, topology)
         divisor = tokens.clamp(min=1)
-        self.model.refresh()
+        refresh(self.model)
         begin(self._observers, self.model, moved)
         terms, names = self._forward_backward(moved, divisor)
-        self.model.after_backward()
+        after_backward(self.model)
         sources = sources_of(moved)
         if speaks(self.model):
             mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
@@ -121,10 +129,10 @@ class Step:
 
     @cached_property
     def _pipeline(self) -> Runner | None:
-        return None if self.model.cut is None else Runner(self.model, self.objective)
+        return None if self.model.cut is None else Runner(self.model, self.objective, self.agree)
 
     def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
-        self.model.before_micro_batch(last)
+        before_micro_batch(self.model, last)
         with self.model.computing():
             terms = self._forward(batch)
             (terms.sum / divisor).backward()
@@ -143,11 +151,11 @@ class Step:
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Mean loss without gradients. Every rank must bring the same number of batches."""
+        """Collective: mean loss without gradients. Every rank must bring the same number of batches."""
         topology = self.model.topology
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
-        self.model.refresh()
-        local = (self.model.local_batch(batch) for batch in batches)
+        refresh(self.model)
+        local = (local_batch(self.model, batch) for batch in batches)
         with self.model.inference():
             for terms in map(self._forward, local) if self._pipeline is None else self._pipeline.evaluate(local):
                 total += torch.stack([terms.sum.double(), terms.tokens.double()])

@@ -19,7 +19,7 @@ def observers(model: ParallelModel) -> tuple[Observer, ...]:
 
 
 def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Batch]) -> None:
-    """Before the first forward of a step, whose micro-batches on this rank are `batches`; one all-reduce."""
+    """Collective: before the first forward of a step, whose micro-batches on this rank are `batches`; one all-reduce."""
     if not found:
         return
     topology = model.topology
@@ -37,7 +37,7 @@ def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Bat
 
 @torch.no_grad()
 def finish(found: Sequence[Observer], model: ParallelModel, skip: torch.Tensor) -> None:
-    """After the last backward; `skip` is 1 where there will be no update. All counts cross ranks in one all-reduce.
+    """Collective: after the last backward; `skip` is 1 where there will be no update. All counts cross ranks in one all-reduce.
 
     Tensor parallel ranks see different tokens, too: without sequence parallelism such models are refused.
     """

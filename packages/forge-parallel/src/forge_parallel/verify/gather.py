@@ -12,7 +12,7 @@ from forge_parallel.placement.owner import owns
 
 
 def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Global name -> whole tensor on the host, for every parameter of the model that some rank brings.
+    """Collective: global name -> whole tensor on the host, for every parameter of the model that some rank brings.
 
     `tensors` are this rank's parameters, or their gradients, by global name; all ranks enter. Each element comes from the
     one rank that owns it.
@@ -39,6 +39,6 @@ def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of one tensor, detached and copied, on the host. Ranks of its mesh enter; cuts must be even."""
+    """Collective: the whole of one tensor, detached and copied, on the host. Ranks of its mesh enter; cuts must be even."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone().cpu()

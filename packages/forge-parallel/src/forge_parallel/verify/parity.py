@@ -113,7 +113,7 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
 def measure(
     case: Case, layout: Layout, transforms: Iterable[Transform], device: torch.device, pipeline: Pipeline | None = None
 ) -> Measurement:
-    """Runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
+    """Collective: runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
     topology = Topology.of(layout, device)
     plan = Plan.of(transforms, layout, pipeline)
     model = realize(Blueprint.of(case.build), plan, topology, case.seed, case.compute, case.state)

@@ -35,8 +35,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drifted(model: ParallelModel) -> Drift | None:
-    """The first tensor, in the order of the model's names, that differs between replicas, and the lowest rank that holds it
-    otherwise; None where all agree. All ranks call this and get the same answer."""
+    """Collective: the first tensor, in the order of the model's names, that differs between replicas, and the lowest rank that
+    holds it otherwise; None where all agree. Every rank gets the same answer."""
     topology = model.topology
     names = list(model.specs.tensors)
     none = (len(names), topology.size)

@@ -1,0 +1,165 @@
+"""A foreign module laid out over ranks, once it is known what to cut: what `parallelize` and its verification share."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_core.specs import Specs
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.components.pipeline import OneForwardOneBackward
+from forge_parallel.foreign.describe import describe
+from forge_parallel.foreign.example import Example, example_for
+from forge_parallel.foreign.following import follow
+from forge_parallel.foreign.parallelized import Parallelized
+from forge_parallel.foreign.staged import stage
+from forge_parallel.foreign.styles import rules_of
+from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
+from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.placement.topology import Topology
+from forge_parallel.tensor.rules import Rules
+from forge_parallel.tensor.transform import Tensor as TensorParallel
+from forge_parallel.torch_private import BatchNorm, Dropout
+from forge_parallel.transforms.shard import Shard
+
+
+def refuse_axes(layout: Layout) -> None:
+    """
+    Raises:
+        PlanError: the layout has an axis along which foreign modules cannot be laid out.
+    """
+    for axis in ("cp", "ep", "etp"):
+        if layout.size(axis) > 1:
+            raise PlanError(
+                f"parallelize: {axis} = {layout.size(axis)} is not offered for foreign modules; use dp, hsdp, tp and pp"
+            )
+
+
+def lay_out(
+    source: nn.Module | Callable[[], nn.Module],
+    layout: Layout,
+    transforms: Iterable[Any] = (),
+    *,
+    tp_plan: Mapping[str, str] | None = None,
+    blocks: Sequence[str] | None = None,
+    pipeline: Pipeline | None = None,
+    device: torch.device | str | None = None,
+    compute: str = "fp32",
+    state: str = "fp32",
+    seed: int = 0,
+    example: Example | None = None,
+) -> Parallelized:
+    """Collective: see `parallelize`.
+
+    Raises:
+        PlanError: what cannot be laid out, by name.
+        LayoutError: the layout has another number of ranks than are running.
+    """
+    refuse_axes(layout)
+    place = torch.device(device) if device is not None else _default_device()
+    topology = Topology.of(layout, place)
+    skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, seed)
+    prepare(skeleton.module)
+    chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
+    if layout.data > 1:
+        refuse_batch_statistics(skeleton.module)
+    specs = describe(skeleton.module, blocks)
+    if layout.pp > 1:
+        stage(skeleton.module, list(specs.blocks), example_for(skeleton.module) if example is None else example)
+        specs = skeleton.module.specs()  # type: ignore[operator]
+        pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
+    plan = Plan.of(chosen, layout, pipeline)
+    model = realize(Blueprint(skeleton.hollow(), specs), plan, topology, skeleton.fill, compute, state)
+    if compute != state:
+        for part in model.parts:
+            if not isinstance(part, FSDPModule):  # which casts by itself
+                part.register_forward_pre_hook(partial(_must_be_cast, model.compute))
+    return Parallelized(**{field.name: getattr(model, field.name) for field in fields(model)})
+
+
+def _transforms(
+    skeleton: Skeleton, layout: Layout, given: Iterable[Any], tp_plan: Mapping[str, str] | None, example: Example | None
+) -> list[Any]:
+    built = [one.build() if callable(getattr(one, "build", None)) else one for one in given]
+    names = {transform.name for transform in built}
+    if layout.dp_shard * layout.dp_replicate > 1 and "shard" not in names:
+        built.append(_AveragingShard())
+    if layout.tp > 1 and "tensor" not in names:
+        plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
+        if not plan:
+            raise PlanError(
+                f"parallelize: tp = {layout.tp} needs to know what to cut, such as "
+                "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
+            )
+        _refuse_dropout(skeleton.module)
+        rules = rules_of(skeleton.module, plan)
+        sample = example_for(skeleton.module) if example is None else example
+        rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample))
+        built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
+    return built
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AveragingShard(Shard):
+    """Gradients are averaged, as loops outside of Forge expect."""
+
+    average = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlannedTensor(TensorParallel):
+    """Cuts what a `tp_plan` says."""
+
+    planned: Rules
+
+    def rules(self, specs: Specs, tp: int) -> Rules:
+        return self.planned
+
+
+def prepare(module: nn.Module) -> None:
+    """A transformers model in training must not fill its key-value cache: recomputation would fill it twice."""
+    config = getattr(module, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+
+
+def _refuse_dropout(module: nn.Module) -> None:
+    """Ranks of tp hold the same residual stream only as long as they draw the same numbers, which nobody sees to."""
+    found = [path for path, part in module.named_modules() if isinstance(part, Dropout) and part.p > 0]
+    settings = vars(getattr(module, "config", object())) if hasattr(module, "config") else {}
+    found += [f"config.{key}" for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
+    if found:
+        raise PlanError(
+            f"parallelize: {', '.join(found[:3])} drops numbers at random, and tp ranks would drop different ones; set it to 0, "
+            "or set tp to 1"
+        )
+
+
+def refuse_batch_statistics(module: nn.Module) -> None:
+    """Data ranks would each keep the statistics of their own rows, and go apart."""
+    for path, part in module.named_modules():
+        if isinstance(part, BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm):
+            raise PlanError(
+                f"parallelize: {path} ({type(part).__name__}) keeps running statistics, and each data rank would keep those of "
+                "its own rows; use SyncBatchNorm, track_running_stats=False or another norm, or one data rank"
+            )
+
+
+def _must_be_cast(compute: torch.dtype, module: nn.Module, _: Any) -> None:
+    held = {slot.dtype for part in module.modules() for slot in part._parameters.values() if slot is not None}
+    if any(dtype.is_floating_point and dtype != compute for dtype in held):
+        raise PlanError(
+            f"parallelize: on one data rank parameters are cast to {compute} for the span of a forward and its backward; write "
+            "`with model.computing():` around both, or use model.step"
+        )
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

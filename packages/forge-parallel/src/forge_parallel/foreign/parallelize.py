@@ -1,0 +1,84 @@
+"""One call that lays out somebody else's module: the short road for code bases that have a loop of their own.
+
+    model = parallelize(lambda: MyModel(config), "dp2tp2", [Recompute(policy="full")], tp_plan={"blocks.*.up": "colwise", ...})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for inputs in loader:                        # other data on each of `model.data_ranks` ranks
+        loss_of(model.module(**inputs)).backward()
+        model.clip_grad_norm(1.0)
+        optimizer.step(); optimizer.zero_grad()
+
+Strategies are applied in the order of their phases whatever the order given, as everywhere in Forge.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_core.layout import Layout
+from forge_parallel.foreign.example import Example
+from forge_parallel.foreign.lay_out import lay_out, refuse_axes
+from forge_parallel.foreign.parallelized import Parallelized
+from forge_parallel.foreign.verification import verify_layout
+from forge_parallel.pipeline.definition import Pipeline
+
+
+def parallelize(
+    source: nn.Module | Callable[[], nn.Module],
+    layout: str | Layout,
+    transforms: Iterable[Any] = (),
+    *,
+    tp_plan: Mapping[str, str] | None = None,
+    blocks: Sequence[str] | None = None,
+    pipeline: Pipeline | None = None,
+    device: torch.device | str | None = None,
+    compute: str = "fp32",
+    state: str = "fp32",
+    seed: int = 0,
+    example: Example | None = None,
+    verify: bool = False,
+) -> Parallelized:
+    """Collective: lays out a module over the ranks of the running process group.
+
+    Args:
+        source: a module, whose weights all ranks hold alike and which is consumed; or a function that builds one, whose
+            parameters then exist whole one at a time: what its constructors do to them is recorded and replayed.
+        layout: such as "dp2tp2" or "hsdp2x4"; see `forge_core.layout.Layout.parse`.
+        transforms: components or transforms beyond those that the axes ask for, such as `Recompute()` and `Compile()`.
+        tp_plan: patterns of module paths -> styles; a transformers model brings its own.
+        blocks: paths of the repeated blocks in forward order; found when there is one list of modules of one class.
+        pipeline: schedule and split where the layout has pp; by default 1f1b, balanced by parameters. Train with `.step` then.
+        device: of this rank; by default the current CUDA device, or the CPU.
+        compute: `bf16`, `fp32` or `fp64`, of forward and backward. With `bf16` on one data rank, span forward and backward
+            by `with model.computing():`.
+        state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
+        seed: of a builder's random numbers.
+        example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
+            module begins with an embedding or a linear layer that is its only input.
+        verify: first compare a probe step with one process, as `forge_parallel.verify_layout` does. Do so once for every module.
+
+    Raises:
+        PlanError: what cannot be laid out, by name.
+        LayoutError: the layout has another number of ranks than are running.
+    """
+    if isinstance(layout, str):
+        layout = Layout.parse(layout)
+    refuse_axes(layout)
+    transforms = list(transforms)
+    if verify:
+        options = {"tp_plan": tp_plan, "blocks": blocks, "pipeline": pipeline, "device": device}
+        verify_layout(source, layout, transforms, **options, seed=seed, example=example)
+    return lay_out(
+        source,
+        layout,
+        transforms,
+        tp_plan=tp_plan,
+        blocks=blocks,
+        pipeline=pipeline,
+        device=device,
+        compute=compute,
+        state=state,
+        seed=seed,
+        example=example,
+    )
