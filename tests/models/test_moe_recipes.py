@@ -46,11 +46,11 @@ def test_the_resolved_recipe_loads_again(tmp_path, registry):
     [
         ("--model.moe.top_k=9", "model.moe.top_k", "more than experts 8"),
         ("--model.moe.router.n_group=3", "model.moe.router", "n_group 3 must divide experts 8"),
-        ("--model.moe.router.topk_group=2", "model.moe.router.topk_group", "more than n_group 1"),
-        ("--model.moe.router.bias_schedule=cosine", "model.moe.router.bias_steps", "belongs to"),
+        ("--model.moe.router.topk_group=2", "model.moe.router.topk_group", "at most n_group 1"),
+        ("--model.moe.router.bias_schedule=cosine", "model.moe.router.bias_steps", "must be set exactly when"),
         ("--model.moe.router.nam=x", "model.moe.router.nam", "unknown key"),
         ("--model.moe.router.name=sigmoid_topc", "model.moe.router.name", "did you mean"),
-        ("--model.moe.first_dense=3", "model.moe", "has no layer"),
+        ("--model.moe.first_dense=3", "model.moe", "no layer experts"),
         ("--model.moe.losses.sequenz=1.0", "model.moe.losses.sequenz", "unknown key"),
     ],
 )

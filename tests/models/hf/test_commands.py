@@ -152,7 +152,7 @@ def test_refusals_of_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     source = saved(random_model("llama", {"num_hidden_layers": 1}), tmp_path / "source")
     for arguments, message in (
         (("--from", "hf", "--to", "hff"), "did you mean 'hf'"),
-        (("--from", "hf", "--to", "forge", "--family", "llama"), "has no --family"),
+        (("--from", "hf", "--to", "forge", "--family", "llama"), "does not support --family"),
         (("--from", "hf", "--to", "hf", "--family", "gemma2"), "gemma2: "),
         (("--from", "hf", "--to", "hf", "--dtype", "int8"), "--dtype int8"),
     ):

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_data.commands.recipe_data import read
+
+if TYPE_CHECKING:
+    from forge_data.loading.sample_order import SampleOrder
+    from forge_data.loading.stream import TrainingStream
 
 MANY_EPOCHS = 4
 """Repeating data more often than this teaches little more (Muennighoff et al., 2023)."""
@@ -52,12 +56,12 @@ def mix(
     return plan_of(stream, steps)
 
 
-def plan_of(stream: Any, steps: int) -> dict[str, Any]:
+def plan_of(stream: "TrainingStream", steps: int) -> dict[str, Any]:
     """The plan of an opened stream over `steps` steps."""
-    reading = stream.reading
-    timeline, rows = reading.timeline, reading.samples.rows
+    order = stream.order
+    timeline, rows = order.timeline, order.samples.rows
     ends_at = steps if stream.steps is None else min(steps, stream.steps)
-    borders = [0, *(phase.start for phase in reading.data.phases if phase.start < ends_at), ends_at]
+    borders = [0, *(phase.start for phase in order.data.phases if phase.start < ends_at), ends_at]
     phases = []
     for start, stop in pairwise(borders):
         before, after = (timeline.draws(timeline.first_of(step)) for step in (start, stop))
@@ -67,13 +71,13 @@ def plan_of(stream: Any, steps: int) -> dict[str, Any]:
         sources = {
             label: {
                 "samples": drawn[index],
-                "tokens": drawn[index] * reading.unit,
+                "tokens": drawn[index] * order.unit,
                 "share": drawn[index] / total if total else 0.0,
-                "planned_tokens": float(planned[index] * reading.unit),
+                "planned_tokens": float(planned[index] * order.unit),
                 "epochs": None if (size := rows[index]) is None else drawn[index] / size,
                 "epochs_so_far": None if size is None else after[index] / size,
             }
-            for index, label in enumerate(reading.labels)
+            for index, label in enumerate(order.labels)
         }
         span = timeline.span_at(start)
         phases.append(
@@ -83,9 +87,9 @@ def plan_of(stream: Any, steps: int) -> dict[str, Any]:
                 "sequence_length": span.length,
                 "global_batch": span.rows,
                 "lr_scale": stream.lr_scale(stop - 1),
-                "tokens": total * reading.unit,
+                "tokens": total * order.unit,
                 "sources": sources,
-                "largest_deviation": _largest_deviation(reading, start, stop),
+                "largest_deviation": _largest_deviation(order, start, stop),
             }
         )
     warnings = [
@@ -98,16 +102,16 @@ def plan_of(stream: Any, steps: int) -> dict[str, Any]:
     return {"steps": steps, "tokens": sum(phase["tokens"] for phase in phases), "phases": phases, "warnings": warnings}
 
 
-def _largest_deviation(reading: Any, start: int, stop: int) -> dict[str, Any]:
+def _largest_deviation(order: "SampleOrder", start: int, stop: int) -> dict[str, Any]:
     """Samples that a source was drawn too often (or, below 0, too seldom) since step 0, where that is farthest from 0.
 
     Looks at the ends of `_LOOKED_AT` steps of [start, stop).
     """
-    timeline, count = reading.timeline, min(stop - start, _LOOKED_AT)
+    timeline, count = order.timeline, min(stop - start, _LOOKED_AT)
     found: list[tuple[Fraction, str, int]] = []
     for step in (start + (stop - start) * number // count for number in range(1, count + 1)):
         first = timeline.first_of(step)
-        pairs = zip(reading.labels, timeline.draws(first), timeline.planned(first), strict=True)
+        pairs = zip(order.labels, timeline.draws(first), timeline.planned(first), strict=True)
         found += [(drawn - asked, label, step) for label, drawn, asked in pairs]
     samples, label, step = max(found, key=lambda entry: abs(entry[0]))
     return {"samples": float(samples), "source": label, "step": step}

@@ -113,7 +113,7 @@ class Decoder(Component):
     def _check_experts(self, moe: MoEShape, mlp: Any) -> None:
         if not any(moe.has(layer) for layer in range(self.layers)):
             raise ValueError(
-                f"no layer has experts: first_dense {moe.first_dense} and every {moe.every} exclude all {self.layers} layers"
+                f"moe gives no layer experts: first_dense {moe.first_dense} and every {moe.every} exclude all {self.layers}"
             )
         if not hasattr(mlp, "activation") or not hasattr(mlp, "gated"):
             raise ValueError(f"experts are built like mlp, and {type(mlp).__name__} does not declare `activation` and `gated`")
