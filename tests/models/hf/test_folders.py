@@ -107,7 +107,7 @@ def test_p1_an_ignored_key_is_recorded(llama: Path, capsys: pytest.CaptureFixtur
     assert note in (llama.parent / "back" / "README.md").read_text()
     capsys.readouterr()
     assert run("convert", "--from", "forge", "--to", "hf", "--ignore", "x", llama.parent / "forge", llama.parent / "more") == 2
-    assert "has no --ignore" in capsys.readouterr().err
+    assert "does not support --ignore" in capsys.readouterr().err
 
 
 def test_p1_a_recipe_names_the_keys_that_it_ignores(llama: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
 from forge_core.layout import Layout
@@ -20,6 +19,7 @@ from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.memory_trace import held
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
+from forge_parallel.torch_private import detect_fake_mode
 
 
 @dataclass(frozen=True)
