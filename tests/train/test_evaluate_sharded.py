@@ -52,7 +52,7 @@ def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, 
         optimizer.zero_grad()
         before = [tensor for _, tensor, _ in model.trainable()]
         if evaluate:
-            Evaluate(every=1).build(run).after_step(run, None)
+            Evaluate(every=1).build().after_step(run, None)
         same &= all(old is new for old, (_, new, _) in zip(before, model.trainable(), strict=True))
     return same, {name: full(tensor) for name, tensor in model.tensors()}
 

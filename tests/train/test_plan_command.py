@@ -70,7 +70,7 @@ def test_experts_in_a_plan() -> None:
     planning = planned(resolved.job, resolved.layout, registry, per_node=2, ranks=[3])
     page = io.StringIO()
     draw(planning, "debug-moe", Console(file=page, width=200))
-    words = ("dp4ep2", "s = dp_shard, f = efsdp, e = ep; ranks of one colour exchange over ep", "node 1 f1 │ 2 s2 e0 │ 3 s3 e1 │")
+    words = ("dp4ep2", "s = dp_shard, f = efsdp, e = ep; ranks of one color exchange over ep", "node 1 f1 │ 2 s2 e0 │ 3 s3 e1 │")
     for word in (*words, "equal chance", "all-to-all"):
         assert word in page.getvalue(), word
     plan = planning.as_json()

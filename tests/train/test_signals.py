@@ -158,7 +158,7 @@ def _left(recipe: Path, folder: Path, layout: list[str]) -> tuple[int, bool, str
             yield batch
 
     held_out.batches = noted
-    hook = Evaluate(every=2).build(run)
+    hook = Evaluate(every=2).build()
     run.hooks = [*run.hooks, hook]
     reason = fit(run)
     return len(read), dict(hook.state()) == {"left": True}, reason, run.state.step

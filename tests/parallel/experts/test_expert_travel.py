@@ -64,8 +64,11 @@ def traced(overlap: bool) -> tuple[float, Tensor]:
 
 
 def test_shared_experts_are_computed_while_tokens_travel(world: World) -> None:
-    together, apart = world.run(traced, 2, True), world.run(traced, 2, False)
-    # The rank that comes last may find its tokens there already.
+    apart = world.run(traced, 2, False)
+    for _ in range(5):  # on a busy machine tokens may arrive before the first product begins
+        together = world.run(traced, 2, True)
+        if max(overlapped for overlapped, _ in together) > 0:  # the rank that comes last may find its tokens there already
+            break
     assert max(overlapped for overlapped, _ in together) > 0
     for (_, y), (alone, expected) in zip(together, apart, strict=True):
         assert alone == 0

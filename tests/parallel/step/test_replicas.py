@@ -108,7 +108,7 @@ def _stopped() -> str:
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(DECODER.build), Plan.of([Shard()], at), topology, 0)
     run = SimpleNamespace(model=model, state=SimpleNamespace(step=200), paused=0.0)
-    hook = Replicas(every=100).build(run)
+    hook = Replicas(every=100).build()
     hook.after_step(run, None)
     if topology.rank == 1:
         local_box(dict(model.tensors())["norm.weight"]).local.add_(1e-3)
