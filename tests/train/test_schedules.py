@@ -127,7 +127,7 @@ def test_multi_step_equals_torch() -> None:
 
 
 def test_multi_step_names_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="give one for each"):
+    with pytest.raises(ValueError, match="give one factor for each"):
         MultiStep(at=(0.5,), factors=(0.1, 0.2))
     with pytest.raises(ValueError, match="must ascend"):
         MultiStep(at=(0.5, 0.5), factors=(0.1, 0.2))
