@@ -356,8 +356,8 @@ def test_sizes_that_do_not_go_together_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("moe", "fields", "message"),
     [
-        (MoE(first_dense=1), {}, "no layer has experts"),
-        (MoE(every=2), {}, "no layer has experts"),
+        (MoE(first_dense=1), {}, "no layer experts"),
+        (MoE(every=2), {}, "no layer experts"),
         (MoE(), {"mlp": SwiGLU(bias=True)}, "do not support biases"),
         (MoE(), {"mlp": SoftmaxTopK()}, "does not declare"),
     ],

@@ -90,7 +90,7 @@ def test_the_dtype_stays(make):
         (MoE(experts=8, top_k=3, ffn_dim=16), "experts 8 must be a multiple of 3"),
         (MoE(experts=8, top_k=2, ffn_dim=24, router=Hash()), "cannot be made to choose"),
         (MoE(experts=8, top_k=2, ffn_dim=24, router=SigmoidTopK(n_group=8)), "whole copies of 2"),
-        (MoE(first_dense=2), "no layer has experts"),
+        (MoE(first_dense=2), "no layer experts"),
     ],
 )
 def test_what_cannot_be_preserved_is_refused(make, moe, message):
