@@ -23,7 +23,7 @@ def _open(timeout: float, patience: float) -> tuple[Watch, list[str]]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("forge_parallel.launch.watch").addHandler(handler)
     watch = Watch.open(where, patience, timeout)
-    watch._grace = 60  # seconds until the watch would end this process
+    watch._grace = 60  # seconds until the watch would end this process, which is therefore not used again
     return watch, said
 
 
@@ -65,7 +65,7 @@ def _late(how: str) -> tuple[str, int, list[str]]:
 
 
 def test_h1_who_keeps_the_others_waiting_is_named_while_they_wait_and_when_they_give_up(world: World) -> None:
-    (message, code, said), (_, _, own) = world.run(_late, 2, "sleeps", group=False)
+    (message, code, said), (_, _, own) = world.run(_late, 2, "sleeps", group=False, fresh=True)
     assert 2 <= len(said) <= 4, "after the patience, and after twice as long each time"
     for line in [*said, message]:
         assert "rank 1 (process " in line and "; step 2, test_watch.py:" in line and "(_late), " in line
@@ -77,19 +77,19 @@ def test_h1_who_keeps_the_others_waiting_is_named_while_they_wait_and_when_they_
 
 
 def test_h3_a_rank_that_ends_without_a_word_is_named(world: World) -> None:
-    (message, code, _), _ = world.run(_late, 2, "silent", group=False)
+    (message, code, _), _ = world.run(_late, 2, "silent", group=False, fresh=True)
     assert message.startswith("rank 1 (process ") and "ended without a word: killed, out of memory or stopped" in message
     assert code == 5
 
 
 def test_h3_the_first_cause_is_what_the_others_say(world: World) -> None:
-    (message, code, _), _ = world.run(_late, 2, "fails", group=False)
+    (message, code, _), _ = world.run(_late, 2, "fails", group=False, fresh=True)
     assert message.startswith("rank 1 ended first, with exit code 3: the device is on fire. Rank 0 of 2 waited for it in step 2")
     assert code == 5
 
 
 def test_h2_who_waits_for_a_rank_that_was_interrupted_was_interrupted_too(world: World) -> None:
-    (message, code, _), _ = world.run(_late, 2, "interrupted", group=False)
+    (message, code, _), _ = world.run(_late, 2, "interrupted", group=False, fresh=True)
     assert "interrupted by SIGTERM" in message
     assert code == 75
 
@@ -112,7 +112,7 @@ def _mismatched() -> list[str]:
 
 
 def test_ranks_that_wait_for_each_other_are_named(world: World) -> None:
-    first, second = world.run(_mismatched, 2, group=False)
+    first, second = world.run(_mismatched, 2, group=False, fresh=True)
     assert "for rank 1 (process" in first[0] and "(_mismatched)" in first[0]
     assert "for rank 0 (process" in second[0] and "(_wait_for_all)" in second[0]
 
@@ -129,7 +129,7 @@ def _clean() -> tuple[list[str], int]:
 
 
 def test_ranks_that_work_are_not_named(world: World) -> None:
-    assert world.run(_clean, 2, group=False) == [([], 4)] * 2
+    assert world.run(_clean, 2, group=False, fresh=True) == [([], 4)] * 2
 
 
 def test_a_world_of_one_has_no_thread() -> None:
@@ -207,7 +207,7 @@ def _third() -> tuple[str, int]:
 
 
 def test_h3_the_first_note_is_kept_when_the_store_goes(world: World) -> None:
-    _, (message, code), _ = world.run(_third, 3, group=False)
+    _, (message, code), _ = world.run(_third, 3, group=False, fresh=True)
     assert message.startswith("rank 2 ended first, with exit code 3: the device is on fire. Rank 1 of 3 waited for it in ")
     assert code == 5
 
