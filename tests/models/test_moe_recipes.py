@@ -138,3 +138,8 @@ def test_check_says_which_keys_depend_on_the_layout(capsys, registry):
     found = json.loads(capsys.readouterr().out)
     assert found["layout_dependent"] == ["model.moe.losses.micro_batch", "model.moe.capacity"]
     assert Losses().any() is False
+
+
+def test_a_renamed_key_says_its_new_name(registry):
+    with pytest.raises(ConfigError, match=r"model\.prediction: unknown key; its name is now 'model\.mtp'"):
+        load("debug", ["--model.prediction.depth=1"], 1, registry)

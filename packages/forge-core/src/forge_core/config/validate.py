@@ -25,6 +25,7 @@ class Invalid:
 INVALID = Invalid()
 
 UNKNOWN_KEY = "unknown key"
+RENAMED = "its name is now"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
 def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
     """An unknown key that is known in another table says so."""
     name = fault.key.rpartition(".")[2]
-    if fault.message != UNKNOWN_KEY or fault.hint.startswith("did you mean"):
+    if fault.message != UNKNOWN_KEY or fault.hint.startswith(("did you mean", RENAMED)):
         return fault
     if name == "base":
         return replace(fault, hint="base belongs at the top of the file, above the first [table]")
@@ -104,7 +105,9 @@ class _Walker:
         resolved: dict[str, Node] = {"name": node.items["name"]} if component else {}
         for name, item in node.items.items():
             if name not in fields and not (component and name == "name"):
-                self.fault(join(key, name), UNKNOWN_KEY, item.origin, did_you_mean(name, list(fields)))
+                new = getattr(cls, "renamed", {}).get(name)
+                hint = f"{RENAMED} {join(key, new)!r}" if new else did_you_mean(name, list(fields))
+                self.fault(join(key, name), UNKNOWN_KEY, item.origin, hint)
         for name, (info, shape) in fields.items():
             if component and name == "name":
                 continue

@@ -36,6 +36,7 @@ class Decoder(Component):
     """Decoder: embedding, blocks of attention and feed-forward, norm, head; by default of the Llama shape."""
 
     key_class: ClassVar = IDENTITY
+    renamed: ClassVar = MappingProxyType({"prediction": "mtp"})
 
     dim: Annotated[int, Gt(0)] = 512
     """Width of the residual stream."""
