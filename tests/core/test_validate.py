@@ -1,5 +1,7 @@
 """Typing: strict, every fault at once, in plain words."""
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -292,3 +294,22 @@ def test_checks_give_faults_with_origins_and_a_broken_one_stops_only_who_asked(m
         outcome.value, Layout(), sample.registry(sample.entry("checks", "crash", "crash")), outcome.tree, outcome.used
     )
     assert [fault.key for fault in faults] == ["sample:crash"]
+
+
+def test_plugins_of_pydantic_have_no_part_in_a_recipe(tmp_path: Path) -> None:
+    """A package that extends pydantic sees the models of its own program, never a key of ours."""
+    (tmp_path / "nosy.py").write_text("raise SystemExit('asked')\n")
+    info = tmp_path / "nosy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nosy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pydantic]\nnosy = nosy:plugin\n")
+    begin = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    ours = "from forge_core.config.leaf import written; print(written(('a',), tuple[str, ...]))"
+    theirs = "from pydantic import TypeAdapter; TypeAdapter(int)"
+    for code in (ours, "import os; os.environ['PYDANTIC_DISABLE_PLUGINS'] = 'other'\n" + ours):
+        found = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, check=False)
+        assert (found.returncode, found.stdout) == (0, "['a']\n"), found.stderr
+    after = f"{ours}\n{theirs}"  # what others make is theirs to decide, before and after
+    for code in (theirs, after):
+        found = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, check=False)
+        assert "asked" in found.stderr, "the plugin of this test is one that pydantic finds"

@@ -192,7 +192,9 @@ def test_a_refusal_stays_one(tmp_path: Path) -> None:
 def pids_of(stream: Any) -> tuple[Any, list[int]]:
     reading = stream.from_cursor(stream.start())
     next(reading)
-    listed = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True
+    )
     return reading, [int(line.split()[0]) for line in listed.stdout.splitlines() if "forge_data.loading.workers.main" in line]
 
 

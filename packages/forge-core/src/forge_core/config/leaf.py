@@ -1,10 +1,13 @@
 """One leaf: typed by pydantic, its faults in plain words."""
 
+import contextlib
 import datetime
 import json
 import math
+import os
 import types
 import typing
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -18,6 +21,7 @@ from forge_core.errors import Fault, did_you_mean
 
 _CUSTOM = ("value_error", "assertion_error")
 _SCALARS = (bool, int, float, str)
+_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def read_leaf(key: str, node: Node, shape: Shape) -> tuple[Any, list[Fault]]:
@@ -73,10 +77,25 @@ def _kept(annotation: Any) -> TypeAdapter[Any]:
 
 
 def _new(annotation: Any) -> TypeAdapter[Any]:
+    with _without_plugins():
+        try:
+            return TypeAdapter(annotation, config=ConfigDict(strict=True))
+        except PydanticUserError:  # a type that has a configuration (TypedDict, BaseModel) refuses another one
+            return TypeAdapter(annotation)
+
+
+@contextlib.contextmanager
+def _without_plugins() -> Iterator[None]:
+    """Pydantic's own plugins stay out: a recipe means the same beside any package, and to look for them takes 10 ms."""
+    said = os.environ.get(_PLUGINS)
+    os.environ[_PLUGINS] = "__all__"
     try:
-        return TypeAdapter(annotation, config=ConfigDict(strict=True))
-    except PydanticUserError:  # a type that has a configuration (TypedDict, BaseModel) refuses another one
-        return TypeAdapter(annotation)
+        yield
+    finally:
+        if said is None:
+            del os.environ[_PLUGINS]
+        else:
+            os.environ[_PLUGINS] = said
 
 
 def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
