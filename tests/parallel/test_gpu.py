@@ -33,10 +33,11 @@ from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
-from forge_parallel.verify.proven import GPU_RUNS
+from forge_parallel.verify.proven import rows
 from forge_parallel.verify.replicas import drifted
 from harness.pool import World
-from parallel.compositions.test_compositions import equals_one_process, layout_of, measured
+from parallel.compositions.rows import layout_of, measured
+from parallel.compositions.test_compositions import equals_one_process
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -169,11 +170,11 @@ def _on_its_gpu(case: Case, layout: str, run: frozenset[str]) -> Measurement:
     return measured(case, layout, run, device)
 
 
-@pytest.mark.parametrize("run", GPU_RUNS, ids=lambda run: "+".join(sorted(run)))
+@pytest.mark.parametrize("run", rows()["gpu"], ids=lambda run: "+".join(sorted(run)))
 def test_a_run_on_gpus_equals_one_process(world: World, run: frozenset[str]) -> None:
     if layout_of(run).world > torch.cuda.device_count():
         pytest.skip(f"needs {layout_of(run).world} GPUs")
-    equals_one_process(world, run, True, _on_its_gpu, group=False)
+    equals_one_process(world, run, _on_its_gpu, group=False)
 
 
 def _pieces(model: ParallelModel, optimizer: Optimizer) -> list[Piece]:

@@ -1,7 +1,6 @@
-"""Models with multi-token prediction, on every layout that is offered, against one process."""
+"""Models with multi-token prediction in layouts: stages, splits, and a dry run. See `test_compositions` for parity."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,42 +11,13 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.checks import features
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.stages import Cut
-from forge_parallel.verify import proven
-from forge_parallel.verify.proven import FEATURES, MTP_RUNS, SLOW_MTP_RUNS
 from forge_train.recipe.load import load
-from harness.pool import World
-from parallel.compositions.test_compositions import DECODER, _name, equals_one_process, layout_of
-
-
-@pytest.mark.parametrize("run", MTP_RUNS, ids=_name)
-def test_a_run_equals_one_process(world: World, run: frozenset[str]) -> None:
-    equals_one_process(world, run, tied=MTP_RUNS.index(run) % 2 == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", SLOW_MTP_RUNS, ids=_name)
-def test_the_remaining_pairs_equal_one_process(world: World, run: frozenset[str]) -> None:
-    equals_one_process(world, run, tied=SLOW_MTP_RUNS.index(run) % 2 == 1)
-
-
-def test_the_table_is_what_it_says() -> None:
-    for run in (*MTP_RUNS, *SLOW_MTP_RUNS):
-        assert "mtp" in run
-        assert run <= FEATURES.keys()
-        assert layout_of(run).world <= 4
-        assert "accumulate" in run or layout_of(run).pp == 1, "a pipeline always has several micro-batches"
-    for test in (proven.MTP_TEST, proven.SLOW_MTP_TEST):
-        file, _, name = test.partition("::")
-        assert Path(__file__).match(file)
-        assert name in globals()
-    left = {name for name in FEATURES if not proven.is_proven([name, "mtp"])}
-    assert left <= {"tp_asynchronous", "offload", "float8_experts", "compile_budget", "float8_wide_gather", "ep_in_turn"}
+from parallel.compositions.rows import DECODER, names
 
 
 def cut(schedule: Any, ranks: int = 2, depth: int = 2, split: str = "balanced", **fields: Any) -> Cut:
@@ -81,8 +51,8 @@ def test_depth_two_is_refused_with_split_backwards() -> None:
         load("debug", [*recipe, "--hooks=[]"], 2, Registry())
     assert {fault.key for fault in refusal.value.faults} == {"model.mtp.depth"}
     resolved = load("debug", ["--model.mtp.depth=2"], 1, Registry())
-    assert "mtp" in features(resolved.job, Layout())
-    assert "mtp" not in features(load("debug", [], 1, Registry()).job, Layout())
+    assert "mtp" in names(resolved.job, Layout())
+    assert "mtp" not in names(load("debug", [], 1, Registry()).job, Layout())
 
 
 def test_a_dry_run_knows_every_use_of_the_head() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from forge_core.features import Use, interact
 from forge_core.layout import Layout
 from forge_parallel.checks import (
     batch_fits,
     compiled_experts_fit,
     compositions_are_proven,
-    features,
     float8_fits,
     nodes_fit,
     rows_can_be_cut,
@@ -25,7 +25,8 @@ from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.verify.proven import FEATURES, unproven
+from forge_parallel.verify.proven import unproven
+from parallel.compositions.rows import decoder_of, names
 
 
 def job(global_batch: int = 8, micro_batch: int = 2, compute: str = "fp32", **transforms: Any) -> SimpleNamespace:
@@ -33,6 +34,7 @@ def job(global_batch: int = 8, micro_batch: int = 2, compute: str = "fp32", **tr
         model=SimpleNamespace(),
         train=SimpleNamespace(global_batch=global_batch, micro_batch=micro_batch),
         precision=SimpleNamespace(compute=compute, state="fp32"),
+        parallel=SimpleNamespace(proofs=[]),
         transforms=transforms,
     )
 
@@ -85,8 +87,8 @@ def test_tp_cuts_what_cp_leaves_into_equal_parts(length: int, layout: str, seque
     faults = list(sequence_can_be_cut(given, Layout.parse(layout)))
     assert [fault.key for fault in faults] == ["data.sequence_length"] * bool(hint)
     assert all(hint in fault.hint for fault in faults)
-    assert features(given, Layout.parse(layout)) >= {"tp"}
-    assert "tensor" not in features(given, Layout.parse(layout))
+    assert names(given, Layout.parse(layout)) >= {"tp"}
+    assert "tensor" not in names(given, Layout.parse(layout))
 
 
 @pytest.mark.parametrize(
@@ -108,42 +110,43 @@ def test_float8_needs_tokens_in_steps_of_16(
 
 
 def test_features_of_a_job() -> None:
-    assert features(job(8, 2, float8=Float8()), Layout.parse("dp4")) == {"dp_shard", "float8"}
-    assert features(job(8, 8, float8=Float8(experts=True)), Layout()) == {"float8", "float8_experts"}
-    assert features(job(8, 2), Layout.parse("hsdp2x2")) == {"dp_shard", "dp_replicate"}
-    assert features(job(8, 2, "bf16", shard=Shard(reduce="each")), Layout()) == {"accumulate", "bf16", "reduce_each"}
-    assert features(job(8, 4), Layout.parse("dp2cp2")) == {"dp_shard", "cp_all_gather"}
-    assert features(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2cp2")) == {"dp_shard", "cp_ring"}
-    assert features(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2")) == {"dp_shard"}
+    assert names(job(8, 2, float8=Float8()), Layout.parse("dp4")) == {"dp_shard", "float8"}
+    assert names(job(8, 8, float8=Float8(experts=True)), Layout()) == {"float8", "float8_experts"}
+    assert names(job(8, 2), Layout.parse("hsdp2x2")) == {"dp_shard", "dp_replicate"}
+    assert names(job(8, 2, "bf16", shard=Shard(reduce="each")), Layout()) == {"accumulate", "bf16", "reduce_each"}
+    assert names(job(8, 4), Layout.parse("dp2cp2")) == {"dp_shard", "cp_all_gather"}
+    assert names(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2cp2")) == {"dp_shard", "cp_ring"}
+    assert names(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2")) == {"dp_shard"}
     sparse = job(8, 4)
-    sparse.model.moe = object()
-    assert features(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
-    assert features(sparse, Layout.parse("dp2tp2ep2etp2")) == {"dp_shard", "tp", "experts", "ep_all_to_all", "etp"}
+    sparse.model = decoder_of(frozenset({"experts"}))
+    assert names(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
+    assert names(sparse, Layout.parse("dp2tp2ep2etp2")) == {"dp_shard", "tp", "experts", "ep_all_to_all", "etp"}
     sparse.transforms["expert"] = Expert(dispatcher="hierarchical", ranks_per_node=2)
-    assert features(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
-    assert features(sparse, Layout.parse("dp2tp2ep4")) == {"dp_shard", "tp", "experts", "ep_hierarchical"}
-    assert features(job(compute="bf16", mine=object()), Layout.parse("dp4")) == {"dp_shard", "bf16", "mine"}
+    assert names(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
+    assert names(sparse, Layout.parse("dp2tp2ep4")) == {"dp_shard", "tp", "experts", "ep_hierarchical"}
+    assert names(job(compute="bf16", mine=object()), Layout.parse("dp4")) == {"dp_shard", "bf16", "builtins:mine"}
 
 
 def test_what_no_test_proves_is_refused_by_name() -> None:
-    apart = ("pp_", "cp_", "ep_", "tp_asynchronous", "offload", "float8_", "reshard", "keep_", "recompute_", "compile_", "more_")
-    offered = {name for name in FEATURES if not name.startswith(apart)}
-    assert unproven(offered - {"experts", "etp"}) == []
-    assert unproven(offered - {"tp_whole"}) == []
-    assert unproven(["experts", "tp", "tp_whole"]) == [("experts", "tp_whole")], "experts of all ranks would see the same tokens"
     (fault,) = compositions_are_proven(job(tensor=Tensor(asynchronous=True)), Layout.parse("tp2"))
     assert "transforms.tensor.asynchronous = true" in str(fault)
     assert list(compositions_are_proven(job(tensor=Tensor(sequence_parallel=False)), Layout.parse("dp2tp2"))) == []
-    assert (
-        len(list(compositions_are_proven(job(float8=Float8(recipe="rowwise"), context=ContextParallel()), Layout.parse("cp2"))))
-        == 1
-    )
-    assert unproven(["pp_zbv", "recompute"]) == [("pp_zbv", "recompute")], "it computes a backward in two parts"
-    assert unproven(["cp_ring", "cp_ulysses"]) == [("cp_ring", "cp_ulysses")], "a run has one kind only"
-    assert unproven(["dp_shard", "mine"]) == [("mine",)]
     (fault,) = compositions_are_proven(job(mine=object()), Layout.parse("dp4"))
     assert "transforms.mine" in str(fault)
     assert list(compositions_are_proven(job(compute="bf16"), Layout.parse("hsdp2x2"))) == []
+
+
+def test_pairs_are_of_planes_that_interact() -> None:
+    """By hand: what one row has, what none can have, and what is proven apart because nothing connects it."""
+    apart = [Use(name, plane, name) for name, plane in (("cp_ring", "layout"), ("cp_ulysses", "layout"))]
+    assert unproven(apart) == [tuple(apart)], "a run has one kind only"
+    split = [Use("compile", "graph", ""), Use("pp_zbv", "layout", "")]
+    assert unproven(split) == [tuple(split)], "it computes a backward in two parts"
+    unknown = Use("mine", "layout", "")
+    assert unproven([Use("dp_shard", "layout", ""), unknown]) == [(unknown,)]
+    moved = [use._replace(plane="storage") for use in apart]
+    assert unproven(moved) == []
+    assert interact("optimizer", "layout") and not interact("optimizer", "numerics") and not interact("data", "layout")
 
 
 @pytest.mark.parametrize(

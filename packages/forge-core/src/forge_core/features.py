@@ -20,8 +20,24 @@ ANY: Any = object()
 """Stands for every value."""
 
 
+Plane = Literal["layout", "numerics", "graph", "model", "optimizer", "storage", "data"]
+"""What a feature changes: which ranks hold and exchange what, how numbers are rounded, how operators are scheduled on one rank,
+which function is computed, how parameters are updated, where states are kept, which samples come."""
+
+_CROSSED = frozenset({"layout", "numerics", "graph", "model"})
+
+
+def interact(one: Plane, other: Plane) -> bool:
+    """Whether features of these planes have to be proven together.
+
+    An update sees parameters and gradients, so it depends on how they are laid out and on nothing else. Where states are kept and
+    which samples come are proven by tests of their own: round trips between layouts, and the sequence of samples.
+    """
+    return {one, other} <= _CROSSED or {one, other} == {"optimizer", "layout"}
+
+
 class Feature(NamedTuple):
-    """A value that has to be proven: `when` is that value, `unless` the only one that has not.
+    """A value that has to be proven: `when` is that value, `unless` the only one that does not have to be.
 
     `axis`: it counts only where this axis of the layout is larger than 1.
     """
@@ -30,6 +46,7 @@ class Feature(NamedTuple):
     when: Any = ANY
     unless: Any = ANY
     axis: str = ""
+    plane: Plane = "layout"
 
     def covers(self, value: Any) -> bool:
         """Whether a field with this value has the feature."""
@@ -37,7 +54,7 @@ class Feature(NamedTuple):
 
 
 class Neutral(NamedTuple):
-    """Values (all of them, or `when`) that change no collective and no sum over ranks; `why` not."""
+    """Values (all of them, or `when`) that change no collective and no sum over ranks; `why` says the reason."""
 
     why: str
     when: Any = ANY
@@ -70,15 +87,30 @@ def without_declarations(annotation: Any) -> Any:
     return typing.Annotated[(bare, *kept)] if kept else bare
 
 
-def used(cls: type, values: Mapping[str, Any], sizes: Mapping[str, int]) -> set[str]:
-    """Names of the features that an instance of `cls` with these `values` has in a layout of these `sizes`."""
-    return {
-        item.name
+class Use(NamedTuple):
+    """A feature that a job uses, and the key and value that switch it on, as a recipe writes them."""
+
+    name: str
+    plane: Plane
+    key: str
+
+
+def used(cls: type, values: Mapping[str, Any], sizes: Mapping[str, int], at: str = "") -> list[Use]:
+    """The features that an instance of `cls` with these `values`, at key `at`, has in a layout of these `sizes`."""
+    return [
+        Use(item.name, item.plane, _written(f"{at}.{info.name}" if at else info.name, values[info.name], item, sizes))
         for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())
         for item in declared(info)
         if isinstance(item, Feature) and info.name in values and item.covers(values[info.name])
         if not item.axis or sizes[item.axis] > 1
-    }
+    ]
+
+
+def _written(key: str, value: Any, feature: Feature, sizes: Mapping[str, int]) -> str:
+    if dataclasses.is_dataclass(value):
+        return f"[{key}]"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return f"{key} = {shown}" + (f" (parallel.{feature.axis} = {sizes[feature.axis]})" if feature.axis else "")
 
 
 def undeclared(cls: type) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -8,6 +8,7 @@ A name in a recipe is one of
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -198,7 +199,10 @@ def _conform(entry: Entry, loaded: Any) -> None:
         return BrokenPlugin(f"{_described(entry)} {why}")
 
     if group.build is None:
-        if not callable(loaded) and entry.group != "forge.presets":
+        if group.returns.startswith("path"):
+            if not isinstance(loaded, str | os.PathLike):
+                raise refuse(f"is not a {group.returns}")
+        elif not callable(loaded):
             raise refuse("is not callable")
         return
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):

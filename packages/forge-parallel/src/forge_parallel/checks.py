@@ -5,23 +5,15 @@ A job is read by attribute, so that any tree with these sections can be checked.
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from types import MappingProxyType
 from typing import Any
 
-from forge_core.component import fields_of
 from forge_core.errors import Fault
-from forge_core.features import undeclared, used
+from forge_core.features import Use, undeclared
 from forge_core.layout import Layout, divisors
-from forge_parallel.build.plan import default_transforms
-from forge_parallel.components.sections import Parallel, Precision
+from forge_core.registry import Registry
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
-from forge_parallel.verify.proven import FEATURES, unproven
-
-DEFAULTS = MappingProxyType({"shard": Shard(), "tensor": Tensor(), "context": ContextParallel(), "expert": Expert()})
-"""What an axis larger than 1 pulls in when the recipe names nothing."""
+from forge_parallel.features import features, is_ours, strategies
+from forge_parallel.verify.proven import unproven
 
 
 def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
@@ -147,42 +139,13 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault("parallel.pipeline.schedule", why, hint="change train.global_batch or train.micro_batch")
 
 
-def features(job: Any, layout: Layout) -> set[str]:
-    """Features of `forge_parallel.verify.proven` that a job uses, plus transforms by name that it does not know."""
-    sizes = layout.sizes()
-    found = used(Parallel, sizes, sizes) | used(Precision, _values(Precision, job.precision), sizes)
-    found |= set(job.transforms) - set(DEFAULTS)  # those are features of their axes
-    for component in _options(job, layout).values():
-        found |= used(type(component), _values(type(component), component), sizes)
-    if layout.pp > 1:
-        found.add(f"pp_{job.parallel.pipeline.build().schedule.name}")
-    if job.train.global_batch > job.train.micro_batch * layout.data:
-        found.add("accumulate")
-    if getattr(job.model, "mtp", None) is not None:
-        found.add("mtp")
-    if getattr(job.model, "moe", None) is not None:
-        found.add("experts")
-    return found
-
-
-def _options(job: Any, layout: Layout) -> dict[str, Any]:
-    """By key: the transforms that a job switches on or its axes pull in, and its pipeline's schedule."""
-    pulled = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
-    options = {f"transforms.{name}": component for name, component in {**pulled, **job.transforms}.items()}
-    return options | ({"parallel.pipeline.schedule": job.parallel.pipeline.schedule} if layout.pp > 1 else {})
-
-
-def _values(cls: type, instance: Any) -> dict[str, Any]:
-    return {info.name: getattr(instance, info.name) for info in (fields_of(cls) if is_dataclass(cls) else ())}
-
-
 def _context_kind(job: Any) -> str:
     return str(getattr(job.transforms.get("context"), "kind", ContextParallel().kind))
 
 
 def options_are_declared(job: Any, layout: Layout) -> Iterator[Fault]:
     """On several ranks every option says whether it reaches a collective; ours do, a plugin's may not."""
-    for key, component in _options(job, layout).items() if layout.world > 1 else ():
+    for key, component in strategies(job, layout).items() if layout.world > 1 else ():
         for name, values in undeclared(type(component)) if is_dataclass(component) else ():
             which = f" for {' and '.join(map(repr, values))}" if values else ""
             yield Fault(
@@ -201,7 +164,24 @@ def optimizer_takes_parts(job: Any, layout: Layout) -> Iterator[Fault]:
 
 
 def compositions_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:
-    """A pair of features that no parity test covers is refused."""
-    for pair in unproven(features(job, layout)):
-        keys = " with ".join(FEATURES.get(name, f"transforms.{name}") for name in pair)
-        yield Fault("parallel", f"{keys}: no test proves that it equals one process", hint="leave one of them out")
+    """A feature, or a pair of them, that no parity test covers is refused."""
+    used = features(job, layout)
+    missing, stale = unproven(used), ""
+    if any(not is_ours(use.name) for uses in missing for use in uses):
+        missing, stale = _without_receipts(job, used)
+    for uses in missing:
+        keys, hint = " with ".join(use.key for use in uses), "leave one of them out"
+        if any(not is_ours(use.name) for use in uses):
+            record = f"`forge-train parity RECIPE --layouts {layout} --record DIR`"
+            hint = f"measure it with {record} and set parallel.proofs = ['DIR'], or {hint}{stale}"
+        yield Fault("parallel", f"{keys}: no test proves that it equals one process", hint=hint)
+
+
+def _without_receipts(job: Any, used: list[Use]) -> tuple[list[tuple[Use, ...]], str]:
+    """What receipts do not prove either, and which of them do not count because code changed."""
+    from forge_parallel.verify import receipts
+
+    found = receipts.offered(job.parallel.proofs, Registry())
+    counted = [frozenset(receipt.features) for receipt in found if receipt.holds]
+    changed = sorted({name for receipt in found for name in receipt.changed})
+    return unproven(used, counted), f" (receipts of other code of {', '.join(changed)} do not count)" if changed else ""

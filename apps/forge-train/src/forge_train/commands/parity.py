@@ -1,6 +1,8 @@
 """`forge-train parity RECIPE`: does a layout give the numbers of one process? Measured, not promised."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -9,6 +11,7 @@ from forge_core.console import Console
 from forge_train.commands.completion import Recipe
 
 if TYPE_CHECKING:
+    from forge_core.layout import Layout
     from forge_parallel.verify.parity import Measurement
 
 
@@ -21,6 +24,10 @@ def parity(
     micro_batch: Annotated[int, typer.Option(help="Sequences in one forward; the rest is accumulated.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Folder for receipts of the layouts that are equal; parallel.proofs = ['DIR'] shows them to check."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
 ) -> None:
     """Compare layouts of a recipe with one process, on CPU.
@@ -56,17 +63,42 @@ def parity(
         return [_measurement(raw) for raw in spawn("forge_train.commands.parity:rank", Layout.parse(layout).world, arguments)]
 
     (reference,) = measured("1")
-    for text in parsed:
+    for text, layout in parsed.items():
         ranks = [compare(reference, found) for found in measured(text)]
         worst = max(ranks, key=lambda difference: max(difference.loss, difference.norm, difference.gradients, difference.weights))
         passed = all(difference.accepted(mode) for difference in ranks)  # type: ignore[arg-type]
         table.append({"layout": text, **asdict(worst), "passed": passed})
+        if passed and record is not None:
+            console.note(f"receipt: {_receipt(job, layout, mode, rows, micro_batch, asdict(worst), record)}")
     if as_json:
         console.document({"mode": mode, "tolerance": TOLERANCE[mode], "layouts": table})
     columns = ("layout", "loss", "norm", "gradients", "weights", "initial weights", "verdict")
     console.table(columns, [_row(entry) for entry in table], title=f"largest relative error against one process ({mode})")
     if not all(entry["passed"] for entry in table):
         raise typer.Exit(1)
+
+
+def _receipt(job: Any, layout: "Layout", mode: Any, rows: int, micro_batch: int, worst: dict[str, Any], folder: Path) -> Path:
+    """Writes down what was measured: the recipe in this precision, with these batches."""
+    import torch
+
+    from forge_parallel.components.sections import Precision
+    from forge_parallel.features import features
+    from forge_parallel.verify import receipts
+    from forge_parallel.verify.parity import TOLERANCE
+
+    train = replace(job.train, global_batch=rows, micro_batch=micro_batch)
+    uses = features(replace(job, precision=Precision(compute=mode, state=mode), train=train), layout)
+    receipt = receipts.Receipt(
+        features=tuple(sorted(use.name for use in uses)),
+        layout=str(layout),
+        mode=mode,
+        tolerance=TOLERANCE[mode],
+        errors={name: worst[name] for name in ("loss", "norm", "gradients", "weights")},
+        digests=receipts.digests(uses),
+        versions={"torch": torch.__version__, **{name: version(name) for name in ("forge-parallel", "forge-models")}},
+    )
+    return receipts.write(receipt, folder)
 
 
 def _row(entry: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ ships the local implementation as an attribute; a transform replaces the attribu
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from forge_core.features import Plane
 from forge_core.specs import Specs
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class Optimizer(Protocol):
 class Transform(Protocol):
     """One strategy. `phase` orders it, `axes` are the mesh axes that it claims, `needs` names the transforms that must be in
     the plan as well when one of these axes is larger than 1. `whole_backward`: it does not support a pipeline that splits
-    the backward of a block.
+    the backward of a block. `plane`: what it changes (`forge_core.features.Plane`), which says what it has to be proven with.
 
     Derive from it: a strategy then says only what it does, and the rest does nothing.
     """
@@ -251,6 +252,7 @@ class Transform(Protocol):
     axes: frozenset[str]
     needs: frozenset[str] = frozenset()
     whole_backward: bool = False
+    plane: Plane = "layout"
 
     def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""

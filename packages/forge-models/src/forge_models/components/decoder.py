@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Gt
 
 from forge_core.component import FREE, IDENTITY, Component, Slot
+from forge_core.features import Feature
 from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
 from forge_models.components.mlps import SwiGLU
@@ -57,7 +58,7 @@ class Decoder(Component):
     """Longest sequence in tokens."""
     rope: Rope = field(default_factory=Rope)
     """Rotary positions."""
-    tied_embeddings: bool = False
+    tied_embeddings: Annotated[bool, Feature("tied", when=True, plane="model")] = False
     """The head uses the embedding's table."""
     soft_cap: Annotated[float, Gt(0)] | None = None
     """Logits become soft_cap * tanh(logits / soft_cap); no cap when absent."""
@@ -73,11 +74,11 @@ class Decoder(Component):
     """Attention of every block."""
     mlp: Annotated[Component, Slot("forge.mlps", default="swiglu")] = Slot.unset()
     """Feed-forward part of every block without experts; with them, one expert has its shape."""
-    moe: MoE | None = None
+    moe: Annotated[MoE | None, Feature("experts", unless=None, plane="model")] = None
     """Experts in the place of feed-forward parts; a dense model when absent."""
     norm: Annotated[Component, Slot("forge.norms", default="rmsnorm")] = Slot.unset()
     """Norm of each part of a block, and before the head."""
-    mtp: MTP | None = None
+    mtp: Annotated[MTP | None, Feature("mtp", unless=None, plane="model")] = None
     """Multi-token prediction in training; only the next token is predicted when absent."""
     from_hf: Annotated[str | None, FREE] = None
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its

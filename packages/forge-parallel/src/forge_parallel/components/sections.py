@@ -1,6 +1,7 @@
 """The recipe's `[parallel]` and `[precision]` tables."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
@@ -56,6 +57,8 @@ class Parallel:
     """Ranks over which one expert's matrices are split."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     """Stages and schedule, where pp is larger than 1."""
+    proofs: Annotated[list[Path], Neutral("what was measured before"), FREE] = field(default_factory=list)
+    """Folders of receipts that `forge-train parity RECIPE --record DIR` wrote: they prove layouts with parts of plugins."""
     timeout: Annotated[float, Ge(1), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 600.0
     """Seconds after which a collective that some rank never entered is an error. At the start, ranks wait for each other for as
     long, five minutes at most."""
@@ -71,7 +74,7 @@ class Precision:
 
     compute: Annotated[
         Literal["bf16", "fp32", "fp64"],
-        Feature("bf16", when="bf16"),
+        Feature("bf16", when="bf16", plane="numerics"),
         Neutral("what every proof is measured in", when="fp64"),
         Neutral("as fp64, with fewer digits: no cast between parameters and computation", when="fp32"),
         FREE,
@@ -79,7 +82,7 @@ class Precision:
     """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32."""
     state: Annotated[
         Literal["fp32", "fp64", "bf16"],
-        Feature("bf16_state", when="bf16"),
+        Feature("bf16_state", when="bf16", plane="numerics"),
         Neutral("what every proof is measured in", when="fp64"),
     ] = "fp32"
     """Format of the parameters that the optimizer updates, of gradients, and of optimizer state. `bf16` halves their memory;

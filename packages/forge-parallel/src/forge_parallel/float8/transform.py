@@ -26,9 +26,12 @@ class Float8(Component, Transform):
     name = "float8"
     phase = Phase.QUANTIZE
     axes = frozenset()
+    plane = "numerics"
     key_class: ClassVar = FREE
 
-    recipe: Annotated[Literal["tensorwise", "rowwise"], Feature("float8_rowwise", when="rowwise")] = "tensorwise"
+    recipe: Annotated[Literal["tensorwise", "rowwise"], Feature("float8_rowwise", when="rowwise", plane="numerics")] = (
+        "tensorwise"
+    )
     """`tensorwise` has one scale per tensor and gradients in E5M2: the fastest. `rowwise` has one scale per row of each operand,
     all in E4M3: more accurate, and whole weights are gathered in `precision.compute`."""
     include: Annotated[list[str], Neutral("each layer is converted by itself")] = field(default_factory=lambda: ["*"])
@@ -40,11 +43,11 @@ class Float8(Component, Transform):
     where there is no hardware for float8; with false such a device is refused."""
     all_gather: Annotated[
         bool | None,
-        Feature("float8_wide_gather", when=False),
+        Feature("float8_wide_gather", when=False, plane="numerics"),
         Neutral("what tensorwise does when it is unset; rowwise refuses it", when=True),
     ] = None
     """Gather the weights of sharded layers in float8 instead of `precision.compute`. Unset: yes with `tensorwise`."""
-    experts: Annotated[bool, Feature("float8_experts", when=True)] = False
+    experts: Annotated[bool, Feature("float8_experts", when=True, plane="numerics")] = False
     """Multiply stacked experts in float8, in the place of `model.moe.kernel`. With either recipe they are rowwise and gathered
     in `precision.compute`; an expert may have any number of tokens. Needs Hopper GPUs, or Blackwell ones of data centers."""
 

@@ -23,6 +23,7 @@ class Compile(Component, Transform):
     name = "compile"
     phase = Phase.COMPILE
     axes = frozenset()
+    plane = "graph"
     # Measured: errors, hangs, and with donated buffers off once a gradient that was silently wrong by 4e-3.
     whole_backward = True
     key_class: ClassVar = FREE
@@ -31,7 +32,7 @@ class Compile(Component, Transform):
     """A graph break is an error instead of a silent loss of speed; but for the one around experts that are shared over ranks."""
     mode: Annotated[Literal["default", "max-autotune-no-cudagraphs"], Neutral("which kernels a rank runs")] = "default"
     """How long the compiler may look for fast kernels."""
-    budget: Annotated[float, Gt(0), Le(1), Feature("compile_budget", unless=1.0)] = 1.0
+    budget: Annotated[float, Gt(0), Le(1), Feature("compile_budget", unless=1.0, plane="graph")] = 1.0
     """Share of the activations that the compiler may keep for the backward; below 1 it recomputes the cheapest ones."""
 
     def build(self) -> "Compile":

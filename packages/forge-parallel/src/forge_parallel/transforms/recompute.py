@@ -27,9 +27,10 @@ class Recompute(Component, Transform):
     name = "recompute"
     phase = Phase.RECOMPUTE
     axes = frozenset()
+    plane = "graph"
     key_class: ClassVar = FREE
 
-    policy: Annotated[Literal["full", "selective"], Feature("recompute_full", when="full")] = "selective"
+    policy: Annotated[Literal["full", "selective"], Feature("recompute_full", when="full", plane="graph")] = "selective"
     """`full` keeps the input of a block only; `selective` keeps the results of the operators named by `keep`, too."""
     keep: Annotated[
         list[Literal["matmul", "attention"]], Neutral("results of collectives are kept in any case, and made once")

@@ -1,0 +1,93 @@
+"""Which features a job uses in a layout: what `forge_parallel.verify.proven` then has to know together.
+
+A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each transform, each
+pipeline schedule, gradient accumulation, and each part of the model or the objective that another package brings. What another
+package brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from forge_core.component import Component, fields_of
+from forge_core.features import Use, used
+from forge_core.layout import Layout
+from forge_parallel.build.plan import default_transforms
+from forge_parallel.components.sections import Parallel, Precision
+from forge_parallel.context.transform import ContextParallel
+from forge_parallel.experts.transform import Expert
+from forge_parallel.tensor.transform import Tensor
+from forge_parallel.transforms.shard import Shard
+
+DEFAULTS = MappingProxyType({"shard": Shard(), "tensor": Tensor(), "context": ContextParallel(), "expert": Expert()})
+"""What an axis larger than 1 pulls in when the recipe names nothing."""
+
+OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "train"))
+"""Packages whose parts are proven by the tests of this repository."""
+
+
+def features(job: Any, layout: Layout) -> list[Use]:
+    """What a job, or any object with its sections, uses in a layout; each feature once."""
+    sizes = layout.sizes()
+    found = used(Parallel, sizes, sizes, "parallel")
+    found += _options(job.precision, "precision", sizes, Precision)
+    for name, transform in job.transforms.items():
+        if name not in DEFAULTS:  # those are features of their axes
+            found.append(Use(_named(type(transform), name), getattr(transform, "plane", "layout"), f"[transforms.{name}]"))
+    for key, component in strategies(job, layout).items():
+        found += _options(component, key, sizes)
+    if layout.pp > 1:
+        schedule = job.parallel.pipeline.schedule
+        name = schedule.build().name
+        found.append(Use(_named(type(schedule), f"pp_{name}"), "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}"))
+    if job.train.global_batch > job.train.micro_batch * layout.data:
+        found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
+    found += _options(job.model, "model", sizes)
+    if layout.world > 1:
+        for section in ("model", "objective"):
+            found += _brought(getattr(job, section, None), section)
+    return list({use.name: use for use in found}.values())
+
+
+def strategies(job: Any, layout: Layout) -> dict[str, Any]:
+    """By key: the transforms that a job switches on or its axes pull in, and its pipeline's schedule."""
+    pulled = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
+    options = {f"transforms.{name}": component for name, component in {**pulled, **job.transforms}.items()}
+    return options | ({"parallel.pipeline.schedule": job.parallel.pipeline.schedule} if layout.pp > 1 else {})
+
+
+def origin(cls: type) -> str:
+    """The package that defines a class; of a plugin file its name."""
+    root = cls.__module__.partition(".")[0]
+    if root.startswith("forge_file_"):
+        return Path(getattr(sys.modules.get(root), "__file__", None) or root).name
+    return root
+
+
+def is_ours(name: str) -> bool:
+    """Whether a feature is one of this repository's, by its name."""
+    return ":" not in name
+
+
+def _named(cls: type, name: str) -> str:
+    package = origin(cls)
+    return name if package in OURS else f"{package}:{name}"
+
+
+def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None = None) -> list[Use]:
+    cls = cls or type(instance)
+    values = {info.name: getattr(instance, info.name) for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())}
+    return [use._replace(name=_named(cls, use.name)) for use in used(cls, values, sizes, key)]
+
+
+def _brought(part: Any, key: str) -> Iterator[Use]:
+    """Parts of other packages, in a component and all below it."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return
+    if isinstance(part, Component) and origin(type(part)) not in OURS:
+        yield Use(_named(type(part), type(part).__name__), "model", f"{key} of {origin(type(part))}")
+    for info in fields_of(type(part)):
+        yield from _brought(getattr(part, info.name), f"{key}.{info.name}")

@@ -1,0 +1,171 @@
+"""From the features of a row to what runs: the model, the transforms, the schedule, and the recipe that says the same."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any, get_args
+
+import torch
+
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import SwiGLU
+from forge_models.components.moe import MoE
+from forge_models.components.mtp import MTP
+from forge_models.components.norms import RMSNorm
+from forge_models.components.objectives import CrossEntropy
+from forge_models.components.routers import SigmoidTopK
+from forge_models.shape import Losses
+from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.sections import Parallel, Pipeline, Precision
+from forge_parallel.context.transform import ContextParallel, Kind
+from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import Kind as Dispatcher
+from forge_parallel.features import features
+from forge_parallel.float8.transform import Float8
+from forge_parallel.tensor.transform import Tensor
+from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.recompute import Recompute
+from forge_parallel.transforms.shard import Shard
+from forge_parallel.verify.parity import Case, Measurement, measure
+
+CPU = torch.device("cpu")
+VOCAB = 61
+LENGTH = 16
+SIZES = {"heads": 4, "kv_heads": 2, "layers": 4, "vocab_size": VOCAB, "max_length": 32}
+PARTS = {"attention": GQA(), "mlp": SwiGLU(), "norm": RMSNorm()}
+DECODER = Decoder(dim=16, ffn_dim=24, **SIZES, **PARTS)
+WIDE = Decoder(dim=64, ffn_dim=64, **SIZES, **PARTS)
+"""Float8 takes dimensions in sixteens, on every rank. Where a compiler rounds, more numbers make a steadier sum."""
+
+EXPERTS = MoE(
+    experts=8,
+    top_k=2,
+    shared=1,
+    ffn_dim=16,
+    first_dense=1,
+    router=SigmoidTopK(bias_rate=0.01),
+    losses=Losses(global_batch=0.1, z=0.01),
+)
+
+ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
+"""For low precision: a score that is rounded otherwise may choose another expert, and what is chosen is no matter of degree."""
+
+LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise", "float8_wide_gather", "float8_experts"})
+"""Features of runs that fp64 cannot be compared in."""
+
+AXES = frozenset({"dp_shard", "dp_replicate", "tp", "cp", "pp"})
+
+
+def layout_of(row: frozenset[str]) -> Layout:
+    """Two ranks on every axis that a row names, four of ep where they are in nodes; `cp_ring` is of the axis cp."""
+    named = {feature if feature in AXES else feature.partition("_")[0] for feature in row}
+    ep = 4 if "ep_hierarchical" in row else 2 if "ep" in named else 1
+    return Layout(**dict.fromkeys(named & AXES, 2), ep=ep, etp=2 if "etp" in row else 1)
+
+
+def names(job: Any, layout: Layout) -> set[str]:
+    """Of the features that a job uses."""
+    return {use.name for use in features(job, layout)}
+
+
+def decoder_of(row: frozenset[str]) -> Decoder:
+    """Grouped-query attention, tiny; as many blocks as its stages need."""
+    depth = 1 if row & {"pp_interleaved_zero_bubble", "pp_zbv", "pp_dualpipev"} else 2
+    mtp = MTP(depth=depth) if "mtp" in row else None
+    experts = None if "experts" not in row else EXPERTS if row.isdisjoint(LOW) else ALL_CHOSEN
+    wide = "float8" in row or row >= {"compile", "experts"}
+    layers = 6 if "more_stages" in row else 4
+    return replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
+
+
+def transforms_of(row: frozenset[str]) -> Mapping[str, Any]:
+    """By name; those of axes that the row does not have find nothing to do."""
+    reshard = True if "reshard" in row else False if "keep_gathered" in row else None
+    found: dict[str, Any] = {
+        "shard": Shard(reshard=reshard, reduce="each" if "reduce_each" in row else "last", offload="offload" in row),
+        "tensor": Tensor(sequence_parallel="tp_whole" not in row, asynchronous="tp_asynchronous" in row),
+        "expert": Expert(overlap="ep_in_turn" not in row),
+    }
+    for dispatcher in get_args(Dispatcher):
+        if f"ep_{dispatcher}" in row:
+            nodes = 2 if dispatcher == "hierarchical" else None
+            found["expert"] = replace(found["expert"], dispatcher=dispatcher, ranks_per_node=nodes)
+    for kind in get_args(Kind):
+        if f"cp_{kind}" in row:
+            found["context"] = ContextParallel(kind=kind)
+    if "recompute" in row:
+        found["recompute"] = Recompute(policy="full" if "recompute_full" in row else "selective")
+    if "compile" in row:
+        found["compile"] = Compile(budget=0.5 if "compile_budget" in row else 1.0)
+    if "float8" in row:
+        found["float8"] = Float8(
+            recipe="rowwise" if "float8_rowwise" in row else "tensorwise",
+            all_gather=False if "float8_wide_gather" in row else None,
+            experts="float8_experts" in row,
+        )
+    return found
+
+
+def schedule_of(row: frozenset[str]) -> Any:
+    """The schedule's component; None without a pipeline."""
+    names = [feature.removeprefix("pp_") for feature in row if feature.startswith("pp_")]
+    if not names:
+        return None
+    return schedule_class(*names)(**({"stages_per_rank": 3} if "more_stages" in row else {}))
+
+
+@cache
+def schedule_class(name: str) -> Any:
+    """The component of a schedule's name."""
+    return Registry().load("forge.pipeline_schedules", name)
+
+
+def precision_of(row: frozenset[str]) -> Precision:
+    """fp64 wherever the row allows it."""
+    if "bf16" in row:
+        return Precision(compute="bf16", state="bf16" if "bf16_state" in row else "fp32")
+    return Precision(compute="fp64", state="fp64") if row.isdisjoint(LOW) else Precision(compute="fp32")
+
+
+def rows_of(row: frozenset[str]) -> tuple[int, int]:
+    """Sequences of a global batch, and of a micro-batch."""
+    return 4 * layout_of(row).data, 1 if "accumulate" in row else 4
+
+
+def case_of(row: frozenset[str]) -> Case:
+    """In fp64; `measured` takes another precision from the case that it is given."""
+    total, micro_batch = rows_of(row)
+    objective = CrossEntropy(z_loss=1e-2).build()
+    return Case(decoder_of(row).build, objective, AdamW(lr=1e-2).build, VOCAB, LENGTH, total, micro_batch)
+
+
+def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
+    """One rank of a run; in a world of one, strategies that need more have nothing to do."""
+    at = Layout.parse(layout)
+    pipeline = Pipeline(schedule=schedule_of(row)).build() if at.pp > 1 else None
+    with warnings.catch_warnings():
+        if {"compile", "float8"} & row:  # imports of compiler and torchao warn
+            warnings.simplefilter("ignore")
+        return measure(case, at, transforms_of(row).values(), device, pipeline)
+
+
+def job_of(row: frozenset[str], base: Any) -> Any:
+    """The recipe of a row: `base` with the row's model, strategies, precision and batches."""
+    total, micro_batch = rows_of(row)
+    sizes = layout_of(row).sizes()
+    pipeline = Pipeline(schedule=schedule_of(row) or schedule_class("1f1b")())
+    return replace(
+        base,
+        model=decoder_of(row),
+        transforms=MappingProxyType(transforms_of(row)),
+        parallel=Parallel(pipeline=pipeline, **sizes),
+        precision=precision_of(row),
+        train=replace(base.train, global_batch=total, micro_batch=micro_batch),
+        data=replace(base.data, sequence_length=LENGTH),
+        hooks=[],
+    )
