@@ -234,7 +234,7 @@ def _filled(row: Row, open_pairs: set[Row], most: int, rng: random.Random) -> Ro
 
 
 def offered(wanted: Iterable[Row]) -> dict[Row, int]:
-    """Of features and pairs those that some legal row has: the ranks that it needs, 4 or 8. A pair's answer is always the same."""
+    """Of features and pairs those that some legal row has: the ranks that it needs, 4 or 8. The answer is always the same."""
     found: dict[Row, int] = {}
     for key in wanted:
         for most in (4, 8):
