@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as dcp
 
 from forge_ckpt.format.manifest import TensorInfo
 from forge_ckpt.format.table import RankTable, join, pack, unpack
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.protocols.ckpt import Piece
 

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from ckpt.ranks import blank, digest, sample, whole
 from forge_ckpt.format import tensor_files as layout
 from forge_ckpt.format.names import committed
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError

@@ -10,8 +10,8 @@ from ckpt.ranks import sample, whole
 from forge_ckpt.commands import app
 from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build

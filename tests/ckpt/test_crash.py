@@ -15,9 +15,9 @@ import pytest
 
 from ckpt.ranks import blank, digest, equal, sample, whole
 from forge_ckpt.format import tensor_files as layout
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 
 EXPECTED: dict[str, set[tuple[int | None, int | None]]] = {

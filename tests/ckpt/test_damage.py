@@ -12,9 +12,9 @@ import xxhash
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
 from forge_ckpt.errors import Damaged, NewerFormat
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 

@@ -9,8 +9,8 @@ import torch
 from ckpt.ranks import ThreadRank, on_ranks, whole
 from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import OWNER
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError

@@ -15,8 +15,8 @@ import xxhash
 from ckpt.ranks import whole
 from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, encode
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 
 

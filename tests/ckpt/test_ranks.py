@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
+from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import Group, SingleProcessWorld
 from forge_ckpt.store.retention import retain
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError

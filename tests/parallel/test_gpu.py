@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.layout import Layout
 from forge_core.protocols.ckpt import Piece

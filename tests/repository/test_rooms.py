@@ -101,6 +101,15 @@ def test_no_file_is_long_without_a_reason():
         assert len(lines) <= LONG or "long" in "\n".join(lines[:12]), f"{file.relative_to(ROOT)} has {len(lines)} lines"
 
 
+def test_files_are_flushed_in_one_module():
+    """`forge_core.durable` writes a file, flushes it and renames it. The checkpoint store works on open directories instead."""
+    flush = {str(file.relative_to(ROOT)) for file in SOURCES if "fsync(" in file.read_text()}
+    assert flush == {
+        "packages/forge-core/src/forge_core/durable.py",
+        "packages/forge-ckpt/src/forge_ckpt/store/store.py",
+    }
+
+
 def test_no_room_is_called_utils():
     banned = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
     assert [file for file in SOURCES if file.name in banned] == []

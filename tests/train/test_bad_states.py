@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import newest
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook

@@ -54,8 +54,8 @@ def test_m3_recipes_are_compared_key_by_key(say: Say, tmp_path: Path) -> None:
 def test_m3_a_run_and_its_checkpoint_are_sides_too(say: Say, tmp_path: Path) -> None:
     import torch
 
+    from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.saving.saver import save
-    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.store import LocalStore
     from forge_core.protocols.ckpt import Piece
 

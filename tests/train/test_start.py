@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_ckpt.saving.world import SingleProcessWorld
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from forge_ckpt.errors import Superseded
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import Found
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError

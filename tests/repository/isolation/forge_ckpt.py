@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.world import SingleProcessWorld
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece

@@ -26,6 +26,6 @@ class Lion(Component):
     shards: ClassVar[str] = "elementwise"
 
     def build(self, model: "TrainableModel") -> "Optimizer":
-        from forge_lionize.lion import Lion as Built
+        from forge_lionize import lion
 
-        return Built(model, self.lr, self.betas, self.weight_decay)
+        return lion.Lion(model, self.lr, self.betas, self.weight_decay)

@@ -83,7 +83,7 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
     store, only = _open(directory, foreign)
     step = step or only
     from forge_ckpt.errors import Damaged
-    from forge_ckpt.saving.world import SingleProcessWorld
+    from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.store.verify import agreed_fault
 
     name, manifest, fault = step or "", None, None
@@ -128,7 +128,7 @@ def convert(context: typer.Context) -> None:
 
 def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
     """The checkpoints that a path means, and the name of the one that it is, where it is one."""
-    from forge_ckpt.store.locate import store_of
+    from forge_ckpt.saving.locate import store_of
     from forge_ckpt.store.store import LocalStore
 
     try:
@@ -140,8 +140,8 @@ def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
 
 def _read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":
     from forge_ckpt.errors import Damaged
+    from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.verify import open_manifest
 
     try:

@@ -11,8 +11,8 @@ def sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Flushes the names in a directory to the disk."""
+def sync_path(path: Path) -> None:
+    """Flushes a closed file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -27,13 +27,18 @@ def write_file(path: Path, content: bytes) -> None:
         sync(file)
 
 
+def publish(partial: Path, target: Path) -> None:
+    """Gives a file or directory that is on the disk its name, also after a crash; replaces a file or an empty directory."""
+    partial.replace(target)
+    sync_path(target.parent)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all: readers see the old content or the new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_file(temporary, content)
-        temporary.replace(path)
+        publish(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)

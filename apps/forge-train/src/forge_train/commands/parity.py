@@ -82,13 +82,12 @@ def _receipt(job: Any, layout: "Layout", mode: Any, rows: int, micro_batch: int,
     """Writes down what was measured: the recipe in this precision, with these batches."""
     import torch
 
-    from forge_parallel.components.sections import Precision
     from forge_parallel.features import features
     from forge_parallel.verify import receipts
     from forge_parallel.verify.parity import TOLERANCE
 
     train = replace(job.train, global_batch=rows, micro_batch=micro_batch)
-    uses = features(replace(job, precision=Precision(compute=mode, state=mode), train=train), layout)
+    uses = features(replace(job, precision=replace(job.precision, compute=mode, state=mode), train=train), layout)
     receipt = receipts.Receipt(
         features=tuple(sorted(use.name for use in uses)),
         layout=str(layout),

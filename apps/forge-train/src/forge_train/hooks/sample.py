@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
@@ -85,7 +86,7 @@ class SampleHook(Periodic):
             for prompt, text in zip(self.prompts, texts, strict=True)
         ]
         try:
-            (run.directory / SAMPLES).write_text(json.dumps(samples, indent=1, ensure_ascii=False), encoding="utf-8")
+            replace_file(run.directory / SAMPLES, json.dumps(samples, indent=1, ensure_ascii=False).encode())
         except OSError as cause:  # a full disk must not end the run
             _log.warning("samples could not be written: %s", cause)
         if run.console is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.saving.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_core.config.tree import Table, build
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.convert import Weights

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import torch
 
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving import resume, saver
-from forge_ckpt.saving.world import SingleProcessWorld
-from forge_ckpt.store.locate import Place, locate
+from forge_ckpt.saving.locate import Place, locate
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import open_manifest
 from forge_core.component import Component, Slot

@@ -38,7 +38,7 @@ def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Outcom
 
 def _recorded(path: Path, registry: Registry) -> Outcome:
     """The recipe that a checkpoint carries."""
-    from forge_ckpt.store.locate import locate
+    from forge_ckpt.saving.locate import locate
     from forge_ckpt.store.store import LocalStore
     from forge_ckpt.store.verify import open_manifest
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_ckpt.saving.resume import Found
-from forge_ckpt.saving.world import Group, SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process

@@ -10,8 +10,8 @@ import torch
 
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import committed
+from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.saving import resume, saver
-from forge_ckpt.saving.collective import from_rank_0
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World

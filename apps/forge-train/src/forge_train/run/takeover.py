@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_ckpt.saving.world import SingleProcessWorld
+from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
 from forge_core.protocols.ckpt import Store

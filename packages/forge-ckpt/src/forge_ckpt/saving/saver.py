@@ -19,7 +19,7 @@ from forge_ckpt.format.codec import check_meta, encode
 from forge_ckpt.format.names import LATEST, MANIFEST, SAVING, SUPERSEDED, committed, free_name, next_name, rank_file
 from forge_ckpt.format.table import RankTable, join, of_pieces, pack, unpack
 from forge_ckpt.format.tensor_files import RankFile
-from forge_ckpt.saving.collective import describe_error, from_rank_0
+from forge_ckpt.ranks.collective import describe_error, from_rank_0
 from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError

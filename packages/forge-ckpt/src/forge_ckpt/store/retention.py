@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from forge_ckpt.format.codec import decode
 from forge_ckpt.format.names import REMOVED, SAVING, committed, free_name
-from forge_ckpt.saving.collective import from_rank_0
+from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store, World

@@ -86,7 +86,7 @@ def _new(annotation: Any) -> TypeAdapter[Any]:
 
 @contextlib.contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Pydantic's own plugins stay out: a recipe means the same beside any package, and to look for them takes 10 ms."""
+    """Pydantic's own plugins stay out: a recipe means the same with any package installed, and looking for them takes 10 ms."""
     said = os.environ.get(_PLUGINS)
     os.environ[_PLUGINS] = "__all__"
     try:

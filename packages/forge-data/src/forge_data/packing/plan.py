@@ -6,7 +6,6 @@ full row of it or what is left at its end. Documents are planned in portions, so
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_core.durable import publish, sync_path
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source
 from forge_data.packing.best_fit import best_fit
@@ -167,10 +167,10 @@ def _write(source: Source, length: int, mode: str, path: Path) -> None:
         summary = _write_files(source, length, mode, partial)
         (partial / "plan.json").write_text(json.dumps(summary), encoding="utf-8")
         for file in partial.iterdir():
-            _sync(file)
+            sync_path(file)
         if path.exists():
             shutil.rmtree(path)  # without plan.json: nobody reads it
-        partial.rename(path)
+        publish(partial, path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error
     finally:
@@ -208,11 +208,3 @@ def _write_files(source: Source, length: int, mode: str, folder: Path) -> dict[s
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from forge_core.durable import publish, sync, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_json, from_json, read
-from forge_data.storage.durable import synced, written
 
 CHUNK = 1 << 20
 """Documents are encoded in portions of about so many characters, which bounds the memory."""
@@ -79,9 +79,9 @@ class Done:
 def write_job(directory: Path, job: Job, tokenizer: Tokenizer | None) -> None:
     """Puts a job on the disk, for workers in other processes."""
     if tokenizer is not None:
-        written(directory / "tokenizer.json", tokenizer.dump())
+        write_file(directory / "tokenizer.json", tokenizer.dump())
     content = asdict(job) | {"parts": [as_json(part) for part in job.parts]}
-    written(directory / "job.json", json.dumps(content).encode())
+    write_file(directory / "job.json", json.dumps(content).encode())
 
 
 def read_job(directory: Path) -> Job:
@@ -123,13 +123,13 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
                 ends.append((portion.ends + tokens).astype("<u8"))
                 tokens += len(portion.ids)
                 text_bytes += portion.text_bytes
-            synced(file)
-        partial.replace(stem.with_suffix(".ids"))
+            sync(file)
+        publish(partial, stem.with_suffix(".ids"))
         all_ends = np.concatenate(ends).astype("<u8")
         with partial.open("wb") as file:
             np.save(file, all_ends, allow_pickle=False)
-            synced(file)
-        partial.replace(stem.with_suffix(".ends.npy"))
+            sync(file)
+        publish(partial, stem.with_suffix(".ends.npy"))
         done = Done(
             tokens=tokens,
             documents=len(all_ends),
@@ -139,8 +139,8 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
             ids=digest.hexdigest(),
             ends=xxhash.xxh3_128_hexdigest(all_ends.data),
         )
-        written(partial, json.dumps(asdict(done)).encode())
-        partial.replace(stem.with_suffix(".json"))
+        write_file(partial, json.dumps(asdict(done)).encode())
+        publish(partial, stem.with_suffix(".json"))
     except OSError as error:
         raise DataError(
             f"{directory} cannot be written: {error.strerror or error}; finished parts are kept: make room and run the same again"

@@ -12,9 +12,9 @@ from typing import Self
 import numpy as np
 import xxhash
 
+from forge_core.durable import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.storage.durable import sync_directory, synced, written
 from forge_data.storage.partial import Partial
 from forge_data.store.manifest import COUNTS, DTYPES, MANIFEST, TOKENIZER, FileEntry, Manifest, ShardEntry, TokenizerEntry
 
@@ -134,10 +134,9 @@ class StoreWriter:
                 request=self.request,
             )
             _durable(self.partial / MANIFEST, manifest.as_json().encode())
-            sync_directory(self.partial)
+            sync_path(self.partial)
             if not (self.path / MANIFEST).exists():
-                self.partial.rename(self.path)
-                sync_directory(self.path.parent)
+                publish(self.partial, self.path)
         except OSError as error:
             raise DataError(f"{self.path} cannot be written: {error.strerror or error}") from error
         return manifest
@@ -173,7 +172,7 @@ class StoreWriter:
         if self._file is None:
             return
         try:
-            synced(self._file)
+            sync(self._file)
             self._file.close()
             name = Path(self._file.name).name
             ends = np.concatenate(self._ends)
@@ -192,5 +191,5 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def _durable(path: Path, content: bytes) -> FileEntry:
-    written(path, content)
+    write_file(path, content)
     return FileEntry(path.name, len(content), xxhash.xxh3_128_hexdigest(content))

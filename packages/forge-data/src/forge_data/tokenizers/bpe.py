@@ -1,7 +1,6 @@
 """Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from forge_core.durable import replace_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.sources.records.text import text_files
@@ -164,10 +164,8 @@ def _up_to(texts: tuple[Texts, ...], size: int) -> Iterator[str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
+        replace_file(path, content)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}; choose another directory") from error

@@ -1,14 +1,13 @@
 """Writes one stream of token ids: `.npy` with its header, or raw integers. Where documents end is not written."""
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
 
+from forge_core.durable import publish, sync
 from forge_core.errors import DataError
-from forge_data.storage.durable import synced
 from forge_data.storage.partial import Partial
 
 
@@ -78,9 +77,9 @@ class ArrayWriter:
         try:
             self._file.seek(0)
             self._head(self._tokens)
-            synced(self._file)
+            sync(self._file)
             self._file.close()
-            os.replace(self._partial, self.path)  # noqa: PTH105
+            publish(self._partial, self.path)
         except OSError as error:
             raise DataError(f"{self.path} cannot be written: {error.strerror}") from error
         return self.eos

@@ -1,15 +1,14 @@
 """Writes Megatron's indexed datasets: one sequence a document, as its own preprocessing does for language models."""
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from forge_core.durable import publish, sync
 from forge_core.errors import DataError
 from forge_data.sources.tokens.megatron import DTYPES, HEAD, MAGIC
-from forge_data.storage.durable import synced
 from forge_data.storage.partial import Partial
 
 _CODES = {np.dtype(name): code for code, name in DTYPES.items() if name[1] in "ui"}
@@ -86,15 +85,15 @@ class MegatronWriter:
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
         head = HEAD.pack(MAGIC, 1, _CODES[self.dtype], len(lengths), len(lengths) + 1)
         try:
-            synced(self._file)
+            sync(self._file)
             self._file.close()
             with self._partials[1].open("wb") as index:
                 index.write(head)
                 for array in (lengths, pointers, np.arange(len(lengths) + 1, dtype="<i8")):
                     index.write(array.data)
-                synced(index)
+                sync(index)
             for partial, target in zip(self._partials, self._targets, strict=True):
-                os.replace(partial, target)  # noqa: PTH105
+                publish(partial, target)
         except OSError as error:
             raise DataError(f"{self.prefix} cannot be written: {error.strerror}") from error
         return len(lengths)

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.durable import publish, sync_path
 from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
 from forge_models.hf.card import card
@@ -74,11 +75,8 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
         _write_tensors(partial, weights, places, max_shard_bytes)
         _write_texts(partial, weights, chosen_family, folder, places)
         for file in partial.iterdir():
-            _sync(file)
-        if path.exists():
-            path.rmdir()
-        partial.rename(path)
-        _sync(path.parent)
+            sync_path(file)
+        publish(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -180,11 +178,3 @@ def _special_tokens(weights: Weights, tokenizer: Path | None) -> dict[str, Any]:
 
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

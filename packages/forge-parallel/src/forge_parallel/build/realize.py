@@ -18,10 +18,10 @@ from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import DTYPES
-from forge_parallel.experts.stack import stacks
 from forge_parallel.pipeline import tied_weights
 from forge_parallel.pipeline.stages import Cut
 from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.topology import Topology
 
 

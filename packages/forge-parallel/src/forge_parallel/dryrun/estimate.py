@@ -28,9 +28,9 @@ from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
 from forge_parallel.dryrun.memory_trace import GRADIENTS, Ledger, held
 from forge_parallel.dryrun.traffic import Flow, Traffic
-from forge_parallel.experts.stack import stacks
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step

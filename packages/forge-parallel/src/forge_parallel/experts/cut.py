@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 from forge_core.errors import PlanError
 from forge_core.protocols.model import ExpertDispatcher
 from forge_parallel.experts.dispatchers import Everyone, Exchange
-from forge_parallel.experts.stack import stack_class, stacks
+from forge_parallel.experts.stack import stack_class
 from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.shares import chunk
 from forge_parallel.placement.topology import Topology
 

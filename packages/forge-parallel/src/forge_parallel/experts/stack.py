@@ -1,4 +1,4 @@
-"""Modules that hold stacked experts, and how they read their share of them."""
+"""How a module that holds stacked experts reads its share of them."""
 
 from functools import cache
 from typing import Any
@@ -6,22 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forge_core.layout import Layout
-from forge_core.specs import Specs
-
 CUT = frozenset({"ep", "etp"})
 """Mesh dimensions over which experts are cut for computing, not only for keeping."""
-
-
-def stacks(specs: Specs) -> tuple[str, ...]:
-    """Paths of the modules whose parameters are stacked experts, in the order of the model."""
-    return tuple(dict.fromkeys(name.rpartition(".")[0] for name, spec in specs.tensors.items() if "expert" in spec.dims))
-
-
-def apart(specs: Specs, layout: Layout) -> tuple[str, ...]:
-    """The stacks that are sharded by themselves, over ranks of their own: where tensor parallel ranks, or those that share
-    experts, see different tokens. Elsewhere experts are sharded with the block that they are in."""
-    return stacks(specs) if layout.tp * layout.ep * layout.etp > 1 else ()
 
 
 @cache

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import ExpertStack
-from forge_parallel.experts.stack import stacks
 from forge_parallel.float8 import layers, library
 from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.shares import collapsed
 from forge_parallel.tensor.rules import Role, ancestors, rules
 

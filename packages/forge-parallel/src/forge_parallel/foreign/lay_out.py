@@ -25,7 +25,7 @@ from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.rules import Rules
-from forge_parallel.tensor.transform import Tensor as TensorParallel
+from forge_parallel.tensor.transform import Tensor
 from forge_parallel.torch_private import BatchNorm, Dropout
 from forge_parallel.transforms.shard import Shard
 
@@ -114,7 +114,7 @@ class _AveragingShard(Shard):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlannedTensor(TensorParallel):
+class _PlannedTensor(Tensor):
     """Cuts what a `tp_plan` says."""
 
     planned: Rules

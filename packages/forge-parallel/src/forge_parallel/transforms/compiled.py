@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge_parallel.experts.stack import apart
+from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.torch_private import within_budget
 from forge_parallel.transforms.checkpointed import inside
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 
 from forge_core.errors import PlanError
-from forge_parallel.experts.stack import apart
 from forge_parallel.launch.process_group import alone
+from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.torch_private import before_backward
 
 if TYPE_CHECKING:

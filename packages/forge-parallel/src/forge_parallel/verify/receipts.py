@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
 from forge_core.features import Use
 from forge_core.registry import Registry
@@ -63,7 +64,7 @@ def write(receipt: Receipt, folder: Path) -> Path:
     what = sha256(json.dumps([sorted(receipt.features), receipt.mode]).encode()).hexdigest()[:8]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{receipt.layout}-{receipt.mode}-{what}.json"
-    file.write_text(json.dumps(asdict(receipt), indent=2, sort_keys=True) + "\n")
+    replace_file(file, (json.dumps(asdict(receipt), indent=2, sort_keys=True) + "\n").encode())
     return file
 
 

@@ -39,8 +39,8 @@ def locate(path: Path) -> Place:
     Raises:
         CheckpointError: there is none.
     """
+    from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.saving.world import SingleProcessWorld
     from forge_ckpt.store.store import LocalStore
 
     store, name = store_of(path)

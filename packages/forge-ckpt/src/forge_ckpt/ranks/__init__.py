@@ -1,0 +1,1 @@
+"""The ranks that save and load together: one process, or a process group, and how they agree."""
