@@ -3,8 +3,9 @@
     PYTHONPATH=tests python -m parallel.compositions.generate
 
 A row is legal when its recipe passes every check but the one that reads the rows, and has exactly the features that it names. A
-pair is offered when some legal row has it. Pairs of features that fp64 can show are put into rows in fp64. Rows are made one
-after another: each is the best of several random ones by the number of pairs that no row has yet, for its price.
+pair is offered when some legal row has it. Pairs of features that fp64 can show are put into rows in fp64. Rows of before stay as
+long as they are legal; others are made one after another: each is the best of several random ones by the number of pairs that no
+row has yet, for its price.
 """
 
 import json
@@ -103,6 +104,7 @@ ON_GPUS = frozenset({"tp_asynchronous", "offload"})
 NOT_OFFERED: Mapping[Row, str] = {
     frozenset({"compile_budget", "tp"}): "torch cannot partition graphs that hold process groups",
     frozenset({"compile_budget", "cp_ring"}): "torch cannot partition graphs that hold process groups",
+    frozenset({"compile_budget", "recompute"}): "torch cannot partition graphs whose checkpointed parts say what is kept",
 }
 """Pairs that pass the checks and do not work, with the reason; `check` refuses them because no row has them."""
 
@@ -245,8 +247,9 @@ def offered(wanted: Iterable[Row]) -> dict[Row, int]:
     return found
 
 
-def _cover(wanted: dict[Row, int], rng: random.Random, say: Any) -> list[Row]:
-    left, rows = set(wanted), []
+def _cover(wanted: dict[Row, int], before: list[Row], rng: random.Random, say: Any) -> list[Row]:
+    rows = [row for row in before if legal(row)]
+    left = set(wanted) - {pair for row in rows for pair in pairs_of(row)}
     while left:
         candidates = []
         for key in rng.sample(sorted(left, key=sorted), min(8, len(left))):
@@ -294,6 +297,11 @@ def triples(rng: random.Random) -> Iterator[Row]:
                     break
 
 
+def _axes(row: Row) -> Row:
+    """What has to be in large rows: the axes together, with experts and without."""
+    return row & {"dp_shard", "dp_replicate", "tp", "experts"} | {name.partition("_")[0] for name in row if name[:2] in ("cp", "pp")}
+
+
 def _turns(choices: list[str], rng: random.Random) -> Iterator[str]:
     while True:
         yield from rng.sample(choices, len(choices))
@@ -306,24 +314,26 @@ def text_of(row: Row) -> str:
 
 
 def main() -> None:
-    """Writes the rows, the same ones each time."""
+    """Writes the rows, the same ones each time that they start from the same."""
     rng = random.Random(0)
     names = sorted(declared_features() - ON_GPUS)
     wanted = offered([frozenset(found) for size in (1, 2) for found in combinations(names, size)])
     print(f"{len(wanted)} features and pairs are offered")
-    rows = _cover(wanted, rng, print)
-    # The fast ones: whichever bring most for their price, one after another.
-    fast: list[Row] = []
-    seen: set[Row] = set()
+    before = proven.rows()
+    rows = _cover(wanted, [*before["fast"], *before["slow"]], rng, print)
+    # The fast ones: those that bring most for their price, one after another.
+    fast = [row for row in before["fast"] if row in rows]
+    seen = {pair for row in fast for pair in pairs_of(row)}
     small = [row for row in rows if layout_of(row).world <= 4]
     while len(fast) < FAST:
         best = max((row for row in small if row not in fast), key=lambda row: len(pairs_of(row) - seen) / price(row))
         fast.append(best)
         seen |= pairs_of(best)
+    large = [row for row in before["large"] if legal(row)]
     made = {
         "fast": fast,
         "slow": [row for row in rows if row not in fast],
-        "large": list(triples(rng)),
+        "large": [*large, *(row for row in triples(rng) if not any(_axes(row) == _axes(known) for known in large))],
     }
     document = {kind: [text_of(row) for row in found] for kind, found in made.items()} | {"gpu": list(GPU_ROWS)}
     Path(proven.__file__).with_name("rows.json").write_text(json.dumps(document, indent=2) + "\n")
