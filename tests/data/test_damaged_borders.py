@@ -131,7 +131,7 @@ def test_w9_borders_outside_a_row_are_refused_as_they_are_read(tmp_path: Path, e
     source = Careless(ends)
     component = type("Own", (Store,), {"build": lambda self, context: source})(path="x", label="own")
     stream = open_stream(Data(sequence_length=16, sources=[component]), workspace=tmp_path, seed=1, global_batch=4, micro_batch=4)
-    with pytest.raises(DataError, match=r"careless at token .*: document ends do not ascend; data verify"):
+    with pytest.raises(DataError, match=r"careless at token .*: document ends do not ascend; `data verify`"):
         next(iter(stream.from_cursor(stream.start())))
 
 

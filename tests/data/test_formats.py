@@ -126,7 +126,7 @@ def test_every_format_gives_the_tokens_and_borders_of_a_loop(
         inside = rng.integers(0, len(stream) - length + 1, size=9)
         assert source.windows(inside, length).tolist() == [stream[start : start + length] for start in inside.tolist()]
         for outside in ([len(stream) - length + 1], [0, -1]):
-            with pytest.raises(IndexError, match=f"of {len(stream)}"):
+            with pytest.raises(IndexError, match=f"not inside the {len(stream)} tokens"):
                 source.windows(np.array(outside), length)
     copied = pickle.loads(pickle.dumps(source))  # noqa: S301 (our own)
     assert copied.read(0, source.tokens).tolist() == stream and copied.ends().tolist() == ends

@@ -157,7 +157,7 @@ def test_labels_of_a_stream_cross_no_document() -> None:
 
 @pytest.mark.parametrize(("ranks", "legal"), [(8, "1, 2, 4"), (3, "1, 2, 4")])
 def test_a_world_that_cannot_share_the_readers_is_refused_with_the_legal_ones(ranks: int, legal: str) -> None:
-    with pytest.raises(DataError, match=f"4 virtual readers, which {ranks} data ranks cannot share; .* are {legal}$"):
+    with pytest.raises(DataError, match=f"4 virtual readers, which cannot be divided among {ranks} data ranks; .* are {legal}$"):
         opened(data(readers=4), batch=24, ranks=ranks)
     for fits in (1, 2, 4):
         opened(data(readers=4), batch=24, ranks=fits)

@@ -54,7 +54,7 @@ def test_tiktoken_refuses_what_it_cannot_know(tmp_path: Path, ranks: tuple[Path,
         built(Tiktoken(path=str(ranks[0])))
     with pytest.raises(DataError, match="no special token '<eos>'"):
         built(Tiktoken(path=str(ranks[0]), pattern=PATTERN, special_tokens={"<pad>": 300}, eos="<eos>"))
-    with pytest.raises(DataError, match=r"knows no encoding 'gpt9'; it knows .*gpt2"):
+    with pytest.raises(DataError, match=r"has no encoding 'gpt9'; it has .*gpt2"):
         built(Tiktoken(encoding="gpt9"))
     (tmp_path / "bad.tiktoken").write_text("YQ== 0\nnonsense\n")
     with pytest.raises(DataError, match=r"bad\.tiktoken, line 2 is not a base64 token with a rank"):

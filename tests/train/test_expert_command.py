@@ -59,8 +59,12 @@ def test_the_preset_under_torchrun_goes_on_alone(tmp_path: Path) -> None:
             6,
             ["ep * parallel.etp = 4 does not divide", "legal values of parallel.ep with etp = 1: 1, 2, 3, 6"],
         ),
-        (["--parallel.ep=2", "--transforms.expert.dispatcher=hierarchical"], 2, ["needs ranks_per_node, the neighboring ranks"]),
-        (["--parallel.ep=2", "--transforms.expert.ranks_per_node=2"], 2, ["'all_to_all' knows no nodes", "leave out ranks"]),
+        (["--parallel.ep=2", "--transforms.expert.dispatcher=hierarchical"], 2, ["needs ranks_per_node, the number of ep ranks"]),
+        (
+            ["--parallel.ep=2", "--transforms.expert.ranks_per_node=2"],
+            2,
+            ["'all_to_all' does not use ranks_per_node; remove it"],
+        ),
         (
             ["--parallel.ep=4", "--transforms.expert.dispatcher=hierarchical", "--transforms.expert.ranks_per_node=3"],
             4,

@@ -236,7 +236,7 @@ def _filled(row: Row, open_pairs: set[Row], most: int, rng: random.Random) -> Ro
 
 
 def offered(wanted: Iterable[Row]) -> dict[Row, int]:
-    """Of features and pairs those that some legal row has: the ranks that it needs, 4 or 8. The answer is always the same."""
+    """Of features and pairs those that some legal row has: the ranks that it needs, 4 or 8. A pair's answer never changes."""
     found: dict[Row, int] = {}
     for key in wanted:
         for most in (4, 8):
@@ -299,7 +299,9 @@ def triples(rng: random.Random) -> Iterator[Row]:
 
 def _axes(row: Row) -> Row:
     """What has to be in large rows: the axes together, with experts and without."""
-    return row & {"dp_shard", "dp_replicate", "tp", "experts"} | {name.partition("_")[0] for name in row if name[:2] in ("cp", "pp")}
+    return row & {"dp_shard", "dp_replicate", "tp", "experts"} | {
+        name.partition("_")[0] for name in row if name[:2] in ("cp", "pp")
+    }
 
 
 def _turns(choices: list[str], rng: random.Random) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Somebody else's module and loop: every layout against the unsharded module, with the module's own weights and names."""
+"""A foreign module and loop: every layout against the unsharded module, with the module's own weights and names."""
 
 import copy
 import warnings
@@ -62,11 +62,11 @@ def _alone(start: dict[str, Tensor], name: str, rows: int) -> tuple[list[float],
 
 
 def _sharded(
-    name: str, layout: str, materialised: bool, more: list[Any], plan: dict[str, str] | None = None
+    name: str, layout: str, materialized: bool, more: list[Any], plan: dict[str, str] | None = None
 ) -> tuple[dict[str, Tensor], list[float], list[float], dict[str, Tensor]]:
-    if materialised:
+    if materialized:
         torch.manual_seed(11)
-    source: Any = BUILDERS[name]() if materialised else BUILDERS[name]
+    source: Any = BUILDERS[name]() if materialized else BUILDERS[name]
     plan = PLAN if plan is None and name in ("plain", "tied") and "tp" in layout else plan
     model = parallelize(source, layout, more, tp_plan=plan, compute="fp64", state="fp64", seed=3)
     start = model.state_dict(whole=True)
@@ -80,8 +80,8 @@ def _sharded(
     return start, losses, norms, model.state_dict(whole=True)
 
 
-def _equal(world: World, name: str, layout: str, materialised: bool, more: list[Any], plan: Any = None) -> None:
-    results = world.run(_sharded, Layout.parse(layout).world, name, layout, materialised, more, plan, timeout=300)
+def _equal(world: World, name: str, layout: str, materialized: bool, more: list[Any], plan: Any = None) -> None:
+    results = world.run(_sharded, Layout.parse(layout).world, name, layout, materialized, more, plan, timeout=300)
     losses, norms, weights = _alone(results[0][0], name, 4)
     exact = 1e-7 if name == "mixtral" else 1e-9  # its router takes a softmax in fp32 whatever the model's format
     # AdamW turns the noise of a gradient near zero into a part of a step, which is 1e-2.
@@ -110,7 +110,7 @@ def test_a_builder_equals_the_unsharded_module(world: World, name: str, layout: 
 
 
 @pytest.mark.parametrize("name", ["tied", "llama"])
-def test_a_materialised_module_keeps_its_weights(world: World, name: str) -> None:
+def test_a_materialized_module_keeps_its_weights(world: World, name: str) -> None:
     _equal(world, name, "dp2tp2", True, [])
     torch.manual_seed(11)
     mine = BUILDERS[name]().double()
@@ -216,7 +216,7 @@ EXPERTS = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwi
         ({"biased": True}, EXPERTS, "without biases"),
         ({"is_transposed": True}, EXPERTS, r"\(experts, outputs, inputs\)"),
         ({"is_concatenated": False}, EXPERTS, "one after the other"),
-        ({}, {key: EXPERTS[key] for key in list(EXPERTS)[:2]}, "has not the style 'moe_tp_experts'"),
+        ({}, {key: EXPERTS[key] for key in list(EXPERTS)[:2]}, "give its module the style 'moe_tp_experts'"),
         ({}, {key: EXPERTS[key] for key in list(EXPERTS)[1:]}, "does not cut all of its weights"),
         ({}, {**EXPERTS, "experts.down_proj": "grouped_gemm"}, "'grouped_gemm'"),
         ({}, {**EXPERTS, "experts.gate_up_proj": "mla_kv_a_proj"}, "'mla_kv_a_proj'"),
@@ -365,7 +365,7 @@ def _refusal(named: str, layout: str) -> str:
 @pytest.mark.parametrize("named", DROPPING)
 def test_dropout_under_tp_is_refused(world: World, named: str) -> None:
     for message in world.run(_refusal, 2, named, "tp2"):
-        assert f"{named} drops numbers at random" in message
+        assert f"{named} uses dropout" in message
     assert _refusal(named, "1") == "none", "one rank draws for itself"
 
 
@@ -382,5 +382,5 @@ def test_low_precision_is_spanned_or_refused() -> None:
 
 
 def test_axes_that_need_a_seam_are_refused() -> None:
-    with pytest.raises(PlanError, match="cp = 2 is not offered"):
+    with pytest.raises(PlanError, match="cp = 2 is not supported"):
         parallelize(Plain, "cp2")

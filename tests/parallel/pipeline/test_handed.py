@@ -136,7 +136,7 @@ class Positions(Plain):
         (Between, "calls norm between its blocks"),
         (Leaving, r"\(blocks\.2 and norm\)"),
         (Unused, r"Unused calls other never"),
-        (Rooted, "the root has parameters of its own around the blocks"),
+        (Rooted, "the root holds parameters outside the blocks"),
         (Positions, r"\(positions and blocks\.0\).*put all that comes before the blocks, .* into one module"),
     ],
 )

@@ -198,7 +198,7 @@ def _ragged(case: Case) -> None:
 
 
 def test_micro_batches_of_several_shapes_are_refused(world: World) -> None:
-    with pytest.raises(WorldFailed, match="a pipeline needs one"):
+    with pytest.raises(WorldFailed, match="a pipeline needs equal shapes"):
         world.run(_ragged, 2, decoder_case())
 
 
@@ -266,7 +266,7 @@ def test_tied_tensors_that_are_cut_differently_are_refused(world: World, schedul
 
 
 def test_parts_have_no_single_module(world: World) -> None:
-    with pytest.raises(WorldFailed, match=r"2 pipeline stages, so no rank has the whole of it: use \.parts"):
+    with pytest.raises(WorldFailed, match=r"2 pipeline stages, so no rank holds the whole model; use \.parts"):
         world.run(_part, 2, decoder_case())
 
 
@@ -283,7 +283,7 @@ def test_a_plan_refuses_what_does_not_fit() -> None:
     for name, made in SCHEDULES.items():
         for transform in (Compile(), Recompute(keep=["matmul"])):
             if made.build().splits_backward:
-                with pytest.raises(PlanError, match=f"the pipeline schedule '{name}' splits"):
+                with pytest.raises(PlanError, match=f"pipeline schedule '{name}' splits the backward pass"):
                     Plan.of([transform], layout, piped(name))
             else:
                 Plan.of([transform], layout, piped(name))

@@ -181,9 +181,9 @@ REFUSED: list[tuple[Any, dict[str, str], str]] = [
     (Gated, MLP, r"blocks\.0\.gate\.\w+ works on split|whole output of"),
     (Gated, {**MLP, "embed": "embedding_rowwise"}, r"the whole output of blocks.0.down meets split features"),
     (Read, MLP, r"the plan cuts blocks\.0\.up\.weight, but it is read outside"),
-    (Unsummed, {"blocks.*.up": "colwise"}, r"blocks\.1\.up is to take whole features, but takes split ones"),
+    (Unsummed, {"blocks.*.up": "colwise"}, r"blocks\.1\.up needs whole features, but takes split ones"),
     (Unsummed, {"head": "colwise"}, "the module's output is split over tp ranks"),
-    (Scaled, {**MLP, "blocks.*.down": "colwise"}, r"blocks\.0\.down is to take whole features"),
+    (Scaled, {**MLP, "blocks.*.down": "colwise"}, r"blocks\.0\.down needs whole features"),
     (Scaled, {"blocks.*.down": "rowwise"}, r"blocks\.0\.down is rowwise, but takes whole features"),
     (Scaled, {**MLP, "embed": "replicated_with_grad_allreduce"}, r"sums the gradient of embed\.weight"),
 ]

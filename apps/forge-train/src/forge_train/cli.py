@@ -135,7 +135,7 @@ def _nothing() -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=lambda given: _version(given), help="Print versions and end.")
+        bool, typer.Option("--version", is_eager=True, callback=lambda given: _version(given), help="Print versions and exit.")
     ] = False,
 ) -> None:
     """Options of the whole command."""

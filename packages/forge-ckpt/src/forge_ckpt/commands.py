@@ -1,4 +1,4 @@
-"""`ckpt list | show | verify | convert`: look into checkpoint directories, and carry weights between formats."""
+"""`ckpt list | show | verify | convert`: inspect and verify checkpoints, and convert weights between formats."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from forge_ckpt.format.manifest import Manifest
     from forge_ckpt.store.store import LocalStore
 
-app = typer.Typer(name="ckpt", help="Look into checkpoints and verify them.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(name="ckpt", help="Inspect and verify checkpoints.", no_args_is_help=True, add_completion=False)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="A run's directory, a directory of checkpoints, or one checkpoint.")
 ]
 Step = Annotated[
-    str | None, typer.Argument(metavar="[STEP]", help="A step or a name; by default DIR itself, or the newest in it.")
+    str | None, typer.Argument(metavar="[STEP]", help="A step or a name. Default: DIR itself, or the newest checkpoint in it.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory that belongs to another user.")]
@@ -26,7 +26,7 @@ Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory tha
 
 @app.command("list")
 def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = False) -> None:
-    """Every checkpoint of a directory, newest first; lengths and manifests are checked, contents are not."""
+    """List every checkpoint of a directory, newest first; lengths and manifests are checked, contents are not."""
     store, rows = _open(directory, foreign)[0], []
     from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed
     from forge_ckpt.store.verify import open_manifest
@@ -53,7 +53,7 @@ def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = Fals
 
 @app.command()
 def show(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
-    """The tensors of one checkpoint and the trainer's metadata."""
+    """Show the tensors of one checkpoint and the trainer's metadata."""
     store, only = _open(directory, foreign)
     from forge_ckpt.errors import Damaged
 
@@ -108,7 +108,7 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
     add_help_option=False,
 )
 def convert(context: typer.Context) -> None:
-    """Weights into another format: --from hf --to forge SOURCE TARGET. The command `convert` of forge-train."""
+    """Convert weights to another format: --from hf --to forge SOURCE TARGET. The command `convert` of forge-train."""
     from typer.main import get_command
 
     from forge_core.registry import Registry

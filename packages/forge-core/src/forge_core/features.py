@@ -31,7 +31,7 @@ def interact(one: Plane, other: Plane) -> bool:
     """Whether features of these planes have to be proven together.
 
     An update sees parameters and gradients, so it depends on how they are laid out and on nothing else. Where states are kept and
-    which samples come are proven by tests of their own: round trips between layouts, and the sequence of samples.
+    which samples come are proven by separate tests: round trips between layouts, and the sequence of samples.
     """
     return {one, other} <= _CROSSED or {one, other} == {"optimizer", "layout"}
 
@@ -135,7 +135,7 @@ def undeclared(cls: type) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def values_of(annotation: Any) -> tuple[Any, ...]:
-    """All values of a type that has few: literals, booleans, and None beside them; of others none is listed."""
+    """All values of a type that has few: literals, booleans, and None with them. Other types list none."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if annotation is bool:

@@ -85,7 +85,7 @@ def _ids_in(file: Path) -> int | None:
         content = json.loads(file.read_bytes())
         ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", ()))]
         return max(ids) + 1
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # whoever loads it says what is wrong with it
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # loading it says what is wrong with it
         return None
 
 
@@ -96,13 +96,13 @@ def _absent(component: Any) -> str | None:
         return None
     if isinstance(component, sources.Store):
         if not _there(path):
-            return f"{path!r}: there is no such directory"
+            return f"directory {path!r} does not exist"
         return None if "://" in path or _there(f"{glob.escape(path)}/manifest.json") else f"{path!r} has no manifest.json"
     if isinstance(component, sources.Megatron) and (_there(f"{path}.idx") or _there(f"{path}.bin")):
         return None
     if _there(path):
         return None
-    return f"{path!r} matches no file" if glob.has_magic(path) else f"{path!r}: there is no such file or directory"
+    return f"{path!r} matches no file" if glob.has_magic(path) else f"{path!r} does not exist"
 
 
 def _there(path: str) -> bool:

@@ -24,7 +24,7 @@ def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         legal = ", ".join(str(n) for n in divisors(train.global_batch))
         yield Fault(
             "train.global_batch",
-            f"{train.global_batch} sequences cannot be shared by {layout.data} data ranks",
+            f"{train.global_batch} sequences cannot be divided among {layout.data} data ranks",
             hint=f"dp_replicate * dp_shard may be {legal}",
         )
     elif rows % train.micro_batch:
@@ -57,7 +57,7 @@ def float8_fits(job: Any, layout: Layout) -> Iterator[Fault]:
     if float8 is None:
         return
     if job.precision.compute == "fp64":
-        yield Fault("precision.compute", "'fp64' has no meaning with transforms.float8", hint="use 'bf16', or 'fp32' for tests")
+        yield Fault("precision.compute", "'fp64' is not supported with transforms.float8", hint="use 'bf16', or 'fp32' for tests")
     length = getattr(job.data, "sequence_length", None)
     if length is None or getattr(float8, "emulate", "auto") is True:
         return
@@ -100,13 +100,13 @@ def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
 
 
 def compiled_experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
-    """Blocks whose experts lie on ranks of their own are compiled in pieces, and recomputed as a whole or not at all."""
+    """Blocks whose experts are sharded separately are compiled in pieces, and recomputed as a whole or not at all."""
     apart = getattr(job.model, "moe", None) is not None and layout.tp * layout.ep * layout.etp > 1
     if apart and "compile" in job.transforms and getattr(job.transforms.get("recompute"), "policy", "full") == "selective":
         yield Fault(
             "transforms.recompute.policy",
-            "'selective' sees no operator inside of blocks that transforms.compile compiles in pieces: those whose experts are "
-            "sharded over ranks of their own (parallel.ep or parallel.tp > 1)",
+            "'selective' is not supported for blocks that transforms.compile compiles in pieces: those whose experts are sharded "
+            "separately (parallel.ep or parallel.tp > 1)",
             hint="set it to 'full', or remove transforms.compile",
         )
 
@@ -125,8 +125,8 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         if getattr(transform, "whole_backward", False):
             yield Fault(
                 f"transforms.{name}",
-                f"needs the whole backward of a block, which the pipeline schedule {pipeline.schedule.name!r} splits",
-                hint="leave it out, or take the schedule 1f1b or interleaved",
+                f"is not supported with pipeline schedule {pipeline.schedule.name!r}, which splits the backward pass",
+                hint="remove it, or use the schedule 1f1b or interleaved",
             )
     if pipeline.schedule.splits_backward and getattr(getattr(job.model, "mtp", None), "depth", 0) > 1:
         yield Fault(

@@ -28,13 +28,13 @@ def tensors_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
         return
     if why := shares.heads_refusal(model.units, layout.tp):
         unit = "heads" if model.units.get("heads", 0) % layout.tp else "kv_heads"
-        yield Fault(model.keys.get(unit, "parallel.tp"), why, hint="change it, or parallel.tp")
+        yield Fault(model.keys.get(unit, "parallel.tp"), why, hint="change it, or change parallel.tp")
     for key, rows in dict.fromkeys(model.shared):
         if why := shares.rows_refusal(key, rows, layout.tp):
             yield Fault(key, why, hint=f"raise it, or set parallel.tp to at most {rows}")
     tensor = job.transforms.get("tensor", Tensor())
     for reason in model.whole_stream if getattr(tensor, "sequence_parallel", True) else ():
-        yield Fault(_key(reason), shares.stream_refusal([reason]) or "", hint="leave it out, or set parallel.tp = 1")
+        yield Fault(_key(reason), shares.stream_refusal([reason]) or "", hint="remove it, or set parallel.tp = 1")
 
 
 def rows_can_be_shared(job: Any, layout: Layout) -> Iterator[Fault]:
@@ -42,7 +42,7 @@ def rows_can_be_shared(job: Any, layout: Layout) -> Iterator[Fault]:
     if layout.cp == 1 or (model := outline_of(job)) is None:
         return
     for reason in model.whole_rows:
-        yield Fault(_key(reason), shares.whole_rows_refusal([reason]) or "", hint="leave it out, or set parallel.cp = 1")
+        yield Fault(_key(reason), shares.whole_rows_refusal([reason]) or "", hint="remove it, or set parallel.cp = 1")
     kind = getattr(job.transforms.get("context", ContextParallel()), "kind", None)
     if kind == "ulysses" and (why := shares.ulysses_refusal(model.units.get("heads", 0), layout.cp, layout.tp)):
         yield Fault("transforms.context.kind", why)
@@ -72,7 +72,7 @@ def float8_can_multiply(job: Any, layout: Layout) -> Iterator[Fault]:
     experts = {name: matrix for name, matrix in (model.experts or {}).items() if name.rpartition(".")[0] in chosen}
     if not experts:
         there = "include and exclude leave none of them" if stacks else "the model has none"
-        yield Fault("transforms.float8.experts", f"= true converts stacked experts, but {there}", hint="leave it out")
+        yield Fault("transforms.float8.experts", f"= true converts stacked experts, but {there}", hint="remove it")
     if why := shares.float8_experts_refusal(experts, layout.etp):
         yield Fault("transforms.float8.experts", why)
 

@@ -1,6 +1,6 @@
-"""Names of torch that its documentation does not promise to keep: each here once, with why there is no other way.
+"""Names of torch that its documentation does not promise to keep: each here once, with the reason.
 
-Where torch may drop a name there is a fallback. What takes long to import, or acts when it is imported, is behind a function.
+Where torch may drop a name, a fallback follows. What takes long to import, or acts when it is imported, is behind a function.
 Tests call all of them.
 """
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-# Whatever can hold tensors, as torch's own hooks see it; there is no public module for Python.
+# Walks all that can hold tensors, as torch's own hooks see it; torch has no public module for Python.
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map

@@ -10,8 +10,8 @@ from forge_train.commands.completion import Recipe
 def check(
     context: typer.Context,
     recipe: Recipe,
-    world: Annotated[int, typer.Option("--world", help="Number of processes that it is meant for.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer as JSON.")] = False,
+    world: Annotated[int, typer.Option("--world", help="World size: the number of processes of the run.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
     from forge_core.console import Console

@@ -1,4 +1,4 @@
-"""`forge-train config show|explain|schema`: what a recipe says, what its keys mean, and its schema for editors."""
+"""`forge-train config show|explain|diff|schema`: show recipes, explain keys, compare, and print a schema for editors."""
 
 import json
 from pathlib import Path
@@ -8,20 +8,20 @@ import typer
 
 from forge_train.commands.completion import OverridesCommand, Recipe
 
-config = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into recipes.")
+config = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Inspect recipes.")
 
 _OPEN = {"allow_extra_args": True, "ignore_unknown_options": True}
-_Json = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @config.command(cls=OverridesCommand, context_settings=_OPEN)
 def show(
     context: typer.Context,
     recipe: Recipe,
-    origins: Annotated[bool, typer.Option("--origins", help="Say where every value comes from.")] = False,
+    origins: Annotated[bool, typer.Option("--origins", help="Show where each value comes from.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """The resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
+    """Show the resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
     from forge_core.console import Console
     from forge_train.recipe.load import load
 
@@ -40,7 +40,7 @@ def explain(
     key: Annotated[str, typer.Argument(help="A key such as optimizer.lr, or a section.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
-    """What a key means: type, range, default, value and where it comes from; a section or nothing explains all keys."""
+    """Explain a key: type, range, default, value and where it comes from. Give a section, or nothing, for all its keys."""
     from forge_core.config.explain import explain as explain_key
     from forge_core.config.write import value_text
     from forge_core.console import Console
@@ -71,10 +71,10 @@ def explain(
 def diff(
     context: typer.Context,
     one: Annotated[str, typer.Argument(help="A recipe, a run's directory, or a checkpoint.", show_default=False)],
-    other: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    other: Annotated[str, typer.Argument(help="The recipe, run or checkpoint to compare with.", show_default=False)],
     as_json: _Json = False,
 ) -> None:
-    """Keys that differ between two recipes, runs or checkpoints, defaults included; exit code 1 when there are any.
+    """List keys that differ between two recipes, runs or checkpoints, defaults included; exit code 1 when any differ.
 
     Each has its class: a resume refuses another value of an `identity` key. Overrides such as --optimizer.lr=1e-3 change the
     second side.
@@ -98,10 +98,10 @@ def diff(
 
 @config.command()
 def schema(
-    output: Annotated[Path | None, typer.Option("--output", help="Write it to this file.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="It always is JSON.", hidden=True)] = False,  # noqa: ARG001
+    output: Annotated[Path | None, typer.Option("--output", help="Write the schema to this file.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The output is always JSON.", hidden=True)] = False,  # noqa: ARG001
 ) -> None:
-    """The JSON Schema of a recipe with every installed component, for editors that complete TOML."""
+    """Print the JSON Schema of a recipe with every installed component, for editors that complete TOML."""
     from forge_core.config.schema import json_schema
     from forge_core.console import Console
     from forge_core.errors import ForgeError

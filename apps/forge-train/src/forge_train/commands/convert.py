@@ -21,18 +21,16 @@ TOLERANCE = 1e-4
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="What is converted.")],
-    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    source: Annotated[Path, typer.Argument(help="The weights to convert.")],
+    target: Annotated[Path, typer.Argument(help="The folder to create.")],
     from_: Annotated[str, typer.Option("--from", help="Format of SOURCE.")],
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are when absent.")] = None,
-    family: Annotated[str | None, typer.Option(help="Kind of model to write, such as llama.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer files go along.")] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option(help="A key of config.json to leave out; may be given several times.")
-    ] = None,
-    max_shard_bytes: Annotated[int | None, typer.Option(help="Largest file of tensors.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
+    family: Annotated[str | None, typer.Option(help="Model family to write, such as llama.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
+    max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
 

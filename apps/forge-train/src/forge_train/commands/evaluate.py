@@ -12,13 +12,13 @@ def evaluate(
     context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
     recipe: Annotated[
-        str | None, typer.Option("--recipe", help="Takes [data] and the rest but the model from this recipe.", show_default=False)
+        str | None, typer.Option("--recipe", help="Take all sections but the model from this recipe.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Evaluate a checkpoint on held-out sets: those of its recipe, or others by --data.evaluation.NAME.name=text ...
 
-    Alone or under torchrun, on any layout: --parallel.tp=2. The result does not depend on the number of processes.
+    Runs as one process or under torchrun, on any layout: --parallel.tp=2. The result does not depend on the number of processes.
     """
     from dataclasses import asdict
 

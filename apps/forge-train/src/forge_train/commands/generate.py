@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
-    prompt: Annotated[str | None, typer.Option(help="What is continued; asked for line by line when absent.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A text file that is continued; - reads standard input.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the fewest tokens that hold this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest one's.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue. Default: read line by line from the terminal.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file to continue; - reads standard input.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from the fewest tokens whose probabilities sum to this.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Exclude tokens below this share of the largest probability.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0,
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Draft with the modules of [model.mtp]: the same tokens in fewer forwards.")
     ] = False,
-    prefill: Annotated[int | None, typer.Option(help="Prompt tokens taken at once; bounds memory, changes no result.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prompt tokens per forward; limits memory, changes no result.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Continue text with the newest checkpoint of a run, token by token as it is made."""
     from forge_core.errors import ForgeError

@@ -21,14 +21,14 @@ def parity(
     layouts: Annotated[str, typer.Option(help="Layout strings, separated by commas.")] = "dp2,hsdp2x1,hsdp2x2,dp4",
     mode: Annotated[str, typer.Option(help="fp64: all numbers within 1e-10; fp32: loss, norm, gradients within 2e-6.")] = "fp64",
     rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,
-    micro_batch: Annotated[int, typer.Option(help="Sequences in one forward; the rest is accumulated.")] = 1,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per forward; gradients are accumulated over the rest.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
     record: Annotated[
         Path | None,
-        typer.Option(help="Folder for receipts of the layouts that are equal; parallel.proofs = ['DIR'] shows them to check."),
+        typer.Option(help="Write receipts of equal layouts to this folder; check reads them with parallel.proofs = ['DIR']."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Compare layouts of a recipe with one process, on CPU.
 

@@ -18,17 +18,17 @@ def plan(
     context: typer.Context,
     recipe: Recipe,
     world: Annotated[int, typer.Option("--world", min=1, help="Number of processes, one for each GPU.")] = 1,
-    per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes of one node, for the map of ranks.")] = 8,
+    per_node: Annotated[int, typer.Option("--per-node", min=1, help="Processes per node, for the map of ranks.")] = 8,
     ranks: Annotated[
         list[int] | None,
-        typer.Option("--rank", help="A rank to look at; may be repeated. By default one of each stage."),
+        typer.Option("--rank", help="A rank to show; may be given several times. Default: one per pipeline stage."),
     ] = None,
     modules: Annotated[
-        bool, typer.Option("--modules", help="Show every parameter instead: its path, classes, placement and bytes.")
+        bool, typer.Option("--modules", help="Show each parameter instead: its path, classes, placement and bytes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, bytes as integers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, with bytes as integers.")] = False,
 ) -> None:
-    """Show what a recipe would hold and exchange on N processes, before any of them is rented.
+    """Show what a recipe would hold and exchange on N processes, before renting any.
 
     Draws which ranks form which group; then, per rank, bytes of parameters, gradients and optimizer state, of
     activations, and of every collective next to its lower bound. The recipe's own model, transforms and optimizer

@@ -1,4 +1,4 @@
-"""`forge-train plugins list|show|doctor`: what is installed, what it takes, and whether it works."""
+"""`forge-train plugins list|show|doctor`: list, show and test what is installed."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from forge_core.console import Console
     from forge_core.inspection import Key
 
-plugins = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look into plugins.")
+plugins = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Inspect plugins.")
 
-_Json = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @plugins.command(name="list")
@@ -19,7 +19,7 @@ def list_(
     group: Annotated[str, typer.Argument(help="A group such as forge.optimizers or optimizers.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
-    """Every plugin by group, with its distribution; imports none of them."""
+    """List every plugin by group, with its distribution; imports none of them."""
     from forge_core.console import Console
     from forge_core.groups import GROUPS
     from forge_core.registry import Registry
@@ -41,7 +41,7 @@ def show(
     group: Annotated[str, typer.Option("--group", help="Only this group.", show_default=False)] = "",
     as_json: _Json = False,
 ) -> None:
-    """What a plugin is and which keys it takes."""
+    """Show what a plugin is and which keys it takes."""
     from forge_core.console import Console
     from forge_core.inspection import describe_plugin, find_everywhere
     from forge_core.registry import Registry
@@ -76,7 +76,7 @@ def doctor(
     conform: Annotated[bool, typer.Option("--conform", help="Also run the conformance checks of each group.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Load every plugin and report the broken ones, names claimed twice and, with --conform, what their groups ask for."""
+    """Load every plugin and report the broken ones, names claimed twice and, with --conform, failed conformance checks."""
     from forge_core.console import Console
     from forge_core.inspection import diagnose
     from forge_core.machine.processor import slow_bf16

@@ -11,11 +11,11 @@ from forge_train.commands.completion import Recipe
 def prepare(
     context: typer.Context,
     recipe: Recipe,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Tokenize the text of a recipe before its run starts.
 
-    A run does the same at its start; on a cluster it is better done once, on one process, without accelerators waiting.
+    A run does the same at its start. On a cluster, do it once before, in one process, so that no accelerator waits.
     """
     from forge_core.protocols.data import StreamedSource
     from forge_core.registry import Registry

@@ -8,9 +8,9 @@ import typer
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/demo.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="Answer as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write report.html of a run again from its metrics, also while the run goes on."""
+    """Rewrite report.html of a run from its metrics, also while the run goes on."""
     from forge_core.console import Console
     from forge_train.report.write import rewrite_report
 

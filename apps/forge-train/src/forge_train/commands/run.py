@@ -26,13 +26,13 @@ def run(
     context: typer.Context,
     recipe: Recipe,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the run before is moved aside until this one has saved.")
+        bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
-    Alone, under torchrun or under srun. The run lives in runs/<job.name> (or --job.dir=PATH): resolved recipe, numbers,
-    logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
+    Runs as one process, under torchrun or under srun. The run lives in runs/<job.name> (or --job.dir=PATH): resolved
+    recipe, metrics, logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
     """
     from forge_parallel.launch.environment import read_launcher
     from forge_train.run.logs import logging_of

@@ -8,15 +8,15 @@ import typer
 
 def upcycle(
     source: Annotated[Path, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder of a dense model.")],
-    recipe: Annotated[str, typer.Argument(help="A TOML file or preset whose [model.moe] says what is made.")],
-    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    recipe: Annotated[str, typer.Argument(help="A TOML file or preset whose [model.moe] describes the new model.")],
+    target: Annotated[Path, typer.Argument(help="The folder to create.")],
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = "hf",
-    noise: Annotated[float, typer.Option(min=0.0, help="Added to experts, in units of each matrix's own deviation.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of noise and routers.")] = 0,
+    noise: Annotated[float, typer.Option(min=0.0, help="Noise added to experts, in standard deviations of each matrix.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of noise and routers.")] = 0,
 ) -> None:
-    """Make experts of a dense model's feed-forward parts; without noise the new model computes what the old one did.
+    """Turn the feed-forward parts of a dense model into experts; without noise the new model computes the same.
 
-    A run starts from a folder in the Hugging Face format by `[model] from_hf`.
+    Start a run from a folder in the Hugging Face format with `[model] from_hf`.
     """
     from forge_core.console import Console
     from forge_core.errors import ForgeError

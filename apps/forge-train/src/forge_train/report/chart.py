@@ -24,7 +24,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Reference:
-    """A labelled horizontal line."""
+    """A labeled horizontal line."""
 
     label: str
     value: float

@@ -26,7 +26,7 @@ class LossTerms(NamedTuple):
         sum: scalar fp32, the loss summed over valid tokens, with its graph.
         tokens: scalar int64, number of valid tokens.
         metrics: further detached fp32 scalars, each a sum over valid tokens.
-        rows: (B,) detached, what each row adds to `sum`; None where nobody counts it, and no loss by source is known.
+        rows: (B,) detached, what each row adds to `sum`; None where it is not counted; then no loss by source is known.
     """
 
     sum: "Tensor"
@@ -94,19 +94,19 @@ class ExpertDispatcher(Protocol):
         run: "Callable[[Tensor, Tensor], Tensor]",
         count: int,
         slots: int | None = None,
-        beside: "Callable[[], Tensor] | None" = None,
+        overlap_with: "Callable[[], Tensor] | None" = None,
     ) -> "Tensor":
-        """Weighted sum of the chosen experts' outputs, (N, embed), plus what `beside` makes.
+        """Weighted sum of the chosen experts' outputs, (N, embed), plus what `overlap_with` makes.
 
         Args:
             x: (N, embed) tokens.
             experts: (N, top_k) int64 expert of each slot; -1 = dropped.
             weights: (N, top_k) combine weights.
             run: (tokens sorted by expert, tokens per expert (count,) int64) -> outputs in the same order. Rows beyond the
-                last expert's may be there; they belong to nobody, and what is returned for them means nothing.
+                last expert's may be there; they belong to no expert, and their outputs are ignored.
             count: number of experts in the layer.
             slots: how many slots are not dropped, where the host knows it.
-            beside: makes (N, embed) of its own, such as that of shared experts; called once, while tokens travel.
+            overlap_with: makes (N, embed) to add, such as the output of shared experts; called once, while tokens travel.
         """
         ...
 
@@ -134,12 +134,12 @@ class Observer(Protocol):
 
     For every module of the model that is one, a step calls `before_step` before its first forward, then, when all backwards
     are done, sums `statistics` over all ranks that saw different tokens, and hands the sum to `after_step` together with the
-    verdict on the update. So whatever such a module changes, it changes once per optimizer step, and alike on every rank.
+    verdict on the update. So such a module changes its state once per optimizer step, and alike on every rank.
     """
 
     def before_step(self, scale: "Tensor") -> None:
         """`scale`: scalar fp64, 1 / (tokens of the step that are not padding, over all micro-batches and data ranks). The module
-        multiplies losses of its own, which are sums over tokens, by it."""
+        multiplies the losses that it adds, which are sums over tokens, by it."""
         ...
 
     def statistics(self) -> "Tensor":
@@ -182,7 +182,7 @@ class Head(Protocol):
 
 
 class Objective(Protocol):
-    """What is minimised; runs inside the last part's forward."""
+    """What is minimized; runs inside the last part's forward."""
 
     def __call__(self, head: Head, hidden: "Tensor", labels: "Tensor") -> LossTerms: ...
 
@@ -212,7 +212,7 @@ class NamedTensor(NamedTuple):
 
 
 class TrainableModel(Protocol):
-    """What an optimizer factory is given: only a realised, sharded model has it."""
+    """What an optimizer factory is given: only a realized, sharded model has it."""
 
     def trainable(self) -> Iterable[NamedTensor]:
         """Every local parameter once; a tied copy is not repeated."""

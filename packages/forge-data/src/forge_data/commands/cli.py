@@ -9,21 +9,21 @@ import typer
 
 from forge_core.errors import DataError
 
-app = typer.Typer(name="data", help="Prepare, look at and check training data.", no_args_is_help=True)
+app = typer.Typer(name="data", help="Prepare, inspect and check training data.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Where = Annotated[
     str, typer.Argument(help="A token store, or files of tokens: path, directory, pattern or URL.", show_default=False)
 ]
 Format = Annotated[
     Literal["store", "megatron", "llmc", "datatrove", "tokens"] | None,
-    typer.Option("--format", help="By default found out from the files."),
+    typer.Option("--format", help="Default: detected from the files."),
 ]
-Dtype = Annotated[str | None, typer.Option(help="Of raw files: it is never guessed.")]
-Eos = Annotated[int | None, typer.Option(help="Of raw files and .npy: the id that ends a document.")]
-Bos = Annotated[int | None, typer.Option(help="Of raw files, .npy and llm.c: the id that begins a document.")]
-Vocabulary = Annotated[int | None, typer.Option(min=1, help="Ids at or above it are faults.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="At a time, by default one per core; the result does not depend on it.")]
+Dtype = Annotated[str | None, typer.Option(help="Data type of raw files; it is never guessed.")]
+Eos = Annotated[int | None, typer.Option(help="The id that ends a document, for raw files and .npy.")]
+Bos = Annotated[int | None, typer.Option(help="The id that begins a document, for raw files, .npy and llm.c.")]
+Vocabulary = Annotated[int | None, typer.Option(min=1, help="Vocabulary size; ids at or above it are faults.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Workers, by default one per core; the result does not depend on it.")]
 
 
 @app.command()
@@ -31,22 +31,22 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory of the new store.", show_default=False)],
     source: Annotated[
         Literal["text", "stdlib", "jsonl", "parquet", "arrow", "huggingface"] | None,
-        typer.Option(help="What the files are; by default by their names."),
+        typer.Option(help="Format of the files. Default: by their names."),
     ] = None,
     path: Annotated[str | None, typer.Option(help="File, directory, pattern or URL; or a dataset's name.")] = None,
     tokenizer: Annotated[
         str, typer.Option(help="`bpe` (trained), `bytes`, `tiktoken:NAME`, a tokenizer.json, or a sentencepiece .model.")
     ] = "bpe",
     vocab_size: Annotated[int, typer.Option(min=257, help="Largest vocabulary of a trained tokenizer.")] = 4096,
-    eos: Annotated[str | None, typer.Option(help="The token that ends a document; of records of ids, its id.")] = None,
-    text: Annotated[str | None, typer.Option(help="Field or column of the text, by default `text`.")] = None,
-    ids: Annotated[str | None, typer.Option(help="Field or column of token ids to take instead of text.")] = None,
-    subset: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
-    dataset_split: Annotated[str | None, typer.Option(help="A dataset's own split, by default `train`.")] = None,
+    eos: Annotated[str | None, typer.Option(help="The token that ends a document; for records of ids, its id.")] = None,
+    text: Annotated[str | None, typer.Option(help="Field or column of the text. Default: `text`.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Field or column of token ids to read instead of text.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Configuration of a dataset on the hub.")] = None,
+    dataset_split: Annotated[str | None, typer.Option(help="Split of the dataset. Default: `train`.")] = None,
     split: Annotated[
         Literal["all", "train", "held_out"] | None, typer.Option(help="Documents to take, by a hash of their names.")
     ] = None,
-    skip: Annotated[int | None, typer.Option(min=0, help="Broken records that may be left out; they are counted.")] = None,
+    skip: Annotated[int | None, typer.Option(min=0, help="Number of broken records to skip at most; they are counted.")] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -72,7 +72,7 @@ def inspect(
     bos: Bos = None,
     as_json: AsJson = False,
 ) -> None:
-    """Format, dtype, documents, tokens, lengths of documents, and a sample."""
+    """Show format, dtype, documents, tokens, lengths of documents, and a sample."""
     from forge_data.commands.inspect import as_text
     from forge_data.commands.inspect import inspect as look
 
@@ -114,21 +114,19 @@ def convert(
     eos: Eos = None,
     bos: Bos = None,
     vocab_size: Vocabulary = None,
-    to_dtype: Annotated[str | None, typer.Option(help="Of the ids that are written, by default as they are.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json that the new store carries along.")] = None,
-    tokenizer_eos: Annotated[str, typer.Option(help="Its end of document.")] = "<|endoftext|>",
+    to_dtype: Annotated[str | None, typer.Option(help="Data type of the ids to write. Default: unchanged.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json to put into the new store.")] = None,
+    tokenizer_eos: Annotated[str, typer.Option(help="End-of-document token of the tokenizer.")] = "<|endoftext|>",
     lose_documents: Annotated[
-        bool, typer.Option("--lose-documents", help="Write files that cannot hold document borders.")
+        bool, typer.Option("--lose-documents", help="Write a format that cannot hold document borders.")
     ] = False,
     join_sequences: Annotated[
         bool, typer.Option("--join-sequences", help="Join the sequences of each document (Megatron).")
     ] = False,
-    skip_empty: Annotated[
-        bool, typer.Option("--skip-empty", help="Leave out documents without a token; they are counted.")
-    ] = False,
+    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip documents without tokens; they are counted.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write tokens and documents in another format, every id as it was."""
+    """Write tokens and documents in another format, with every id unchanged."""
     from forge_data.commands import convert
 
     carried = None
@@ -158,11 +156,11 @@ def diff(
     eos: Eos = None,
     bos: Bos = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Of two runs: how many steps to compare, even if the runs have done fewer.")
+        int | None, typer.Option(min=1, help="Number of steps to compare of two runs, even if they have done fewer.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The first difference of two corpora in any formats, or of the samples that two runs read.
+    """Find the first difference of two corpora in any formats, or of the samples that two runs read.
 
     Runs are compared up to the step that both have reached, recipes up to train.max_steps.
     """
@@ -187,10 +185,10 @@ def decontaminate(
     against: Annotated[
         list[str], typer.Option(help="JSON lines of an evaluation set; may be given several times.", show_default=False)
     ],
-    field: Annotated[list[str] | None, typer.Option(help="Keys of their text, by default every text in a record.")] = None,
+    field: Annotated[list[str] | None, typer.Option(help="Keys of the text. Default: every text in a record.")] = None,
     words: Annotated[int, typer.Option(min=1, help="Words in a row that make an overlap.")] = 13,
-    out: Annotated[Path | None, typer.Option(help="New store without the documents that overlap.")] = None,
-    report_to: Annotated[Path | None, typer.Option(help="JSON lines that name every overlap.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a new store without the overlapping documents.")] = None,
+    report_to: Annotated[Path | None, typer.Option(help="Write every overlap to this file, as JSON lines.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find documents that share runs of words with an evaluation set."""
@@ -204,12 +202,12 @@ def decontaminate(
 def mix(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset; --section.key=value may follow.")],
-    plan: Annotated[bool, typer.Option("--plan", help="Tokens and epochs of every source in every phase.")] = False,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of the run, by default train.max_steps.")] = None,
-    workspace: Annotated[Path | None, typer.Option(help="Where text is tokenized; by default the run's directory.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print tokens and epochs of every source in every phase.")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run. Default: train.max_steps.")] = None,
+    workspace: Annotated[Path | None, typer.Option(help="Directory for tokenized text. Default: the run's directory.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a recipe's mixture will read, before the run."""
+    """Show what a recipe's mixture will read, before the run."""
     from forge_data.commands import mix
 
     if not plan:

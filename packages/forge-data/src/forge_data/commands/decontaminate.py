@@ -100,7 +100,7 @@ def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -
     """The runs of all examples.
 
     Raises:
-        DataError: a file is missing, is no JSON lines, or has none of the fields.
+        DataError: a file is missing, is not JSON lines, or has none of the fields.
     """
     examples = Examples()
     for file in (file for path in against for file in find(path, jsonl.SUFFIXES, "evaluation")):

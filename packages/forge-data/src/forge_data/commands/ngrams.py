@@ -40,7 +40,7 @@ def hashes(text: str, n: int) -> np.ndarray:
     starts, stops = edges(content)
     if len(starts) < n:
         return np.empty(0, dtype=np.uint64)
-    # A zero byte would add nothing, whatever its place; ids from 1 make every byte count.
+    # A zero byte would add nothing, at any place; ids from 1 make every byte count.
     letters = np.frombuffer(content, dtype=np.uint8).astype(np.uint64) + np.uint64(1)
     words = _runs(letters, starts, stops, _BYTE_BASE)
     words = (words ^ (words >> np.uint64(29))) * _ODD + (stops - starts).astype(np.uint64)

@@ -86,7 +86,7 @@ def _finished(out: Path, request: dict[str, str], report: Report) -> dict[str, A
     """The answer for a store that is there already, if it was made from the same.
 
     Raises:
-        DataError: it was not, or it is no store; names the differences.
+        DataError: it was not, or it is not a store; names the differences.
     """
     exists = f"{out} exists and is not empty; choose another directory or remove this one"
     if not (out / MANIFEST).is_file():
@@ -155,7 +155,7 @@ def _texts(source: str | None, path: str | None, options: dict[str, Any]) -> Tex
 
 def _tokenizer(name: str, vocab_size: int, eos: str | None, context: SourceContext, ids: bool) -> Tokenizer | None:
     if ids and name in ("none", "bpe"):
-        return None  # there is no text to train one on
+        return None  # ids: without text, none can be trained
     if name == "bytes":
         return ByteTokenizer()
     if name.endswith(".model"):

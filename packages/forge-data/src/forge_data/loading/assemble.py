@@ -46,9 +46,9 @@ class Assembler:
         """The short last row of a packing; see `Packing.cut_last`."""
         packing = self.packings[source]
         assert not isinstance(packing, Streamed), "a stream has no last row"
-        cut, labelled = packing.cut_last()
+        cut, labeled = packing.cut_last()
         self._refuse_unknown(source, np.array([packing.rows]), cut.windows)
-        return cut, labelled
+        return cut, labeled
 
     def _cut(self, source: int, numbers: np.ndarray) -> RowWindows:
         packing = self.packings[source]
@@ -100,7 +100,7 @@ def _refuse_borders(packing: Packing | Streamed, numbers: np.ndarray, cut: RowWi
     if outside.any() or falling.any():
         row = int(rows[np.argmax(outside) if outside.any() else np.argmax(falling) + 1])
         where = "" if isinstance(packing, Streamed) else f" at token {packing.token_at(int(numbers[row]), 0)}"
-        raise DataError(f"{packing.source.name}{where}: document ends do not ascend; data verify names the file and the byte")
+        raise DataError(f"{packing.source.name}{where}: document ends do not ascend; `data verify` names the file and the byte")
 
 
 def _where(packing: Packing, row: int, column: int) -> str:

@@ -15,7 +15,7 @@ class Buffers:
     """
 
     def __init__(self, make: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty) -> None:
-        """`make` gives a new array of a shape and dtype that owns its memory, or whose owner is no array."""
+        """`make` gives a new array of a shape and dtype that owns its memory, or whose owner is not an array."""
         self._make = make
         self._arrays: list[np.ndarray] = []
         probe = [np.empty(0)]

@@ -51,9 +51,9 @@ class HeldOut:
             for row in range(len(full), micro_batch):
                 filled = 0
                 if numbers[row] < self.rows:
-                    cut, labelled = self._assembler.cut_last(0)
+                    cut, labeled = self._assembler.cut_last(0)
                     rows.fill(np.array([row]), cut)
-                    filled = labelled + 1
+                    filled = labeled + 1
                 rows.pad(row, filled)
             samples = tuple(number if number < self.rows else -1 for number in numbers.tolist())
             batch = rows.batch(0, micro_batch, samples)

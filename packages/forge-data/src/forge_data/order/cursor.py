@@ -48,7 +48,7 @@ def cursor_at(
 
 
 def sample_of(cursor: Cursor) -> int:
-    """The number of the next sample, of whatever data.
+    """The number of the next sample, of any data.
 
     Raises:
         DataError: it is not a cursor.
@@ -64,7 +64,7 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
     Args:
         cursor: a position.
         identity: of the data that it is to be a position in.
-        allowed: settings that may differ, and whatever is below them.
+        allowed: settings that may differ, with all that is below them.
 
     Returns:
         A line for each difference that was allowed.

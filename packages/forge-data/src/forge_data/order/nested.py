@@ -17,8 +17,8 @@ With v_0 the leaf, v_1 its parent and so on to the root v_d, whose deviation is 
 
 at any sample, so it never grows. When Huffman's rule made v_{j+1} out of v_j and another node, everything left weighed
 at least as much as v_j; hence W(v_{j+2}) >= W(v_{j+1}) + W(v_j). The weights on the way up are at least Fibonacci
-numbers of w_i, and the sum is below 1/2 (1 + 1 + 1/2 + 1/3 + 1/5 + 1/8 + ...) < 1.68, however many sources there are
-and whatever they weigh. For two sources it is 1/2, for three below 1.
+numbers of w_i, and the sum is below 1/2 (1 + 1 + 1/2 + 1/3 + 1/5 + 1/8 + ...) < 1.68, for any number of sources
+with any weights. For two sources it is 1/2, for three below 1.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,7 +3,7 @@
 A Feistel network (Luby and Rackoff, 1988) on b bits, 2^(b-1) < n <= 2^b, is a bijection of [0, 2^b); where it leaves
 [0, n) it is applied again until it comes back ("cycle walking", Black and Rogaway, 2002), fewer than two times on
 average, which makes it a bijection of [0, n). The key is derived from (seed, source, epoch), so every epoch of every
-source has an order of its own, and row i of the order is found in O(1) time and memory.
+source has a different order, and row i of the order is found in O(1) time and memory.
 """
 
 from hashlib import blake2b
@@ -23,7 +23,7 @@ def key_of(*parts: object) -> int:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 whose output bits look random (finaliser of SplitMix64, Steele et al., 2014)."""
+    """A bijection of uint64 whose output bits look random (finalizer of SplitMix64, Steele et al., 2014)."""
     values = (values ^ (values >> np.uint64(30))) * _A
     values = (values ^ (values >> np.uint64(27))) * _B
     return values ^ (values >> np.uint64(31))
@@ -36,7 +36,7 @@ def permute(indices: np.ndarray, size: int, key: int, epochs: np.ndarray) -> np.
         indices: (N,) integers in [0, size).
         size: number of rows.
         key: of (seed, source).
-        epochs: (N,) epoch of each index; every epoch is a permutation of its own.
+        epochs: (N,) epoch of each index; each epoch has its permutation.
 
     Returns:
         (N,) int64 rows in [0, size).

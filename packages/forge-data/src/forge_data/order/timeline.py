@@ -1,4 +1,4 @@
-"""Steps, samples and sources of a whole run by arithmetic, whatever its phases change.
+"""Steps, samples and sources of a whole run by arithmetic, with all that its phases change.
 
 A sample is one row of the run's longest length, its `unit`; where rows are shorter, a step cuts each sample into
 several. The run is a list of segments with constant weights. In each of them draws follow the weights within the bound

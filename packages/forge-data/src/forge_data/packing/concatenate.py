@@ -2,7 +2,7 @@
 
 A packing offers `rows` and `cut`: the windows of some rows and the document ends inside them. `concatenate` cuts every
 T tokens: row i is tokens [i T, (i + 1) T) of the stream plus one more token, the last label. A document that is cut
-goes on in another row, where it counts as a document of its own. Packings that keep documents whole are in `pack_plan`.
+goes on in another row, where it counts as a separate document. Packings that keep documents whole are in `pack_plan`.
 """
 
 from typing import NamedTuple, Protocol

@@ -24,7 +24,7 @@ def shift(
         at: (N,) int64, the row of each window.
 
     Raises:
-        DataError: ids that are no integers, which would be rounded.
+        DataError: ids that are not integers, which would be rounded.
     """
     if windows.dtype.kind not in "ui":
         raise DataError(f"token ids must be integers, got {windows.dtype.name} from a source")

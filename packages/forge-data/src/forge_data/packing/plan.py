@@ -85,7 +85,7 @@ class Planned:
         """
         pieces = int(self.summary["pieces"])
         if (len(self._firsts), len(self._starts), len(self._lengths)) != (self.rows + 1, pieces, pieces):
-            raise ValueError("a file has another size than it was written with")
+            raise ValueError("the size of a file differs from when it was written")
         if int(self._firsts[0]) or int(self._firsts[-1]) != pieces:
             raise ValueError("its rows do not hold all pieces")
         for start, stop in blocks_of(self.rows, whole=False):
@@ -169,7 +169,7 @@ def _write(source: Source, length: int, mode: str, path: Path) -> None:
         for file in partial.iterdir():
             sync_path(file)
         if path.exists():
-            shutil.rmtree(path)  # without plan.json: nobody reads it
+            shutil.rmtree(path)  # without plan.json: it is never read
         publish(partial, path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error

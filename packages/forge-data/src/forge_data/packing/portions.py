@@ -35,7 +35,7 @@ def refuse_falling(ends: np.ndarray, start: int, source: Source) -> None:
         DataError: naming the source.
     """
     if len(ends) and (int(ends[0]) <= start or int(ends[-1]) > source.tokens or (ends[1:] <= ends[:-1]).any()):
-        raise DataError(f"{source.name}: document ends do not ascend; data verify names the file and the byte")
+        raise DataError(f"{source.name}: document ends do not ascend; `data verify` names the file and the byte")
 
 
 def place_of(source: Source, token: int) -> str:

@@ -1,8 +1,8 @@
 """Sources that can only be read in order: virtual readers whose position is five integers, shuffled in windows.
 
-The shards of a stream are dealt to a fixed number of virtual readers, whatever the world size. Which reader a place of
+The shards of a stream are dealt to a fixed number of virtual readers, at any world size. Which reader a place of
 the global batch belongs to depends on that place alone, so a world whose size divides the number of readers reads the
-same samples in the same order, each rank only the shards of its own readers.
+same samples in the same order, each rank only the shards of its readers.
 
 A reader takes the next `buffer` documents of a shard at a time and gives them out in a random order that follows from
 (seed, reader, epoch, shard, window). So its shuffle buffer needs no saving: reading the window again, at most `buffer`
@@ -61,7 +61,7 @@ class Reader:
         """The next row: (length + 1,) token ids, and the columns of document ends in it, 1 to `length`.
 
         Raises:
-            DataError: the stream has no token, or a document is no list of ids.
+            DataError: the stream has no token, or a document is not a list of ids.
         """
         while self._have <= length:
             self._load()
@@ -185,8 +185,8 @@ def refuse_ranks(ranks: int, readers: int) -> None:
     if readers % ranks:
         legal = ", ".join(str(number) for number in range(1, readers + 1) if readers % number == 0)
         raise DataError(
-            f"a streamed source has {readers} virtual readers, which {ranks} data ranks cannot share; legal numbers of data "
-            f"ranks are {legal}"
+            f"a streamed source has {readers} virtual readers, which cannot be divided among {ranks} data ranks; legal "
+            f"numbers of data ranks are {legal}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tokenizing a corpus part by part: each part becomes files of its own, which are kept when a job is killed.
+"""Tokenizing a corpus part by part: each part becomes separate files, which are kept when a job is killed.
 
 A job is a directory next to the target:
 

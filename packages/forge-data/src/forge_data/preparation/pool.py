@@ -1,4 +1,4 @@
-"""Workers that tokenize the parts of a job: threads of this process, or processes of their own."""
+"""Workers that tokenize the parts of a job: threads of this process, or separate processes."""
 
 import json
 import os

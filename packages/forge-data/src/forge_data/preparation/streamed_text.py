@@ -96,7 +96,7 @@ class DatasetTexts:
         """(name, text) of every document."""
         for number in range(self.shards):
             for name, text in self.shard(number):
-                assert isinstance(text, str), "ids are no text"
+                assert isinstance(text, str), "expected text, got token ids"
                 yield name, text
 
 

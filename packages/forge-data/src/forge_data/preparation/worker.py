@@ -1,7 +1,7 @@
 """`python -m forge_data.preparation.worker DIRECTORY`: tokenizes parts of a job for another process.
 
 Reads numbers of parts from standard input, one a line, and answers each with a line of JSON. It ends with its input, so
-it does not outlive who started it by more than one part. A process of its own, and not one of `multiprocessing`, because
+it does not outlive who started it by more than one part. It is a plain process, and not one of `multiprocessing`, because
 that would import the user's script again, which may be a training run.
 """
 
@@ -18,7 +18,7 @@ from forge_data.tokenizers.restore import restore
 
 def main() -> None:
     """Works until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; whoever started this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     directory = Path(sys.argv[1])
     job = read_job(directory)
     content = directory / "tokenizer.json"

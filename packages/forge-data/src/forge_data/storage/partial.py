@@ -1,6 +1,6 @@
 """What is written next to a target until it is complete. The writer holds a lock, so leftovers of killed processes are known.
 
-A lock of the operating system ends with the process that holds it, whatever ended that. Where the file system has none,
+A lock of the operating system ends with the process that holds it, however that ended. Where the file system has none,
 nothing is removed: what is left there is only room.
 """
 
@@ -14,14 +14,14 @@ from secrets import token_hex
 
 
 class Partial:
-    """A new directory, or file, beside a target; nobody else removes it while this process lives.
+    """A new directory, or file, next to a target; no other process removes it while this one lives.
 
     Attributes:
         path: of it.
     """
 
     def __init__(self, target: Path, *, directory: bool) -> None:
-        """Removes what killed processes left beside `target`, and makes a new one.
+        """Removes what killed processes left next to `target`, and makes a new one.
 
         Raises:
             OSError: it cannot be made.
@@ -59,7 +59,7 @@ def remove_left(target: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(Path(name))
-        except OSError:  # somebody writes it, or there are no locks
+        except OSError:  # another process writes it, or the file system has no locks
             continue
         finally:
             os.close(descriptor)

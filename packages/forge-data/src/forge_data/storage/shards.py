@@ -92,7 +92,7 @@ class Shards:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Token ids [start, stop): a view of the mapped file where they lie in one shard."""
         if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.tokens}")
+            raise IndexError(f"tokens [{start}, {stop}) are not inside the {self.tokens} tokens")
         self._reads += 1
         data = self._data if self._reads % READS else self._unshrunk
         if self._only:
@@ -114,7 +114,7 @@ class Shards:
             return np.empty((0, length), self.dtype)
         starts = starts.astype(np.int64)
         if not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
-            raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on, of {self.tokens}")
+            raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on are not inside the {self.tokens} tokens")
         if self._only:
             return _gathered(self._unshrunk[0], starts, length)
         found = np.empty((len(starts), length), self.dtype)

@@ -12,9 +12,9 @@ from forge_core.errors import DataError
 def locked(workspace: Path) -> Iterator[bool]:
     """Creates the workspace and holds its lock; others wait, and then find what this one made.
 
-    Gives whether the lock is held, so that nobody else writes in the workspace.
+    Gives whether the lock is held, so that no other process writes in the workspace.
 
-    Where the file system has no locks, several may prepare the same thing: each writes beside the target and renames,
+    Where the file system has no locks, several may prepare the same thing: each writes next to the target and renames,
     so that only time is lost.
 
     Raises:

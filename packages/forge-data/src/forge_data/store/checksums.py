@@ -1,6 +1,6 @@
 """Compares the files of token stores with their checksums while a run reads them for the first time.
 
-A file is due when the run has read as many tokens of its source as lie before it, whatever the order they are read in: so
+A file is due when the run has read as many tokens of its source as lie before it, in any order: so
 every file is compared once, at the pace of the first epoch, and a resume goes on where the run was.
 """
 

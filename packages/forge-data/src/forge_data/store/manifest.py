@@ -97,7 +97,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        what = "is no token store: it has no manifest.json" if directory.is_dir() else "does not exist"
+        what = "is not a token store: it has no manifest.json" if directory.is_dir() else "does not exist"
         raise DataError(f"{directory} {what}; write one with `data prepare`") from None
     except NotADirectoryError:
         raise DataError(f"{directory} is a file, not a token store; a single file of tokens is source 'tokens'") from None

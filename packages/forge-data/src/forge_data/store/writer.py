@@ -1,6 +1,6 @@
 """Writes a token store: streaming, in bounded memory, and all or nothing.
 
-Everything goes to a temporary directory beside the target, is flushed to the disk, and gets its final name last.
+Everything goes to a temporary directory next to the target, is flushed to the disk, and gets its final name last.
 """
 
 import io
@@ -102,7 +102,7 @@ class StoreWriter:
                 if self._tokens:
                     self._close_shard()
                     continue
-                until = document + 1  # longer than a shard: it gets one of its own
+                until = document + 1  # longer than a shard: it gets a separate one
             stop = int(ends[until - 1])
             self._write(ids[done:stop], ends[document:until] - done)
             done, document = stop, until
@@ -115,7 +115,7 @@ class StoreWriter:
         """
         self._close_shard()
         if not self._shards:
-            raise DataError(f"{self.source or self.path}: no document, nothing to store")
+            raise DataError(f"{self.source or self.path} has no documents; nothing to store")
         tokenizer = self.tokenizer
         entry = TokenizerEntry(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos) if tokenizer else None
         try:

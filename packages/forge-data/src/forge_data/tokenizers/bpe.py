@@ -99,7 +99,7 @@ def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
     """Trains on the component's files or the recipe's text, or takes the result of an earlier, equal training.
 
     Raises:
-        DataError: there is no text to train on.
+        DataError: the text to train on is missing.
     """
     texts = _texts(settings, context)
     key = sha256(repr((1, settings, [text.fingerprint for text in texts])).encode()).hexdigest()[:16]
@@ -117,7 +117,7 @@ def trained(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:
     """A newly trained tokenizer; equal text and settings give equal bytes.
 
     Raises:
-        DataError: there is no text to train on.
+        DataError: the text to train on is missing.
     """
     texts = _texts(settings, context)
     context.report(f"training a byte-level BPE tokenizer with up to {settings.vocab_size} tokens")

@@ -61,10 +61,10 @@ class Words:
         try:
             return b"".join(map(self._ids.__getitem__, words))
         except KeyError:
-            known = dict(self._learnt(set(words)))
+            known = dict(self._learned(set(words)))
             return b"".join(map(known.__getitem__, words))
 
-    def _learnt(self, words: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    def _learned(self, words: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         """(word, ids) of each word; keeps those that are new."""
         unknown = []
         for word in words:

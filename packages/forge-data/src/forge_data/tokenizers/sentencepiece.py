@@ -28,7 +28,7 @@ class SentencePieceTokenizer:
             where: names it in messages.
 
         Raises:
-            DataError: sentencepiece is not installed, this is no model, or there is no such piece.
+            DataError: sentencepiece is not installed, this is not a model, or it lacks the piece.
         """
         try:
             import sentencepiece

@@ -27,7 +27,7 @@ class TiktokenTokenizer:
             eos: the special string that ends a document.
 
         Raises:
-            DataError: tiktoken is not installed, or there is no token `eos`.
+            DataError: tiktoken is not installed, or the encoding lacks the token `eos`.
         """
         try:
             import tiktoken
@@ -69,7 +69,7 @@ def load_ranks(path: str, *, pattern: str | None, special_tokens: Mapping[str, i
         eos: the special string that ends a document.
 
     Raises:
-        DataError: there is no pattern, or the file cannot be read or is damaged.
+        DataError: the pattern is missing, or the file cannot be read or is damaged.
     """
     if pattern is None:
         raise DataError(f"{path} holds ranks only; set `pattern` to the regular expression of the encoding")
@@ -95,10 +95,10 @@ def load_encoding(name: str, eos: str) -> TiktokenTokenizer:
     except ImportError as error:
         raise DataError("tokenizer 'tiktoken' needs the tiktoken library; pip install 'forge-data[tiktoken]'") from error
     if name not in tiktoken.list_encoding_names():
-        raise DataError(f"tiktoken knows no encoding {name!r}; it knows {', '.join(tiktoken.list_encoding_names())}")
+        raise DataError(f"tiktoken has no encoding {name!r}; it has {', '.join(tiktoken.list_encoding_names())}")
     try:
         found = tiktoken.get_encoding(name)
-    except Exception as error:  # whatever its downloader raises
+    except Exception as error:  # its downloader may raise anything
         raise DataError(
             f"encoding {name!r} cannot be fetched: {error}; set TIKTOKEN_CACHE_DIR to a directory that has it, or give `path`"
         ) from error
@@ -120,5 +120,5 @@ def _ranks(path: Path) -> dict[bytes, int]:
         except ValueError as error:
             raise DataError(f"{path}, line {number} is not a base64 token with a rank: {error}") from error
     if not ranks:
-        raise DataError(f"{path} is empty")
+        raise DataError(f"{path} is empty; restore the file")
     return ranks

@@ -73,7 +73,7 @@ class ArrayWriter:
             DataError: nothing was added, or the disk is full.
         """
         if not self._tokens:
-            raise DataError(f"{self.path}: no document, nothing to write")
+            raise DataError(f"{self.path} gets no documents; nothing to write")
         try:
             self._file.seek(0)
             self._head(self._tokens)

@@ -79,7 +79,7 @@ class MegatronWriter:
             DataError: nothing was added, or the disk is full.
         """
         if not self._lengths:
-            raise DataError(f"{self.prefix}: no document, nothing to write")
+            raise DataError(f"{self.prefix} gets no documents; nothing to write")
         lengths = np.concatenate(self._lengths)
         pointers = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])

@@ -28,7 +28,7 @@ class ChunkedCrossEntropy:
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 where there is no label.
+        """(total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 without a label.
 
         Args:
             hidden: (N, embed).

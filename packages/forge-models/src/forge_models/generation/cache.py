@@ -35,7 +35,7 @@ class LayerCache:
 class KVCache:
     """A cache whose slot is the token's position: a query at position p sees slots 0 .. p of its row.
 
-    So prompts of unequal length need no padding mask. Whatever a shorter row writes past its end lies in slots that
+    So prompts of unequal length need no padding mask. What a shorter row writes past its end lies in slots that
     no query of that row sees before its own later tokens have replaced it.
     """
 

@@ -51,7 +51,7 @@ class Sampling:
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise GenerationError(f"min_p {self.min_p} must be in [0, 1]")
 
-    def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def penalized(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Logits (B, vocab) in fp32; of the tokens that `seen` (B, vocab) marks, positive ones are divided by the
         repetition penalty and negative ones multiplied (Keskar et al., 2019)."""
         wide = logits.float()
@@ -93,7 +93,7 @@ class Sampler:
     def __call__(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """(B, vocab) -> (B,) int64 on the CPU. `seen` (B, vocab) marks the tokens that a repetition penalty is for."""
         if seen is not None:
-            logits = self.sampling.penalised(logits, seen)
+            logits = self.sampling.penalized(logits, seen)
         if self.sampling.temperature == 0:
             return logits.argmax(dim=-1).cpu()
         probabilities, tokens = self.sampling.distribution(logits)

@@ -39,7 +39,7 @@ Exported by Forge. Its logits were compared with those of the weights that it wa
 |---|---|
 {table}
 
-Data, intended use, limits and license: to be stated by whoever publishes the model.
+Data, intended use, limits and license: to be stated by the publisher of the model.
 
 ```python
 from transformers import AutoModelForCausalLM

@@ -43,7 +43,7 @@ class HfConverter:
         model = loader.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
         )
-        model.config._experts_implementation = "eager"  # grouped products refuse widths that are no multiple of 16 bytes
+        model.config._experts_implementation = "eager"  # grouped products need widths that are multiples of 16 bytes
         model.eval()
         with torch.no_grad():
             return model(tokens).logits

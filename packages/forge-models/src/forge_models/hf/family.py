@@ -65,7 +65,7 @@ class Family:
         theta: base of the angles when absent.
         scaled: angles may be scaled for longer sequences.
         fused: matrix of a checkpoint -> ours that it has above each other.
-        partial: share of a head that turns when `partial_rotary_factor` is absent; None = there is no such key.
+        partial: share of a head that turns when `partial_rotary_factor` is absent; None = the key does not exist.
         latent: attention is latent, of the DeepSeek kind.
         sparse: experts in the place of feed-forward parts.
         mtp_layers: key of the number of layers behind the last, which play no part here.

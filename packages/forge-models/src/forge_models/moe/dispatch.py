@@ -21,7 +21,7 @@ class LocalDispatch:
         run: Callable[[Tensor, Tensor], Tensor],
         count: int,
         slots: int | None = None,
-        beside: Callable[[], Tensor] | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Weighted sum of the chosen experts' outputs, (N, embed) in the dtype of `x`; the same bits on every call.
 
@@ -33,7 +33,7 @@ class LocalDispatch:
                 last expert's are those of dropped slots: their outputs are not read.
             count: number of experts in the layer.
             slots: how many slots are not dropped, where the host knows it: no row is made for others then.
-            beside: makes (N, embed) that is added.
+            overlap_with: makes (N, embed) that is added.
         """
         whole = slots == experts.numel()
         flat = experts.flatten()
@@ -50,7 +50,7 @@ class LocalDispatch:
             at = places[by_token]
             rows = ragged.ToExperts.apply(x, order, at, lengths, experts.shape[1])
             y = ragged.ToTokens.apply(run(rows, counts), weights, order, by_token, at, lengths)
-        return y if beside is None else y + beside()
+        return y if overlap_with is None else y + overlap_with()
 
 
 def _rows(source: Tensor, places: Tensor, kept: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 A global tensor is flattened and cut into blocks of `BLOCK` elements. Each block has its own counter-based random
 stream, so a rank draws only the blocks that its shard touches and no rank ever holds the full tensor. On CPU the stream
 is numpy's Philox with the tensor's 128-bit key and the block as counter; on CUDA torch's Philox, seeded per block.
-(torch's CPU generator is no choice here: it keeps 32 bits of a seed, too few for the blocks of a large model.)
+(torch's CPU generator is not an option: it keeps 32 bits of a seed, too few for the blocks of a large model.)
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ BLOCK = 1 << 16
 """Elements drawn from one random stream."""
 
 SLAB = 1 << 20
-"""Elements drawn at a time, so that the extra memory is a few megabytes whatever the tensor."""
+"""Elements drawn at a time, so that the extra memory is a few megabytes for any tensor."""
 
 Draw = Callable[[int, int], torch.Tensor]
 """(first, last) flat element -> fp32 draws of a unit normal for [first, last)."""

@@ -48,7 +48,7 @@ class ParallelModel:
 
     @cached_property
     def everything(self) -> Mapping[str, torch.Tensor]:
-        """Live parameters and persistent buffers of this rank by name, tied copies on stages of their own included.
+        """Live parameters and persistent buffers of this rank by name, tied copies on other stages included.
 
         Collected while every parameter is sharded: later a module may show a gathered copy in its place.
         """
@@ -65,12 +65,12 @@ class ParallelModel:
         """The whole model as this rank runs it.
 
         Raises:
-            PlanError: under a pipeline there is no single module; use `parts`.
+            PlanError: under a pipeline no rank has a single module; use `parts`.
         """
         if self.cut is not None:
             raise PlanError(
-                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank has "
-                "the whole of it: use .parts, or a layout with pp = 1"
+                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank "
+                "holds the whole model; use .parts, or a layout with pp = 1"
             )
         return self.parts[0]
 

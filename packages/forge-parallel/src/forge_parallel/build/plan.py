@@ -66,8 +66,8 @@ class Plan:
         for transform in ordered:
             if cut is not None and cut.schedule.splits_backward and transform.whole_backward:
                 raise PlanError(
-                    f"transform {transform.name!r} needs the whole backward of a block, which the pipeline schedule "
-                    f"{cut.schedule.name!r} splits; leave it out, or take the schedule 1f1b or interleaved"
+                    f"pipeline schedule {cut.schedule.name!r} splits the backward pass, which transform {transform.name!r} "
+                    "does not support; remove the transform, or use the schedule 1f1b or interleaved"
                 )
         claimed: dict[str, str] = {} if cut is None else {"pp": "pipeline"}
         for transform in ordered:

@@ -1,7 +1,7 @@
-"""The only public road to a trainable model: blueprint -> plan -> realised parameters.
+"""The only public road to a trainable model: blueprint -> plan -> realized parameters.
 
 The order is in the types: transforms are applied to the blueprint on the meta device, in the plan's order, and only then
-is memory allocated and every tensor filled exactly once. There is no call by which a strategy could be applied later.
+is memory allocated and every tensor filled exactly once. No call can apply a strategy later.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def _agree(module: nn.Module, specs: Specs) -> None:
             f"{type(module).__name__}.specs() leaves out {', '.join(missing)}; give each a TensorSpec in Specs.tensors"
         )
     if unknown := sorted(specs.tensors.keys() - tensors.keys()):
-        raise PlanError(f"specs name tensors that the model does not have: {', '.join(unknown)}")
+        raise PlanError(f"specs name tensors that the model does not have: {', '.join(unknown)}; remove them")
     for name, tensor in tensors.items():
         if len(specs.tensors[name].dims) != tensor.dim():
             raise PlanError(f"{name} has {tensor.dim()} dimensions, but its spec names {len(specs.tensors[name].dims)}")
@@ -65,7 +65,7 @@ def _agree(module: nn.Module, specs: Specs) -> None:
         raise PlanError(f"the model shares tensors {ties}, but its specs say {dict(specs.ties)}")
     paths = dict(module.named_modules())
     if lost := sorted(path for path in specs.blocks if path not in paths):
-        raise PlanError(f"specs name blocks that the model does not have: {', '.join(lost)}")
+        raise PlanError(f"specs name blocks that the model does not have: {', '.join(lost)}; remove them")
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
@@ -76,7 +76,7 @@ def _ties(module: nn.Module) -> dict[str, str]:
 
 
 def _tie(part: nn.Module, specs: Specs) -> None:
-    """Shares tied parameters again: `to_empty` gives every module slot memory of its own."""
+    """Shares tied parameters again: `to_empty` gives every module slot separate memory."""
     for copy, original in specs.ties.items():
         path, _, slot = copy.rpartition(".")
         module, _, name = original.rpartition(".")
@@ -94,7 +94,7 @@ def _allocate(part: nn.Module, parameters: torch.device, buffers: torch.device) 
 
 
 def _experts_are_kept(part: nn.Module, specs: Specs, topology: Topology) -> None:
-    """Experts of ranks that see different tokens have gradients that somebody must sum."""
+    """Experts of ranks that see different tokens have gradients that some transform must sum."""
     layout = topology.layout
     for path in stacks(specs) if layout.efsdp * layout.ep * layout.etp > 1 else ():
         for name, parameter in part.get_submodule(path).named_parameters(recurse=False):

@@ -44,7 +44,7 @@ class Parallel:
     dp_shard: Annotated[int, Ge(-1), Feature("dp_shard", unless=1)] = -1
     """Ranks over which parameters are sharded; -1 takes what the other axes leave."""
     dp_replicate: Annotated[int, Ge(1), Feature("dp_replicate", unless=1)] = 1
-    """Replicas of the sharded model, each with data of its own (HSDP)."""
+    """Replicas of the sharded model, each with different data (HSDP)."""
     tp: Annotated[int, Ge(1), Feature("tp", unless=1)] = 1
     """Ranks over which single matrices are split (tensor parallelism)."""
     cp: Annotated[int, Ge(1), Neutral("transforms.context.kind says which feature it is")] = 1
@@ -92,4 +92,4 @@ class Precision:
         if self.compute == "fp64" and self.state != "fp64":
             raise ValueError("compute = 'fp64' needs state = 'fp64'")
         if self.state == "bf16" and self.compute != "bf16":
-            raise ValueError(f"state = 'bf16' needs compute = 'bf16', not {self.compute!r}: parameters have no more digits")
+            raise ValueError(f"state = 'bf16' needs compute = 'bf16', got {self.compute!r}; change one of them")

@@ -70,7 +70,8 @@ def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
             f"data.sequence_length must be a multiple of {order.pieces}"
         )
     if batch.extras:
-        raise ForgeError(f"parallel.cp = {ranks}: nothing says how {', '.join(sorted(batch.extras))} could be cut along rows")
+        fields = ", ".join(sorted(batch.extras))
+        raise ForgeError(f"parallel.cp = {ranks} cannot cut {fields} of the batch along rows; set parallel.cp = 1")
 
     def cut(tensor: Tensor) -> Tensor:
         return held(order, rank, tensor)
@@ -90,7 +91,7 @@ def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
 def _placed(name: str, core: Any) -> PlacedCore:
     if not isinstance(core, PlacedCore):
         raise PlanError(
-            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, cannot be told where its keys "
+            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, does not take positions of keys "
             "belong (it has no prepare_placed); use 'ulysses' or 'ring'"
         )
     return core

@@ -50,7 +50,7 @@ class UlyssesAttention:
         heads, kv_heads = q.shape[1], k.shape[1]
         if heads % self.ranks.size:
             raise ValueError(
-                f"{heads} heads cannot be shared by {self.ranks.size} ranks; use another kind in [transforms.context]"
+                f"{heads} heads cannot be divided among {self.ranks.size} ranks; use another kind in [transforms.context]"
             )
         repeats = self.ranks.size // gcd(kv_heads, self.ranks.size)
         if repeats > 1:

@@ -79,7 +79,7 @@ class _EvenLoad:
         run: Run,
         count: int,
         slots: int | None = None,
-        beside: Callable[[], Tensor] | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`."""
         kept = _slots(len(x), self.experts, self.present, count, experts.shape[1]) if slots is None else slots
@@ -88,4 +88,4 @@ class _EvenLoad:
             total = min(kept, len(rows))
             return run(rows, torch.tensor([total // count + (expert < total % count) for expert in range(count)]))
 
-        return self.local(x, experts, weights, run_evenly, count, slots, beside)
+        return self.local(x, experts, weights, run_evenly, count, slots, overlap_with)

@@ -43,7 +43,7 @@ class Workload:
 
     Attributes:
         build: the model, as `Blueprint.of` takes it.
-        objective: what is minimised.
+        objective: what is minimized.
         optimizer: builds the optimizer of a model.
         rows: sequences of a micro-batch.
         length: tokens of a sequence.
@@ -135,7 +135,7 @@ def dry_runs(
 ) -> list[Estimate]:
     """`dry_run` of several ranks, one after the other."""
     if workload.micro_batches < 1:
-        raise PlanError(f"a step has at least one micro-batch, not {workload.micro_batches}")
+        raise PlanError(f"a step needs at least one micro-batch, got {workload.micro_batches}")
     kept = [transform for transform in transforms if transform.phase != Phase.COMPILE]
     done: dict[int, Estimate] = {}
     metrics: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ class _Watch(Transform):
 
     def apply(self, part: nn.Module, context: Any) -> nn.Module:
         if detect_fake_mode() is None:  # another part of a pipeline was here before
-            # Whatever made a mesh came before: meshes are made of real integers.
+            # All transforms that make a mesh came before: meshes are made of real integers.
             self.stack.enter_context(Weightless())
         for path in stacks(context.specs):
             layer: Any = part.get_submodule(path.rpartition(".")[0])

@@ -33,7 +33,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
         LayoutError: this process belongs to a real world.
     """
     if dist.is_initialized():
-        raise LayoutError("a dry run needs a process of its own, and this one belongs to a process group; start it alone")
+        raise LayoutError("this process belongs to a process group, and a dry run needs a separate process; start it in one")
     if size == 1:
         yield
         return

@@ -19,7 +19,7 @@ from forge_parallel.placement.boxes import plain
 from forge_parallel.torch_private import TorchDispatchMode, local_part, schema, storage_key, tree_leaves
 
 WORK = "activations and work"
-"""Class of all storages of which nobody says what they are."""
+"""Class of all storages that no code has classified."""
 
 GRADIENTS = "gradients"
 """Class of what a step leaves to the optimizer; a loss head may have made some of it in its forward."""

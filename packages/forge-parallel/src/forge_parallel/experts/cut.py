@@ -26,7 +26,7 @@ def share_experts(part: nn.Module, context: "Context", *, dispatcher: str, ranks
     """Works on every module of `part` that holds stacked experts.
 
     Raises:
-        PlanError: there is no dispatcher to replace, experts cannot be shared evenly, or nodes do not divide ep.
+        PlanError: a layer has no dispatcher to replace, experts cannot be shared evenly, or nodes do not divide ep.
     """
     topology = context.topology
     if dispatcher == "hierarchical" and topology.layout.ep > 1:
@@ -36,7 +36,10 @@ def share_experts(part: nn.Module, context: "Context", *, dispatcher: str, ranks
         parent = path.rpartition(".")[0]
         layer: Any = part.get_submodule(parent)
         if not isinstance(getattr(layer, "dispatch", None), ExpertDispatcher):
-            raise PlanError(f"expert: {path} stacks experts, but {parent} has no `dispatch` to replace (ExpertDispatcher)")
+            raise PlanError(
+                f"expert: {path} stacks experts, but {parent} has no `dispatch` to replace (ExpertDispatcher); give it one, or "
+                "set parallel.ep = 1"
+            )
         module = part.get_submodule(path)
         _cut(module, path, context)
         layer.dispatch = open_dispatcher(layer.dispatch, topology, dispatcher, ranks_per_node, overlap)
@@ -61,7 +64,7 @@ def open_dispatcher(
 def _per_node(ep: int, node: int | None) -> int:
     if node is None or node >= ep or node == 1 or ep % node:
         raise PlanError(
-            f"transforms.expert.dispatcher = 'hierarchical' with parallel.ep = {ep}: ranks_per_node = {node} has to divide "
+            f"transforms.expert.dispatcher = 'hierarchical' with parallel.ep = {ep}: ranks_per_node = {node} must divide "
             "it, with more than one rank in a node and more than one node; else use 'all_to_all'"
         )
     return node

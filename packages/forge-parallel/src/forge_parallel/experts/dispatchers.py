@@ -23,7 +23,7 @@ class Exchange:
     """Sends each token to every rank that has one of its experts, once, however many those are.
 
     A rank adds up what its experts make of a token, with the token's weights, before it sends the sum back. With `overlap`
-    what is computed `beside` is computed while tokens travel. `route` finds out which ranks those are.
+    `overlap_with` is called while tokens travel. `route` finds out which ranks those are.
     """
 
     ranks: Ranks
@@ -39,20 +39,20 @@ class Exchange:
         run: Run,
         count: int,
         slots: int | None = None,
-        beside: Callable[[], Tensor] | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`; `run` gets the experts of this rank."""
         share = count // self.ranks.size
         route = self.route(experts.div(share, rounding_mode="floor"), self.ranks)
         told = _told(experts, weights)
         under_way = depart(x, route), depart(told, route)
-        added = beside() if beside is not None and self.overlap else None
+        added = overlap_with() if overlap_with is not None and self.overlap else None
         rows = Arrive.apply(x, under_way[0], route)
         arrived, chosen = _read(Arrive.apply(told, under_way[1], route))
         made = self.inner(rows, _own(chosen, share, self.ranks), arrived, run, share, route.slots)
         y = Collect.apply(made, route)
-        if beside is not None and added is None:
-            added = beside()
+        if overlap_with is not None and added is None:
+            added = overlap_with()
         return y if added is None else y + added
 
 
@@ -75,7 +75,7 @@ class Everyone:
         run: Run,
         count: int,
         slots: int | None = None,
-        beside: Callable[[], Tensor] | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`; `run` gets the experts of this rank."""
         # Ranks may have different numbers of tokens, and of slots that are dropped.
@@ -95,7 +95,7 @@ class Everyone:
         sums = all_to_all(made, splits, splits, self.ranks).unflatten(0, (self.ranks.size, -1))
         wide = torch.promote_types(x.dtype, torch.float32)
         y = sums.sum(0, dtype=wide).to(x.dtype)[: len(x)]
-        return y if beside is None else y + beside()
+        return y if overlap_with is None else y + overlap_with()
 
 
 def _told(experts: Tensor, weights: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ class Expert(Component, Transform):
 
     def __post_init__(self) -> None:
         if self.dispatcher == "hierarchical" and self.ranks_per_node is None:
-            raise ValueError("dispatcher = 'hierarchical' needs ranks_per_node, the neighboring ranks of ep that are in one node")
+            raise ValueError("dispatcher = 'hierarchical' needs ranks_per_node, the number of ep ranks in one node")
         if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
-            raise ValueError(f"dispatcher = '{self.dispatcher}' knows no nodes: leave out ranks_per_node, or use 'hierarchical'")
+            raise ValueError(f"dispatcher = '{self.dispatcher}' does not use ranks_per_node; remove it, or use 'hierarchical'")
 
     def build(self) -> "Expert":
         return self
@@ -55,7 +55,7 @@ class Expert(Component, Transform):
         """Cuts stacked experts over `ep` and `etp` and replaces their layers' dispatchers. Where both are 1 it does nothing.
 
         Raises:
-            PlanError: there is no dispatcher to replace, experts cannot be shared evenly, or nodes do not divide ep.
+            PlanError: a layer has no dispatcher to replace, experts cannot be shared evenly, or nodes do not divide ep.
         """
         if context.topology.layout.ep * context.topology.layout.etp > 1:
             from forge_parallel.experts.cut import share_experts

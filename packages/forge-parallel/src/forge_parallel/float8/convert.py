@@ -42,14 +42,14 @@ def convert(
         ForgeError: torchao is not installed.
     """
     if context.compute == torch.float64:
-        raise PlanError("transforms.float8 with precision.compute = 'fp64' has no meaning; use 'bf16', or 'fp32' for tests")
+        raise PlanError("transforms.float8 does not support precision.compute = 'fp64'; use 'bf16', or 'fp32' for tests")
     modules = {path: part.get_submodule(path) for path in layers.candidates(context.specs)}
     known = _without(modules, layers.candidates(context.whole or context.specs))
     stacked = stacks(context.whole or context.specs) if experts else ()
     chosen = layers.selected([*known, *stacked], include, exclude)
     if experts and chosen.isdisjoint(stacked):
         there = "include and exclude leave none of them" if stacked else "the model has none"
-        raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {there}; leave it out")
+        raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {there}; remove it")
     linear = {path: _plain(path, module) for path, module in modules.items() if path in chosen}
     layout = context.topology.layout
     layers.check_shapes({path: (m.out_features, m.in_features) for path, m in linear.items()}, context.specs, layout.tp)
@@ -105,7 +105,7 @@ def forget_scales(part: nn.Module) -> None:
 def _shared(casting: "Casting", recipe: str, path: str, context: "Context") -> "Casting":
     """Says which operands of a layer ranks hold parts of.
 
-    Rows have scales of their own, powers of two: those of a part differ from those of the whole by such a factor, and the
+    Each row has a scale, a power of two: those of a part differ from those of the whole by such a factor, and the
     numbers only in what is too small for float8.
     """
     topology = context.topology

@@ -1,4 +1,4 @@
-"""What stacked experts become: a subclass of their own class, whose matrix products are in float8, rowwise.
+"""What stacked experts become: a subclass of their class, whose matrix products are in float8, rowwise.
 
 With rows x sorted by expert, the matrix w of each expert, and d the gradient of what comes out, all in E4M3:
 
@@ -62,7 +62,7 @@ def float8_experts_class(original: type[nn.Module]) -> type[nn.Module]:
 def padding(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
     """Where each of `rows` rows goes, (rows,), so that expert e has filled[e] rows, (count,), of how many in all.
 
-    The last is known on the host: as many as any counts could need. Rows that are nobody's stay behind those of all experts.
+    The last is known on the host: as many as any counts could need. Rows without an expert stay behind those of all experts.
     """
     filled = (counts + MULTIPLE - 1).div(MULTIPLE, rounding_mode="floor").clamp(min=1) * MULTIPLE
     experts = torch.searchsorted(counts.cumsum(0), torch.arange(rows, device=counts.device), right=True)
@@ -79,7 +79,7 @@ def native(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor,
 
 @torch.library.custom_op("forge_float8::grouped_mm", mutates_args=())
 def emulated(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """In fp32. An operator of its own, since torch's in fp32 can be neither compiled nor estimated."""
+    """In fp32. A separate operator, since torch's in fp32 can be neither compiled nor estimated."""
     left, right = a.float(), b.float()
     if b.ndim == 3:
         return F.grouped_mm(left / a_scale.unsqueeze(1), right / b_scale.unsqueeze(1), offs=ends).to(dtype)
@@ -141,7 +141,7 @@ def _cast_columns(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     held = counts.div(MULTIPLE, rounding_mode="floor")
     scale = _scale(torch.segment_reduce(tiles, "max", lengths=held, axis=0, unsafe=True))
     owners = torch.searchsorted(held.cumsum(0), torch.arange(len(tiles), device=x.device), right=True)
-    by_tile = scale[owners.clamp(max=len(counts) - 1)]  # nobody's rows are not read
+    by_tile = scale[owners.clamp(max=len(counts) - 1)]  # rows without an expert are not read
     return to_fp8_saturated(x.float().unflatten(0, (-1, MULTIPLE)) * by_tile.unsqueeze(1), E4M3).flatten(0, 1), scale
 
 

@@ -37,7 +37,7 @@ def selected(paths: Sequence[str], include: Iterable[str], exclude: Iterable[str
                 )
             chosen = chosen | matches if key == "include" else chosen - matches
     if not chosen:
-        raise PlanError("transforms.float8 converts no layer: include and exclude leave none; leave [transforms.float8] out")
+        raise PlanError("transforms.float8 converts no layer: include and exclude leave none; change or remove them")
     return frozenset(chosen)
 
 

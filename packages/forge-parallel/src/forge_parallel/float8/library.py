@@ -60,7 +60,7 @@ def emulates_experts(wanted: Literal["auto"] | bool, device: torch.device, compu
     chosen = _emulates(wanted, device, native, "float8 products of stacked experts")
     if not chosen and compute != torch.bfloat16:
         raise PlanError(
-            f"transforms.float8.experts: {_named(device)} multiplies them into bf16 only; use precision.compute = 'bf16', or "
+            f"transforms.float8.experts: {_named(device)} supports bf16 results only; use precision.compute = 'bf16', or "
             "transforms.float8.emulate = true"
         )
     return chosen

@@ -1,4 +1,4 @@
-"""What a linear layer becomes: a subclass of its own class, whose three matrix products are in float8.
+"""What a linear layer becomes: a subclass of its class, whose three matrix products are in float8.
 
 The products and casts are torchao's. Added is that ranks which hold parts of one operand, of its features (tensor parallelism) or
 of its tokens (context parallelism), cast them with one scale: the numbers are those of one process. Imports torchao, which

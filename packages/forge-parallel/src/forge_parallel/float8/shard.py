@@ -84,7 +84,7 @@ class Gathering:
 
 @dataclass(eq=False)
 class Weight:
-    """One weight, whatever tensors of it there are: FSDP cuts and pads it, each rank as often as its share asks for, and ranks
+    """One weight, behind all tensors made of it: FSDP cuts and pads it, each rank as often as its share asks for, and ranks
     must agree on whether `scale` is known. It is from a step's first forward to its last backward, when no weight changes."""
 
     gathering: Gathering

@@ -40,7 +40,7 @@ class Float8(Component, Transform):
     """Layers to leave as they are, by patterns; `["blocks.0.*"]` leaves the first block."""
     emulate: Annotated[Literal["auto"] | bool, Neutral("what multiplies on one rank")] = "auto"
     """Compute in fp32 from operands that are rounded to float8: the same numbers on any device, without the speed. `auto` does so
-    where there is no hardware for float8; with false such a device is refused."""
+    where the device lacks hardware for float8; with false such a device is refused."""
     all_gather: Annotated[
         bool | None,
         Feature("float8_wide_gather", when=False, plane="numerics"),
@@ -53,7 +53,7 @@ class Float8(Component, Transform):
 
     def __post_init__(self) -> None:
         if self.recipe == "rowwise" and self.all_gather:
-            raise ValueError("all_gather = true needs recipe = 'tensorwise': rows and columns of a weight have their own scales")
+            raise ValueError("all_gather = true needs recipe = 'tensorwise': else its rows and columns are scaled differently")
 
     def build(self) -> "Float8":
         from forge_parallel.float8.library import check_installed

@@ -24,7 +24,7 @@ def describe(module: nn.Module, blocks: Sequence[str] | None = None) -> Specs:
     paths = dict(module.named_modules())
     found = tuple(find_blocks(module) if blocks is None else blocks)
     if missing := [path for path in found if path not in paths]:
-        raise PlanError(f"parallelize: the module has no {', '.join(missing)}")
+        raise PlanError(f"parallelize: the module has no {', '.join(missing)}; give paths of existing modules, blocks=[...]")
     if not found:
         raise PlanError(
             "parallelize: found no list of two or more modules of one class to take as blocks; give their paths in the order "

@@ -13,16 +13,16 @@ from torch import nn
 
 
 class Draws:
-    """Seeds every generator whenever a module is entered: by its path, the number of the share of rows, and a stranger's mark.
+    """Seeds every generator whenever a module is entered: by its path, the number of the share of rows, and `stream`.
 
     Args:
         seed: of all of them.
         first: number of the share with which the first forward is called.
-        stranger: ranks with another mark draw other numbers, as tp ranks do.
+        stream: ranks with different streams draw different numbers, as tp ranks do.
     """
 
-    def __init__(self, seed: int, first: int, stranger: int) -> None:
-        self._mark, self._share = f"{seed}/{stranger}", first - 1
+    def __init__(self, seed: int, first: int, stream: int) -> None:
+        self._mark, self._share = f"{seed}/{stream}", first - 1
 
     def attach(self, root: nn.Module) -> None:
         """Hooks every module of `root`, one forward of which is one share."""

@@ -87,7 +87,7 @@ class Follower(TorchDispatchMode):
             if role is Role.ROW and given[0].split is None:
                 raise PlanError(f"tensor: {path} is rowwise, but takes whole features; the layer that makes them must be colwise")
             if role is not Role.ROW and any(state.split is not None for state in given):
-                raise PlanError(f"tensor: {path} is to take whole features, but takes split ones; make the layer before it whole")
+                raise PlanError(f"tensor: {path} needs whole features, but takes split ones; make the layer before it whole")
             self.whole |= set().union(*(state.sources for state in given))
             self._inside += 1
 
@@ -151,8 +151,8 @@ class Follower(TorchDispatchMode):
             if split != UNKNOWN and across(name, given, leaf, split, out):
                 raise PlanError(
                     f"tensor: {self._path[-1] or 'the module'} applies {name} across features that are split over tp ranks, "
-                    "and each rank has a part of them; let the layer before it make one thing, such as queries alone, or take it "
-                    "out of the plan"
+                    "and each rank has a part of them; split the layer before it, so that each layer makes one thing, such as "
+                    "queries, or remove it from the plan"
                 )
         for leaf in tree_iter(out):
             if isinstance(leaf, Tensor):

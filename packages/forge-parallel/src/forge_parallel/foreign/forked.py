@@ -31,8 +31,8 @@ def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
     """
     if not hasattr(os, "fork") or torch.cuda.is_initialized():
         raise PlanError(
-            "verify: needs to fork processes, which this system, or a process that uses CUDA already, cannot; run it at the "
-            "start of a process, with CUDA_VISIBLE_DEVICES= (empty)"
+            "verify forks processes, which this system does not support, or not after CUDA has started; run it at the start of "
+            "a process, with CUDA_VISIBLE_DEVICES= (empty)"
         )
     children: dict[int, int] = {}  # the end of a pipe -> the process that writes to it
     order: list[int] = []

@@ -39,7 +39,7 @@ class _Stub(nn.Module):
     def __init__(self, path: str, unit: nn.Module, visits: list[Visit], block: bool) -> None:
         super().__init__()
         self.path, self.visits, self.block = path, visits, block
-        self.hidden = [unit.to("meta")]  # in a list, so that it is no submodule
+        self.hidden = [unit.to("meta")]  # in a list, so that it is not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Of any arguments."""

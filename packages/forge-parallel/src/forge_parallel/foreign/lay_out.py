@@ -38,7 +38,7 @@ def refuse_axes(layout: Layout) -> None:
     for axis in ("cp", "ep", "etp"):
         if layout.size(axis) > 1:
             raise PlanError(
-                f"parallelize: {axis} = {layout.size(axis)} is not offered for foreign modules; use dp, hsdp, tp and pp"
+                f"parallelize: {axis} = {layout.size(axis)} is not supported for foreign modules; use dp, hsdp, tp and pp"
             )
 
 
@@ -95,7 +95,7 @@ def _transforms(
         plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
         if not plan:
             raise PlanError(
-                f"parallelize: tp = {layout.tp} needs to know what to cut, such as "
+                f"parallelize: tp = {layout.tp} needs a plan of what to cut, such as "
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
         _refuse_dropout(skeleton.module)
@@ -131,24 +131,24 @@ def prepare(module: nn.Module) -> None:
 
 
 def _refuse_dropout(module: nn.Module) -> None:
-    """Ranks of tp hold the same residual stream only as long as they draw the same numbers, which nobody sees to."""
+    """Ranks of tp hold the same residual stream only as long as they draw the same numbers, which nothing ensures."""
     found = [path for path, part in module.named_modules() if isinstance(part, Dropout) and part.p > 0]
     settings = vars(getattr(module, "config", object())) if hasattr(module, "config") else {}
     found += [f"config.{key}" for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
     if found:
         raise PlanError(
-            f"parallelize: {', '.join(found[:3])} drops numbers at random, and tp ranks would drop different ones; set it to 0, "
-            "or set tp to 1"
+            f"parallelize: {', '.join(found[:3])} uses dropout; tensor-parallel ranks would draw different masks. "
+            "Set it to 0, or set tp to 1"
         )
 
 
 def refuse_batch_statistics(module: nn.Module) -> None:
-    """Data ranks would each keep the statistics of their own rows, and go apart."""
+    """Data ranks would each keep the statistics of their rows, and go apart."""
     for path, part in module.named_modules():
         if isinstance(part, BatchNorm) and part.track_running_stats and not isinstance(part, nn.SyncBatchNorm):
             raise PlanError(
                 f"parallelize: {path} ({type(part).__name__}) keeps running statistics, and each data rank would keep those of "
-                "its own rows; use SyncBatchNorm, track_running_stats=False or another norm, or one data rank"
+                "its rows only; use SyncBatchNorm, track_running_stats=False or another norm, or one data rank"
             )
 
 

@@ -1,4 +1,4 @@
-"""One call that lays out somebody else's module: the short road for code bases that have a loop of their own.
+"""One call that lays out a foreign module: the short road for code bases with their training loop.
 
     model = parallelize(lambda: MyModel(config), "dp2tp2", [Recompute(policy="full")], tp_plan={"blocks.*.up": "colwise", ...})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -7,7 +7,7 @@
         model.clip_grad_norm(1.0)
         optimizer.step(); optimizer.zero_grad()
 
-Strategies are applied in the order of their phases whatever the order given, as everywhere in Forge.
+Strategies are applied in the order of their phases, not in the order given, as everywhere in Forge.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -31,7 +31,7 @@ class Parallelized(ParallelModel):
         """The module as this rank runs it; call it, and its loss's `backward`, as ever.
 
         Raises:
-            PlanError: under a pipeline there is no single module.
+            PlanError: under a pipeline no rank has a single module.
         """
         return self.part
 

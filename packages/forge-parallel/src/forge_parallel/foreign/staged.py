@@ -79,7 +79,7 @@ def stage(module: nn.Module, blocks: list[str], example: Example) -> None:
         path for path in units if path not in blocks and any(not path or block.startswith(f"{path}.") for block in blocks)
     ]:
         raise PlanError(
-            f"parallelize: {own[0] or 'the root'} has parameters of its own around the blocks, which no stage can hold alone; "
+            f"parallelize: {own[0] or 'the root'} holds parameters outside the blocks directly, which no single stage can hold; "
             f"{ADVICE}"
         )
     one, other = (visits(module, units, blocks, example, seed) for seed in (1, 2))
@@ -111,7 +111,7 @@ def _must_pass(module: Any, paths: tuple[str, ...], width: int) -> None:
             found = empty(given.clone())
     except Exception as cause:
         raise PlanError(
-            f"parallelize: {type(module).__name__} cannot be cut into stages: with its modules left out it fails: {cause}; "
+            f"parallelize: {type(module).__name__} cannot be cut into stages: without its modules its forward fails: {cause}; "
             f"{ADVICE}"
         ) from cause
     if found.shape != given.shape or not torch.equal(found, given):

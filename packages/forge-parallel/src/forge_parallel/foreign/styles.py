@@ -29,7 +29,7 @@ CUT = {Role.ENTERING: 0, Role.GATHERED: 0, Role.TABLE: 0, Role.ROW: 1}
 
 STACKED = {"colwise": (1, 1), "packed_colwise": (2, 2), "rowwise": (2, 1)}
 """Styles of parameters that stack the weights (outputs, inputs) of experts: the dimension that is cut, and how many matrices of
-equal size are packed into the outputs, which then count as a dimension of their own."""
+equal size are packed into the outputs, which then count as a separate dimension."""
 
 
 def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
@@ -39,7 +39,7 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
     alternatives, such as dense layers and experts.
 
     Raises:
-        PlanError: a style is not implemented, a pattern matches nothing, or a matched module is no linear layer or table.
+        PlanError: a style is not implemented, a pattern matches nothing, or a matched module is not a linear layer or table.
     """
     roles: dict[str, Role] = {}
     summed: set[str] = set()
@@ -84,7 +84,7 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
         path = name.rpartition(".")[0]
         if cut[ties[id(parameter)]] is not None and roles.get(path, Role.STREAM) is Role.STREAM:
             raise PlanError(
-                f"tensor: {name} is tied to {ties[id(parameter)]}, which the plan cuts, but has no style of its own; "
+                f"tensor: {name} is tied to {ties[id(parameter)]}, which the plan cuts, but the plan gives it no style; "
                 "a tied table and head need 'embedding_rowwise' and 'colwise_gather_output'"
             )
     return Rules(cut, roles, partial=frozenset(), summed=frozenset(summed), packed=packed)
@@ -93,7 +93,7 @@ def rules_of(module: nn.Module, plan: Mapping[str, str]) -> Rules:
 def _sums(module: nn.Module, roles: Mapping[str, Role], stacked: Mapping[str, int]) -> None:
     """Experts' results are summed over ranks where, and only where, all of their weights are cut."""
     if lost := sorted(name for name in stacked if roles.get(name.rpartition(".")[0]) is not Role.EXPERTS):
-        raise PlanError(f"tensor: the plan cuts {lost[0]}, but its module has not the style 'moe_tp_experts', which sums results")
+        raise PlanError(f"tensor: the plan cuts {lost[0]}; give its module the style 'moe_tp_experts', which sums results")
     for path in (path for path, role in roles.items() if role is Role.EXPERTS):
         names = [f"{path}.{slot}" for slot, _ in module.get_submodule(path).named_parameters()]
         if not names or not all(name in stacked for name in names):

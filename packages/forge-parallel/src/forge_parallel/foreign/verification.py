@@ -30,8 +30,8 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 
 TOLERANCE = 1e-6
-"""Largest accepted error, relative to a tensor's largest element. Modules that compute a norm or a softmax in fp32 whatever their
-parameters' format stay below it; a wrong layout is larger by orders of magnitude."""
+"""Largest accepted error, relative to a tensor's largest element. Modules that compute a norm or a softmax in fp32 for
+parameters of any format stay below it; a wrong layout is larger by orders of magnitude."""
 
 FLOOR = 0.1
 """Of the model's largest gradient: gradients that are zero but for rounding are compared with that share of it."""

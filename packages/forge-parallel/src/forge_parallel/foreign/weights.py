@@ -67,7 +67,7 @@ class Skeleton:
 
 
 def of_module(module: nn.Module) -> Skeleton:
-    """The skeleton of a materialised module, which is consumed. All ranks call this.
+    """The skeleton of a materialized module, which is consumed. All ranks call this.
 
     Raises:
         PlanError: the module has tensors without memory, or ranks hold different weights; names the first such tensor.

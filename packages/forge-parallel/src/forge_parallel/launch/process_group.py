@@ -41,7 +41,7 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
     if torch.cuda.is_available():
         if where.local_rank >= torch.cuda.device_count():
             raise LayoutError(
-                f"local rank {where.local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}; "
+                f"local rank {where.local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
                 "start one process per GPU"
             )
         device = torch.device("cuda", where.local_rank)
@@ -114,7 +114,7 @@ def _meet(where: Launch, wait: _Wait) -> dist.Store:
 
 
 def _answers(where: Launch) -> bool:
-    """Whether somebody listens at the address.
+    """Whether a process listens at the address.
 
     Raises:
         OSError: the address has no host.

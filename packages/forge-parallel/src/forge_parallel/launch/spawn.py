@@ -75,7 +75,7 @@ def _work(target: str, folder: Path, rank: int, size: int) -> None:
         result = getattr(import_module(module), function)(*json.loads((folder / "arguments.json").read_text()))
         torch.save(result, folder / f"result-{rank}")
         dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 (reported to the parent, whatever it is)
+    except BaseException:  # noqa: BLE001 (reported to the parent)
         (folder / f"error-{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
         code = 1
     sys.stdout.flush()

@@ -252,7 +252,7 @@ class Watch:
             f"the others have given up: {cause}. This rank is in {mine.doing}, {mine.where}, for {mine.seconds:.0f} s; its "
             "stacks are in its log"
         )
-        # Whoever holds the lock of a log or of the terminal may be what is stuck.
+        # The stuck thread may hold the lock of a log or of the terminal.
         words = threading.Thread(target=lambda: _log.error("%s", said), daemon=True)
         words.start()
         words.join(2)

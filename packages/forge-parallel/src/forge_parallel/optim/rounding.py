@@ -14,7 +14,7 @@ import torch
 from forge_parallel.placement.boxes import Box
 
 CHUNK = 1 << 22
-"""Elements that are worked on at a time: the extra memory is some tens of MiB whatever the tensor."""
+"""Elements that are worked on at a time: the extra memory is some tens of MiB for any tensor."""
 
 
 def key_of(name: str, state: str) -> int:
@@ -25,7 +25,7 @@ def key_of(name: str, state: str) -> int:
 def noise(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tensor:
     """Uniform 16-bit integers, int32, one for each flat `index` (int64); `step` is an integer scalar on the device.
 
-    Three rounds of the murmur3 finaliser (Appleby, 2011) over 32-bit words held in int64.
+    Three rounds of the murmur3 finalizer (Appleby, 2011) over 32-bit words held in int64.
     """
     word = index & 0xFFFFFFFF
     for salt in (index >> 32, key, step):

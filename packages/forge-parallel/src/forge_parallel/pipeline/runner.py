@@ -1,4 +1,4 @@
-"""Runs this rank's stages: a training step in the order of a schedule, and evaluation as a pass of its own."""
+"""Runs this rank's stages: a training step in the order of a schedule, and evaluation as a separate pass."""
 
 import json
 from collections import deque
@@ -40,7 +40,7 @@ class Runner:
 
     Args:
         model: whose stages they are.
-        objective: what is minimised.
+        objective: what is minimized.
         agree: names of the objective's metrics on this rank -> those of the last stage; by default all ranks ask that one.
     """
 
@@ -133,7 +133,7 @@ class Runner:
         if why := self._order.refusal(self._ranks, len(batches)):
             raise PlanError(why)
         if len(shapes) > 1:
-            raise PlanError(f"the micro-batches of a step have shapes {sorted(shapes)}; a pipeline needs one")
+            raise PlanError(f"the micro-batches of a step have shapes {sorted(shapes)}; a pipeline needs equal shapes")
         key = (len(batches), shapes.pop())
         if key not in self._schedules:
             hidden = self._hidden(batches[0])

@@ -52,7 +52,7 @@ def simulate(table: Sequence[Sequence[Action]], stages: int, costs: Mapping[str,
                 moved = True
     stuck = {rank: order[at[rank]] for rank, order in enumerate(table) if at[rank] < len(order)}
     if stuck:
-        raise PlanError(f"this order of work never ends; ranks wait at {stuck}")
+        raise PlanError(f"the schedule deadlocks; ranks wait at {stuck}")
     return Timeline(max(clock), tuple(sum(costs[action.kind] for action in order) for order in table), ends)
 
 

@@ -75,7 +75,8 @@ class Cut:
         kept = module.state_dict(keep_vars=True)
         if lost := sorted(name for name in kept if _stage_of(name, at) is None):
             raise PlanError(
-                f"{', '.join(lost)}: belongs to no block, and to no module of `entry` or `exit`; a pipeline cannot place it"
+                f"{', '.join(lost)}: belongs to no block, and to no module of `entry` or `exit`, so a pipeline cannot place it; "
+                "add its module to one of them in specs()"
             )
         followers = []
         for copy, original in specs.ties.items():

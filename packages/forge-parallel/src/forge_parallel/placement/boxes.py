@@ -60,5 +60,5 @@ def _cuts(placements: tuple[Placement, ...]) -> Iterator[tuple[int, int]]:
         elif isinstance(placement, Shard):
             yield axis, placement.dim
         elif not isinstance(placement, Replicate):
-            raise AssertionError(f"{placement} is no way to hold a tensor")
+            raise AssertionError(f"unknown placement {placement} of a tensor")
     yield from reversed(late)

@@ -10,6 +10,6 @@ def stacks(specs: Specs) -> tuple[str, ...]:
 
 
 def apart(specs: Specs, layout: Layout) -> tuple[str, ...]:
-    """The stacks that are sharded by themselves, over ranks of their own: where tensor parallel ranks, or those that share
+    """The stacks that are sharded separately from their block: where tensor parallel ranks, or those that share
     experts, see different tokens. Elsewhere experts are sharded with the block that they are in."""
     return stacks(specs) if layout.tp * layout.ep * layout.etp > 1 else ()

@@ -34,9 +34,9 @@ def heads_refusal(units: Mapping[str, int], tp: int) -> str | None:
     """Whether tp ranks share query heads evenly, and key-value heads too or as copies."""
     heads, kv_heads = units.get("heads"), units.get("kv_heads")
     if heads is not None and heads % tp:
-        return f"{heads} heads cannot be shared by parallel.tp = {tp} ranks; tp has to divide them"
+        return f"{heads} heads cannot be divided among parallel.tp = {tp} ranks; choose a tp that divides them"
     if kv_heads is not None and kv_heads % tp and tp % kv_heads:
-        return f"{kv_heads} key-value heads and parallel.tp = {tp}: one has to divide the other"
+        return f"{kv_heads} key-value heads with parallel.tp = {tp}: one must divide the other"
     return None
 
 
@@ -65,7 +65,9 @@ def ulysses_refusal(heads: int, cp: int, tp: int) -> str | None:
 
 def ring_refusal(core: str, capped: bool) -> str | None:
     """Whether an attention core, named `core`, can be run block by block around a ring."""
-    return f"transforms.context.kind = 'ring' cannot cap scores as {core} does; use 'all_gather' or 'ulysses'" if capped else None
+    if not capped:
+        return None
+    return f"transforms.context.kind = 'ring' does not support the soft cap of {core}; use 'all_gather' or 'ulysses'"
 
 
 def mtp_refusal(schedule: str, splits_backward: bool, depth: int) -> str | None:

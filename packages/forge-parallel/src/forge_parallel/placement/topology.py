@@ -90,7 +90,7 @@ class Topology:
 
     def open_for_experts(self) -> None:
         """Collective: opens the mesh of experts, and the group of this rank's pipeline stages. All ranks enter, also those whose
-        stages have no expert, so nobody may do so on the way."""
+        stages have no expert, so no rank may open them later."""
         if self.size > 1:
             _ = self.sparse
             if self.layout.pp > 1:

@@ -9,7 +9,7 @@ from forge_parallel.torch_private import foreach_mul_
 
 @torch.no_grad()
 def clip(model: ParallelModel, norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Scales all gradients by min(1, limit / norm) and returns that coefficient, without a host synchronisation unless
+    """Scales all gradients by min(1, limit / norm) and returns that coefficient, without a host synchronization unless
     gradients lie on the host.
 
     `norm` is the global 2-norm; where it is not finite the step is skipped anyway.

@@ -2,7 +2,7 @@
 
 Before the first forward: the number of valid tokens of the whole step. After the backward: one packed sum of the squared
 gradient norm, the losses and the stop requests. So no two ranks can see different ones. Models that keep count over a step add
-an all-reduce of their own before and after it (`step.step_statistics`), and a pipeline tells its metrics' names once.
+an all-reduce before and after it (`step.step_statistics`), and a pipeline tells its metrics' names once.
 """
 
 from collections.abc import Iterable, Sequence

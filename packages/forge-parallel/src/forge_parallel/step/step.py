@@ -45,7 +45,7 @@ class StepResult:
     by_source: torch.Tensor | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All numbers on the host: the step's one synchronisation, made at the first call. See also `by_source.shares`."""
+        """All numbers on the host: the step's one synchronization, made at the first call. See also `by_source.shares`."""
         return dict(self._host)
 
     @cached_property
@@ -80,7 +80,7 @@ class Step:
 
     Attributes:
         model: what is run.
-        objective: what is minimised.
+        objective: what is minimized.
         agree: how ranks of a pipeline learn the names of the objective's metrics, see `Runner`; for worlds without other ranks.
     """
 

@@ -42,7 +42,7 @@ def cut(part: nn.Module, table: Rules, context: Context, sequence_parallel: bool
                 made[parameter] = _cut_parameter(f"{path}.{slot}".removeprefix("."), parameter, table, mesh)
             module._parameters[slot] = made[parameter]
         role = table.roles.get(path)
-        if role in (Role.REGION, Role.BESIDE) or (role is not None and slots):  # another stage may have the parameters
+        if role in (Role.REGION, Role.SIDE_INPUTS) or (role is not None and slots):  # another stage may have the parameters
             summed = any(f"{path}.{slot}" in table.summed for slot in slots)
             packed = tuple(slot for slot in slots if f"{path}.{slot}" in table.packed)
             module.__class__ = split_class(type(module), role, tuple(slots), summed, packed)
@@ -73,7 +73,7 @@ def sum_partial_gradients(part: nn.Module, topology: Topology) -> None:
 
 
 def overlap(topology: Topology) -> None:
-    """Lets the compiler fuse gathers and scatters of the sequence with the matrix products beside them.
+    """Lets the compiler fuse gathers and scatters of the sequence with the adjacent matrix products.
 
     Raises:
         PlanError: on a device that has no symmetric memory.
@@ -118,7 +118,7 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
             module.width, module.share = size, share
         else:
             if not hasattr(module, "core"):
-                raise PlanError(f"tensor: {path} makes logits but has no `core` that computes the loss (LossHead)")
+                raise PlanError(f"tensor: {path} makes logits but has no `core` that computes the loss (LossHead); give it one")
             module.vocab, module.share = size, share
             module.core = SplitCrossEntropy(ranks, first)
     elif role is Role.ACROSS:

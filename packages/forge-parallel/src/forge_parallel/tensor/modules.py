@@ -1,4 +1,4 @@
-"""What modules become under tensor parallelism: a subclass of their own class, so that no name and no other method changes.
+"""What modules become under tensor parallelism: a subclass of their class, so that no name and no other method changes.
 
 A parameter stays in its slot, as a DTensor on the tp mesh. Reading it as an attribute gives this rank's local tensor, so a
 module computes on plain tensors, in eager mode, inside recomputation and inside a compiled graph alike.
@@ -135,8 +135,8 @@ class Across(Split):
         return super().forward(whole.flatten(-2)).unflatten(-1, (-1, x.shape[-1]))[..., self.tp.rank // self.copies, :]
 
 
-class Beside(Split):
-    """Takes its own part of tensors (B, T, ...) that come whole beside the residual stream."""
+class SideInputs(Split):
+    """Takes its own part of tensors (B, T, ...) that come whole with the residual stream."""
 
     def forward(self, x: Tensor, *args: Any) -> Any:
         """As the module's own, on this rank's part of the sequence."""
@@ -160,7 +160,7 @@ _MIXINS = {
     Role.GATHERED: Gathered,
     Role.EXPERTS: Experts,
     Role.ROW: Row,
-    Role.BESIDE: Beside,
+    Role.SIDE_INPUTS: SideInputs,
     Role.TABLE: Table,
     Role.HEAD: Head,
     Role.KV_COPY: KVCopy,

@@ -29,7 +29,7 @@ class Role(Enum):
     ENTERING = "a column that takes the residual stream itself, without a region around it"
     GATHERED = "an entering column whose outputs are brought together"
     EXPERTS = "runs all experts on this rank's share of their features, and sums what ranks make of each token"
-    BESIDE = "takes the residual stream, and its own part of the tensors that come whole beside it"
+    SIDE_INPUTS = "takes the residual stream, and its own part of the tensors that come whole with it"
     STREAM = "works on the residual stream, or inside a region on what every rank has"
 
 
@@ -91,9 +91,9 @@ def rules(specs: Specs, tp: int, sequence: bool) -> Rules:
             raise PlanError(f"tensor: the parameters of {path} ask for different roles: {roles[path].name} and {role.name}")
         cut[name] = None if role is Role.KV_COPY else dim
     heads = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and module.outputs[0][-1] == "vocab")
-    beside = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and len(module.inputs) > 1)
-    roles |= dict.fromkeys(beside, Role.BESIDE)
-    roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no tensor of its own
+    with_side_inputs = (path for path, module in specs.modules.items() if module.inputs[0] == STREAM and len(module.inputs) > 1)
+    roles |= dict.fromkeys(with_side_inputs, Role.SIDE_INPUTS)
+    roles |= dict.fromkeys(heads, Role.HEAD)  # a tied head has no separate tensor
     for copy, original in specs.ties.items():  # neither has a table that is looked up under a second name
         path = copy.rpartition(".")[0]
         if path in specs.modules and roles.get(original.rpartition(".")[0]) is Role.TABLE:
@@ -128,7 +128,7 @@ def _dimension(spec: TensorSpec) -> int | None:
 
 def _role(name: str, spec: TensorSpec, module: ModuleSpec | None) -> Role:
     if module is None:
-        raise PlanError(f"tensor: no rule covers {name}: its module has no entry in the model's specs")
+        raise PlanError(f"tensor: no rule covers {name}: its module has no entry in the model's specs; add one to Specs.modules")
     enters, leaves = module.inputs[0], module.outputs[0]
     into, out = enters[-1] in CUT, leaves[-1] in CUT
     if enters == ("batch", "sequence") and spec.dims == ("vocab", "embed"):
@@ -139,7 +139,7 @@ def _role(name: str, spec: TensorSpec, module: ModuleSpec | None) -> Role:
         return Role.ROW
     raise PlanError(
         f"tensor: no rule covers {name}: its module takes {enters[-1]} and makes {leaves[-1]}, so it would need all of a "
-        "dimension that is cut over tp ranks"
+        "dimension that is cut over tp ranks; set parallel.tp = 1"
     )
 
 
@@ -153,7 +153,10 @@ def _region(path: str, specs: Specs) -> str:
         module = specs.modules.get(ancestor)
         if module is not None and module.inputs[0] == STREAM and module.outputs[0] == STREAM:
             return ancestor
-    raise PlanError(f"tensor: {path} is cut by its outputs, but no module around it is known to take the residual stream")
+    raise PlanError(
+        f"tensor: {path} is cut by its outputs, but no module around it is known to take the residual stream; add that module to "
+        "Specs.modules"
+    )
 
 
 def ancestors(path: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ class Tensor(Component, Transform):
     """Cut the residual stream along the sequence between the cut matrices: less memory, the same bytes on the wire. `parallel.tp`
     has to divide the length then."""
     asynchronous: Annotated[bool, Feature("tp_asynchronous", when=True, axis="tp")] = False
-    """Overlap the exchanges with the matrix products beside them: on CUDA devices that reach each other's memory, with
+    """Overlap the exchanges with the adjacent matrix products: on CUDA devices that reach each other's memory, with
     sequence parallelism, in compiled blocks."""
 
     def __post_init__(self) -> None:

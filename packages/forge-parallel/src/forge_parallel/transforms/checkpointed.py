@@ -1,6 +1,6 @@
 """Activation recomputation: keep less between forward and backward, and compute the rest again (Chen et al., 2016).
 
-The wrapper sits on a block's `forward`, inside whatever is attached to the call of the block. So sharding gathers a block's
+The wrapper sits on a block's `forward`, inside all that is attached to the call of the block. So sharding gathers a block's
 parameters before its backward begins, which is when the forward runs again, and no module or parameter changes its name.
 """
 
@@ -59,8 +59,8 @@ def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Cal
     block, settings = forward.args
     if "context_fn" in settings:
         raise PlanError(
-            "a block whose experts are sharded over ranks of their own is compiled in pieces, into which selective recomputation "
-            "does not see; recompute the whole block (transforms.recompute.policy = 'full'), or leave out transforms.compile"
+            "selective recomputation does not support blocks that transforms.compile compiles in pieces: those whose experts are "
+            "sharded separately; set transforms.recompute.policy = 'full', or remove transforms.compile"
         )
     return partial(_checkpointed, wrap(block), settings)
 

@@ -3,7 +3,7 @@
 Only a block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
 no module or parameter changes its name.
 
-Experts that are sharded over ranks of their own are gathered, and given tokens whose number is known at run time only, in the
+Experts that are sharded separately are gathered, and given tokens whose number is known at run time only, in the
 middle of a block. Their dispatcher, and all that it runs, stays outside the graphs: one before it and one behind it.
 """
 

@@ -40,7 +40,7 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     if layout.dp_shard * layout.dp_replicate * layout.cp == 1 and not experts_apart and not offload:
         return
     if not context.specs.blocks:
-        raise PlanError("shard: the model's specs name no blocks to shard one by one")
+        raise PlanError("shard: the model's specs name no blocks to shard one by one; list them in Specs.blocks")
     where = _host(part, context) if offload else OffloadPolicy()
     mesh = context.topology.data_mesh
     # Sums over ranks are never rounded to less than fp32, even where the result is kept in bf16.

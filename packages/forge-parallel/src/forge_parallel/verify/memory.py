@@ -10,7 +10,7 @@ from forge_parallel.torch_private import TorchDispatchMode, storage_key, tree_le
 
 
 class Storages(TorchDispatchMode):
-    """Inside, every storage that an operator allocates is noted; `held` counts those that somebody still needs.
+    """Inside, every storage that an operator allocates is noted; `held` counts those that are still needed.
 
     A view, or a result written into an argument, allocates nothing: so parameters and inputs are not counted.
     """

@@ -26,7 +26,7 @@ TESTS = MappingProxyType(
 
 @cache
 def rows() -> MappingProxyType[str, tuple[frozenset[str], ...]]:
-    """Kind of row -> the features of each of its runs. Runs of the kind `gpu` prove nothing: they are no part of every change."""
+    """Kind of row -> the features of each of its runs. Runs of the kind `gpu` prove nothing: they do not run on every change."""
     read = json.loads(Path(__file__).with_name("rows.json").read_text())
     return MappingProxyType({kind: tuple(frozenset(row.split()) for row in runs) for kind, runs in read.items()})
 

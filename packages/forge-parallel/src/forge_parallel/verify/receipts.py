@@ -72,7 +72,7 @@ def read(folder: Path) -> list[Receipt]:
     """The receipts in a folder.
 
     Raises:
-        ForgeError: there is no such folder, or a file in it is not a receipt.
+        ForgeError: the folder does not exist, or a file in it is not a receipt.
     """
     if not folder.is_dir():
         raise ForgeError(f"folder {folder} of parallel.proofs does not exist; record receipts with forge-train parity --record")

@@ -58,7 +58,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
                     reader.seek(*arguments)
                     continue
                 answer = _fill(reader, arrays, *arguments)
-        except BaseException as error:  # noqa: BLE001 whatever a source raises is raised again by the trainer
+        except BaseException as error:  # noqa: BLE001 the trainer raises again what a source raised
             refused = isinstance(error, ForgeError)
             said = str(error) if refused else f"{type(error).__name__}: {error}"
             messages.send(("refused" if refused else "failed", said, traceback.format_exc()))

@@ -46,7 +46,7 @@ def open_records(
         skip: broken records that may be left out.
 
     Raises:
-        DataError: the format is unknown, there is no such file, or all files are empty.
+        DataError: the format is unknown, the file does not exist, or all files are empty.
     """
     if format not in FORMATS:
         raise DataError(f"record format {format!r} is unknown; known: {', '.join(FORMATS)}")

@@ -42,7 +42,7 @@ def open_dataset(
         skip: broken records that may be left out.
 
     Raises:
-        DataError: `datasets` is not installed, there is no such dataset or split, or it has no such column.
+        DataError: `datasets` is not installed, or the dataset, split or column does not exist.
     """
     options: dict[str, Any] = {"path": path, "subset": subset, "dataset_split": dataset_split}
     dataset = _load(**options)
@@ -91,7 +91,7 @@ def open_stream_of(path: str, subset: str | None, dataset_split: str, column: st
     """The dataset as a stream, and its identity: its files by their content or their ETags.
 
     Raises:
-        DataError: `datasets` is not installed, or there is no such dataset, split or column.
+        DataError: `datasets` is not installed, or the dataset, split or column does not exist.
     """
     directory = Path(path).expanduser()
     if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
@@ -142,7 +142,7 @@ def _load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
     except (OSError, ValueError, ImportError, IndexError) as error:  # absent names, files, connections and rows
         raise DataError(_CANNOT.format(path, error)) from error
     if not isinstance(found, datasets.Dataset):
-        raise DataError(f"{path} is not a dataset with random access")
+        raise DataError(f"{path} is not a dataset with random access; write it with save_to_disk")
     if not len(found):
-        raise DataError(f"{path} ({dataset_split}) has no row")
+        raise DataError(f"{path} ({dataset_split}) has no rows; check dataset_split")
     return found

@@ -46,7 +46,7 @@ def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
     """(offset, object) of every line of a file.
 
     Raises:
-        DataError: a line is no object.
+        DataError: a line is not an object.
     """
     skips = Skips()
     lines = _Lines(Part((file,), 0, file.size, file.size))

@@ -127,7 +127,7 @@ class Records:
         """(name, text) of every document.
 
         Raises:
-            DataError: a record is broken, or there is no text but ids.
+            DataError: a record is broken, or the records hold ids, not text.
         """
         if self.wanted.ids:
             raise DataError(f"{self.what} holds token ids, not text; a tokenizer cannot be trained on it")

@@ -12,7 +12,7 @@ SUFFIXES = (".txt", ".md")
 """What a directory is searched for."""
 
 _MARK = "\ufeff"
-"""The byte order mark, with which some editors begin a file of UTF-8; it is no text."""
+"""The byte order mark, with which some editors begin a file of UTF-8; it is not text."""
 
 
 def text_files(path: str, split: str = "all", held_out: float = 0.05, skip: int = 0) -> Records:

@@ -56,9 +56,10 @@ def open_tokens(
         raise DataError(f"{path} mixes files with and without a .npy header; give a pattern that names one kind")
     npy = kinds.pop()
     raw = None if npy else _stated(files, dtype)
-    beside = neighbors(files)
+    sibling = neighbors(files)
     headers = [
-        _npy(file, head, dtype) if raw is None else _raw(file, head, raw, beside) for file, head in zip(files, heads, strict=True)
+        _npy(file, head, dtype) if raw is None else _raw(file, head, raw, sibling)
+        for file, head in zip(files, heads, strict=True)
     ]
     same = same_dtype([(file.where, header.dtype) for file, header in zip(files, headers, strict=True)])
     shards = Shards([Shard(file, header.tokens, header.offset) for file, header in zip(files, headers, strict=True)], same)
@@ -85,7 +86,7 @@ def _npy(file: File, head: bytes, stated: str | None) -> Header:
         read = np.lib.format.read_array_header_2_0 if wide else np.lib.format.read_array_header_1_0
         shape, _, dtype = read(content)
     except ValueError as error:
-        raise DataError(f"{file.where} is a damaged .npy file: {error}") from error
+        raise DataError(f"{file.where} is a damaged .npy file: {error}; restore the file") from error
     if len(shape) != 1:
         raise DataError(f"{file.where}: token ids must be a 1-D array of integers, found an array of shape {shape}")
     integers(file.where, dtype)
@@ -106,10 +107,10 @@ def _stated(files: Sequence[File], stated: str | None) -> np.dtype:
     return np.dtype(stated).newbyteorder("<")
 
 
-def _raw(file: File, head: bytes, dtype: np.dtype, beside: Callable[[str], File | None]) -> Header:
+def _raw(file: File, head: bytes, dtype: np.dtype, sibling: Callable[[str], File | None]) -> Header:
     if not file.size:
-        raise DataError(f"{file.where} is empty")
-    if what := foreign_content(file, head, dtype.itemsize, beside):
+        raise DataError(f"{file.where} is empty; remove it")
+    if what := foreign_content(file, head, dtype.itemsize, sibling):
         raise DataError(f"{file.where} {what}")
     if file.size % dtype.itemsize:
         cut = file.size - file.size % dtype.itemsize

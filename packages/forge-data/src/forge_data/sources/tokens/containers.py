@@ -26,14 +26,14 @@ _ENOUGH = 64
 """Bytes that all have to be printable before a file is taken for text."""
 
 
-def foreign_content(file: File, head: bytes, width: int, beside: Callable[[str], File | None]) -> str | None:
+def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str], File | None]) -> str | None:
     """The format of a file that is not a list of raw integers, and the source for it; None where no other format is recognized.
 
     Args:
         file: in question.
         head: its first bytes, a few hundred.
         width: bytes of an integer; of one byte each, text is a list of integers like any other.
-        beside: finds other files by their path.
+        sibling: finds other files by their path.
     """
     for magic, what in _MAGIC:
         if head.startswith(magic):
@@ -55,11 +55,11 @@ def foreign_content(file: File, head: bytes, width: int, beside: Callable[[str],
         return "is a safetensors file of weights, not of token ids"
     if width > 1 and len(head) >= _ENOUGH and _TEXT.issuperset(head):
         return "is text, not token ids; use source 'text' or 'jsonl'"
-    return _by_neighbors(file, beside)
+    return _by_neighbors(file, sibling)
 
 
 def is_llmc(head: bytes) -> bool:
-    """Whether a file begins with the header of llm.c, whatever count it states: magic, version, count, zeros."""
+    """Whether a file begins with the header of llm.c, with any count: magic, version, count, zeros."""
     if len(head) < 12:
         return False
     magic, version = struct.unpack("<ii", head[:8])
@@ -89,13 +89,13 @@ def _is_safetensors(head: bytes, size: int) -> bool:
     return head[8:10] == b'{"' and 2 < int.from_bytes(head[:8], "little") < size
 
 
-def _by_neighbors(file: File, beside: Callable[[str], File | None]) -> str | None:
-    if file.where.endswith(".bin") and beside(file.where.removesuffix(".bin") + ".idx"):
+def _by_neighbors(file: File, sibling: Callable[[str], File | None]) -> str | None:
+    if file.where.endswith(".bin") and sibling(file.where.removesuffix(".bin") + ".idx"):
         return "has a Megatron index in its directory; use source 'megatron', which knows its dtype and documents"
-    if beside(f"{file.where}.index"):
+    if sibling(f"{file.where}.index"):
         return "has an index of documents, as datatrove writes it; use source 'datatrove'"
     folder = file.where.rpartition("/")[0]
-    manifest = beside(f"{folder}/{MANIFEST}" if folder else MANIFEST)
+    manifest = sibling(f"{folder}/{MANIFEST}" if folder else MANIFEST)
     if manifest is not None and FORMAT.encode() in read_bytes(manifest, 0, 256):
         return f"is a shard of the token store {folder or '.'}; use source 'store', which knows its dtype and documents"
     return None

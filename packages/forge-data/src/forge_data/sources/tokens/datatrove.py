@@ -20,7 +20,7 @@ from forge_data.storage.shards import Shard, Shards, map_file
 
 _WIDTHS = {2: "<u2", 4: "<u4"}
 _U8 = np.dtype("<u8")
-Beside = Callable[[str], File | None]
+Sibling = Callable[[str], File | None]
 
 
 def open_datatrove(
@@ -32,27 +32,27 @@ def open_datatrove(
         DataError: a file has no index, or its size, index and metadata contradict each other.
     """
     files = find(path, (".ds",), "datatrove")
-    beside = neighbors(files)
+    sibling = neighbors(files)
     if not ignore_loss_mask:
         for file in files:
-            if beside(f"{file.where}.loss"):
+            if sibling(f"{file.where}.loss"):
                 raise DataError(
                     f"{file.where}.loss masks the loss of some tokens, which is not applied; "
                     "set ignore_loss_mask = true to train on all of them"
                 )
-    indices = [_index(file, beside) for file in files]
+    indices = [_index(file, sibling) for file in files]
     counts = [int.from_bytes(read_bytes(index, index.size - 8, index.size), "little") for index in indices]
-    dtypes = [_dtype(file, tokens, dtype, beside) for file, tokens in zip(files, counts, strict=True)]
+    dtypes = [_dtype(file, tokens, dtype, sibling) for file, tokens in zip(files, counts, strict=True)]
     same = same_dtype([(file.where, found) for file, found in zip(files, dtypes, strict=True)])
     shards = Shards([Shard(file, tokens) for file, tokens in zip(files, counts, strict=True)], same)
     documents = sum(index.size // 8 for index in indices)
     listed = Listed(shards.firsts, partial(_table, indices, counts), remote=shards.remote)
-    described = Described("datatrove", documents, vocab_size, more={"made_with": _metadata(files[0], beside)[0]})
+    described = Described("datatrove", documents, vocab_size, more={"made_with": _metadata(files[0], sibling)[0]})
     return Corpus(path, shards, listed, described, _identity(indices), listed.faults)
 
 
-def _index(file: File, beside: Beside) -> File:
-    index = beside(f"{file.where}.index")
+def _index(file: File, sibling: Sibling) -> File:
+    index = sibling(f"{file.where}.index")
     if index is None:
         raise DataError(
             f"{file.where} has no {file.name}.index in its directory, so its documents are unknown; restore the index"
@@ -62,7 +62,7 @@ def _index(file: File, beside: Beside) -> File:
     return index
 
 
-def _dtype(file: File, tokens: int, stated: str | None, beside: Beside) -> np.dtype:
+def _dtype(file: File, tokens: int, stated: str | None, sibling: Sibling) -> np.dtype:
     if not tokens:
         raise DataError(f"{file.where} has no tokens; remove it")
     width, rest = divmod(file.size, tokens)
@@ -74,14 +74,14 @@ def _dtype(file: File, tokens: int, stated: str | None, beside: Beside) -> np.dt
     dtype = np.dtype(_WIDTHS[width])
     if stated is not None and dtype != np.dtype(stated):
         raise DataError(f"{file.where}: {file.size} bytes for {tokens} tokens are {dtype.name}, the recipe says {stated!r}")
-    name, count = _metadata(file, beside)
+    name, count = _metadata(file, sibling)
     if count is not None and count != tokens:
         raise DataError(f"{file.where}.metadata says {count} tokens, the index {tokens} (tokenizer {name}); restore both files")
     return dtype
 
 
-def _metadata(file: File, beside: Beside) -> tuple[str | None, int | None]:
-    found = beside(f"{file.where}.metadata")
+def _metadata(file: File, sibling: Sibling) -> tuple[str | None, int | None]:
+    found = sibling(f"{file.where}.metadata")
     if found is None:
         return None, None
     lines = read_bytes(found, 0, 4096).decode("utf-8", errors="replace").splitlines()

@@ -44,11 +44,12 @@ def open_llmc(path: str, *, bos: int | None = None, vocab_size: int | None = Non
 def _read(file: File, head: bytes) -> tuple[tuple[str, int], int]:
     if len(head) < 12:
         raise DataError(
-            f"{file.where} is {'truncated' if head else 'empty'}: it ends at byte {file.size}, before its header does"
+            f"{file.where} is {'truncated' if head else 'empty'}: it ends at byte {file.size}, before its header does; "
+            "restore the file"
         )
     magic, version, tokens = struct.unpack("<iii", head)
     if magic == _EVALUATION:
-        raise DataError(f"{file.where} holds multiple-choice examples of llm.c, not a stream of tokens")
+        raise DataError(f"{file.where} holds multiple-choice examples of llm.c, not a stream of tokens; remove it")
     if (magic, version) not in _KINDS:
         known = ", ".join(f"{one} version {two}" for one, two in _KINDS)
         raise DataError(f"{file.where} is not a token file of llm.c: magic {magic} version {version}; known: {known}")

@@ -169,8 +169,8 @@ def pairs(path: str) -> list[Pair]:
     if one is None and find_one(f"{prefix}.bin"):
         raise DataError(f"{prefix}.bin has no index {prefix}.idx; restore it, or read raw ids with source 'tokens'")
     indices = [one] if one else find(path, (".idx",), "Megatron index")
-    beside = neighbors(indices)
-    return [_pair(index, beside) for index in indices]
+    sibling = neighbors(indices)
+    return [_pair(index, sibling) for index in indices]
 
 
 def _joins(found: Sequence[Pair]) -> bool:
@@ -187,16 +187,16 @@ def _index(found: Sequence[Pair], number: int) -> Index:
     return Index(found[number])
 
 
-def _pair(index: File, beside: Callable[[str], File | None]) -> Pair:
+def _pair(index: File, sibling: Callable[[str], File | None]) -> Pair:
     prefix = index.where.removesuffix(".idx")
-    ids = beside(f"{prefix}.bin")
+    ids = sibling(f"{prefix}.bin")
     if ids is None:
         raise DataError(f"{index.where} has no ids file {prefix}.bin; restore it")
     head = read_bytes(index, 0, HEAD.size)
     if head[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{index.where} is not a Megatron index: it begins with {head[:9]!r}")
+        raise DataError(f"{index.where} is not a Megatron index: it begins with {head[:9]!r}; restore the file")
     if len(head) < HEAD.size:
-        raise DataError(f"{index.where} is truncated: it ends at byte {len(head)}, inside its header")
+        raise DataError(f"{index.where} is truncated: it ends at byte {len(head)}, inside its header; restore the file")
     _, version, code, sequences, entries = HEAD.unpack(head)
     if version != 1 or code not in DTYPES:
         raise DataError(f"{index.where}: version {version} with dtype code {code}; this Forge reads version 1, codes 1 to 8")
@@ -223,7 +223,10 @@ def _fits(pair: Pair) -> None:
     first, last = number(head + 4 * n, _I8), number(head + 12 * n - 8, _I8)
     wanted = last + number(head + 4 * n - 4, _I4) * pair.dtype.itemsize
     if first:
-        raise DataError(f"{pair.index.where} at byte {head + 4 * n}: the first sequence begins at byte {first} of the ids, not 0")
+        raise DataError(
+            f"{pair.index.where} at byte {head + 4 * n}: the first sequence begins at byte {first} of the ids, not 0; "
+            "restore the file"
+        )
     if pair.ids.size != wanted:
         what = "empty" if not pair.ids.size else "truncated" if pair.ids.size < wanted else "too long"
         raise DataError(
@@ -234,7 +237,7 @@ def _fits(pair: Pair) -> None:
     if edges != (0, n):
         raise DataError(
             f"{pair.index.where} at byte {head + 12 * n}: documents begin at sequence {edges[0]} and end at {edges[1]}, "
-            f"not 0 and {n}"
+            f"not 0 and {n}; restore the file"
         )
 
 

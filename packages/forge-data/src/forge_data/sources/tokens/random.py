@@ -36,14 +36,16 @@ class RandomSource:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.tokens} in {self.name}")
+            raise IndexError(f"tokens [{start}, {stop}) are not inside the {self.tokens} tokens of {self.name}")
         return self._at(np.arange(start, stop, dtype=np.uint64))
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """(N, length) token ids from each of `starts` on."""
         starts = starts.astype(np.int64)
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length:
-            raise IndexError(f"{length} tokens from {starts.min()} or {starts.max()} on, of {self.tokens} in {self.name}")
+            raise IndexError(
+                f"{length} tokens from {starts.min()} or {starts.max()} on are not inside the {self.tokens} tokens of {self.name}"
+            )
         return self._at((starts[:, None] + np.arange(length)).astype(np.uint64))
 
     def _at(self, positions: np.ndarray) -> np.ndarray:

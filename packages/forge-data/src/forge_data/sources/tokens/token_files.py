@@ -1,4 +1,4 @@
-"""A `Source` made of files that are read where they lie, whatever format they have."""
+"""A `Source` made of files of any format, read where they lie."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
