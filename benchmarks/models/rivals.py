@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_core.batch import IGNORE, Batch
 from forge_models.components.decoder import Decoder
-from forge_models.hf.families.llama import LLAMA
+from forge_models.hf.families.llama import Llama
 from forge_models.hf.family import config_of
 from forge_models.hf.names import places_in
 
@@ -20,7 +20,7 @@ ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 def exported(decoder: Decoder, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """`weights` by the names that Hugging Face's Llama has for them."""
-    places = places_in(LLAMA, decoder)
+    places = places_in(Llama(), decoder)
     return {other: tensor for name, place in places.items() for other, tensor in place.split(weights[name]).items()}
 
 
@@ -30,7 +30,7 @@ def transformers(decoder: Decoder, weights: dict[str, Tensor], data: Batch, comp
     from transformers import LlamaConfig, LlamaForCausalLM
 
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if compute == "bf16" else "no")
-    settings = config_of(LLAMA, decoder) | {"use_cache": False, "attn_implementation": "sdpa"}
+    settings = config_of(Llama(), decoder) | {"use_cache": False, "attn_implementation": "sdpa"}
     model = LlamaForCausalLM(LlamaConfig(**settings))
     missing, unexpected = model.load_state_dict(exported(decoder, weights), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head is the embedding
@@ -63,7 +63,7 @@ def torchtitan(decoder: Decoder, weights: dict[str, Tensor], data: Batch, comput
 
     config = JobConfig()
     config.compile.enable = True
-    settings = config_of(LLAMA, decoder)
+    settings = config_of(Llama(), decoder)
     arguments = TransformerModelArgs(
         dim=decoder.dim,
         n_layers=decoder.layers,

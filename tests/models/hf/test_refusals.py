@@ -19,9 +19,10 @@ from forge_models.components.mlps import ReLU2
 from forge_models.components.norms import LayerNorm
 from forge_models.hf.config import Unsupported
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.family import decoder_of, meaning_of, misfits, windows_of
+from forge_models.hf.family import decoder_of, meaning_of, misfits
 from forge_models.hf.names import shapes_of
 from forge_models.hf.reader import Folder, read_model
+from forge_models.hf.windows import windows_of
 from forge_models.hf.writer import chosen
 from forge_models.rope import Rope
 from models.hf.zoo import SIZES, random_model, saved
@@ -162,7 +163,8 @@ def test_defaults_are_those_of_transformers() -> None:
                 continue  # transformers forgets it while windows are off
             assert getattr(config, key, None) in (value, resolved.get(key, value)), (family.model_type, key)
         theta = config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]
-        assert theta == family.theta
+        without = {key: value for key, value in json.loads(config.to_json_string()).items() if key != "rope_parameters"}
+        assert decoder_of(family, without, family.model_type).rope.theta == theta
 
 
 def test_every_default_configuration_is_understood_entirely() -> None:

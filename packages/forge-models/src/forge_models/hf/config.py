@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_models.hf.ignorable import COMMON, HINTS, Allowed, accepts, equal
@@ -12,6 +12,8 @@ from forge_models.hf.ignorable import COMMON, HINTS, Allowed, accepts, equal
 CONFIG = "config.json"
 LARGEST, WHOLE = sys.float_info.max, 2**31
 """Bounds of numbers and of whole numbers."""
+
+Made = TypeVar("Made")
 
 
 class Unsupported(ForgeError):
@@ -44,12 +46,17 @@ class Keys:
         self._asked: set[str] = set()
         self._settled: dict[str, Any] = {}
         self._wanted, self._ignored = tuple(ignore), set[str]()
+        self._refusal: ValueError | None = None
         self.faults: list[Fault] = []
 
     def given(self, key: str) -> bool:
         """Whether the file has a key, which from then on counts as read."""
         self._asked.add(key)
         return key in self.values
+
+    def known(self, key: str) -> bool:
+        """Whether the family has a key: those that may be absent have a default."""
+        return key in self._defaults
 
     def settle(self, key: str, value: Any) -> None:
         """Notes what a key that may be given in several places amounts to: what a repetition of it is compared with."""
@@ -121,6 +128,16 @@ class Keys:
             self.fault(key, f"{json.dumps(value)} is not implemented for this family; only {known} is")
         return value
 
+    def make(self, kind: Callable[..., Made], **fields: Any) -> Made | None:
+        """`kind(**fields)`; None when a key is at fault, or when `kind` refuses the fields, which `finish` then reports."""
+        if self.faults or self._refusal:
+            return None
+        try:
+            return kind(**fields)
+        except ValueError as cause:
+            self._refusal = cause
+            return None
+
     def fault(self, key: str, message: str) -> None:
         self.faults.append(Fault(key, message, self.where))
 
@@ -129,6 +146,7 @@ class Keys:
 
         Raises:
             ConfigError: all faults, with the name of every key that was not understood.
+            Unsupported: values that are legal, but not together.
         """
         for key, value in self.values.items():
             if key in self._asked or self.ignored(key) or accepts(self._ignores.get(key, ()), value, self._resolved):
@@ -143,6 +161,8 @@ class Keys:
                 self.fault(key, "is to be ignored, but the file has no such key")
         if self.faults:
             raise ConfigError(dict.fromkeys(self.faults))
+        if self._refusal:
+            raise Unsupported(f"{self.where}: {self._refusal}") from self._refusal
 
     def _resolved(self, key: str) -> Any:
         return self._settled.get(key, self.values.get(key, self._defaults.get(key)))

@@ -27,11 +27,11 @@ NAMES: Mapping[str, str] = {
 """Our name of a part of the attention -> its name in a checkpoint, where they differ."""
 
 
-def read_latent(keys: Keys, heads: int) -> dict[str, Any]:
+def read_latent(keys: Keys) -> dict[str, Any]:
     """The fields of `MLA`; faults are left in `keys`."""
     fields: dict[str, Any] = {name: keys.integer(name) for name in WIDTHS}
     fields["q_lora_rank"] = keys.integer("q_lora_rank", optional=True) or None
-    keys.only("num_key_value_heads", None, heads)
+    keys.only("num_key_value_heads", None, keys.integer("num_attention_heads"))
     keys.only("attention_bias", None, False)
     keys.only("rope_interleave", None, True)
     for key, value in _derived(fields).items():

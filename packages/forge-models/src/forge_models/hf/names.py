@@ -8,6 +8,7 @@ from forge_models.components.attentions import MLA
 from forge_models.components.decoder import Decoder
 from forge_models.hf import mla
 from forge_models.hf.family import Family
+from forge_models.hf.moe import ExpertNames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,13 +95,14 @@ def places_in(family: Family, decoder: Decoder, fused: bool = False) -> dict[str
         KeyError: the family lacks a parameter.
     """
     parameters, buffers = _shapes(decoder)
-    if fused and family.sparse is not None:
-        family = replace(family, sparse=replace(family.sparse, part="mlp", fused=True))
-    found = {name: _place(family, decoder, name, shape) for name, shape in parameters.items()}
+    experts = family.experts
+    if fused and experts is not None:
+        experts = replace(experts, part="mlp", fused=True)
+    found = {name: _place(family, experts, decoder, name, shape) for name, shape in parameters.items()}
     found |= _fused(family, found)
-    bias = "router.bias" if family.sparse is not None and family.sparse.bias is not None else None
+    bias = "router.bias" if experts is not None and experts.bias is not None else None
     known = {name: shape for name, shape in buffers.items() if bias is not None and name.endswith(bias)}
-    return found | {name: _place(family, decoder, name, shape, buffer=True) for name, shape in known.items()}
+    return found | {name: replace(_place(family, experts, decoder, name, shape), buffer=True) for name, shape in known.items()}
 
 
 def shapes_of(decoder: Decoder) -> dict[str, tuple[int, ...]]:
@@ -117,29 +119,30 @@ def _shapes(decoder: Decoder) -> tuple[dict[str, tuple[int, ...]], dict[str, tup
     return parameters, {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
 
 
-def _place(family: Family, decoder: Decoder, name: str, shape: tuple[int, ...], buffer: bool = False) -> Place:
+def _place(family: Family, experts: ExpertNames | None, decoder: Decoder, name: str, shape: tuple[int, ...]) -> Place:
     if name in OUTSIDE:
         return Place(shape, (OUTSIDE[name],))
     blocks, layer, part, rest = name.split(".", 3)
     if blocks != "blocks":
         raise KeyError(name)
-    prefix, sparse = f"model.layers.{layer}", family.sparse
-    if part == "mlp" and sparse is not None and decoder.shape.has_experts(int(layer)):
-        prefix = f"{prefix}.{sparse.part}"
-        if rest.startswith("experts.") and sparse.fused:
+    prefix = f"model.layers.{layer}"
+    if part == "mlp" and experts is not None and decoder.shape.has_experts(int(layer)):
+        prefix = f"{prefix}.{experts.part}"
+        if rest.startswith("experts.") and experts.fused:
             matrix, width = rest.removeprefix("experts."), shape[1]
             if matrix == "down_proj":
                 return Place(shape, (f"{prefix}.experts.down_proj",))
             return Place(shape, (prefix + FUSED,), fused=(1, width * ("gate_proj", "up_proj").index(matrix), 2 * width))
         if rest.startswith("experts."):
-            matrix = sparse.matrices[rest.removeprefix("experts.")]
+            matrix = rest.removeprefix("experts.")
+            matrix = experts.matrices.get(matrix, matrix)
             return Place(shape, tuple(f"{prefix}.experts.{expert}.{matrix}.weight" for expert in range(shape[0])), stacked=True)
-        theirs = {"router.weight": "gate.weight", "router.bias": sparse.bias}.get(rest)
+        theirs = {"router.weight": "gate.weight", "router.bias": experts.bias}.get(rest)
         if theirs is None and rest.startswith("shared."):
             theirs = f"shared_experts.{rest.removeprefix('shared.')}"
         if theirs is None:
             raise KeyError(name)
-        return Place(shape, (f"{prefix}.{theirs}",), buffer=buffer)
+        return Place(shape, (f"{prefix}.{theirs}",))
     rows: tuple[int, ...] = ()
     attention = decoder.shape.attention
     if part == "attention" and isinstance(attention, MLA):

@@ -10,7 +10,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, decoder_of
-from forge_models.hf.moe import unused_loss
+from forge_models.hf.moe import AUXILIARY, unused_loss
 from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, mtp_layers, places_in
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Folder:
             yield f"{key} of {CONFIG} was ignored, as asked for"
         if values.get("auto_map"):
             yield f"the code that auto_map names was not run; {self.family.architecture} is read as transformers defines it"
-        if self.family.sparse is not None and (unused := unused_loss(self.family.sparse, values)):
+        if AUXILIARY in self.family.defaults and (unused := unused_loss(values)):
             yield unused
         if left := [name for name in self._files if name.startswith(mtp)]:
             yield (

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from forge_models.components.decoder import Decoder
 from forge_models.hf.config import WHOLE, Keys
 from forge_models.hf.ignorable import equal
+from forge_models.hf.windows import FULL, SLIDING
 from forge_models.rope import Rope
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
@@ -27,23 +29,40 @@ EXPECTED: Mapping[type, str] = {int: "a positive integer", bool: "true or false"
 """Entries that are not positive numbers; and how a message calls what they are."""
 
 PARTIAL = "partial_rotary_factor"
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(
     keys: Keys,
-    default_theta: float,
-    max_length: int,
-    default_local: float | None = None,
+    theta: float = 10000.0,
+    local_theta: float | None = None,
     local_key: str | None = None,
-    default_partial: float | None = None,
-) -> Rope:
-    """The rope of a configuration. With `default_local`, windowed layers have a separate base (Gemma-3, OLMo-3).
+    partial: float | None = None,
+) -> dict[str, Any]:
+    """`rope` and `max_length` of the decoder; faults are left in `keys`.
 
-    With `default_partial`, the key `partial_rotary_factor` exists, next to the table or in it.
-
-    Faults are left in `keys`.
+    Args:
+        keys: of the configuration.
+        theta: base of the angles when absent.
+        local_theta: base of windowed layers when absent, whose angles are never scaled; None = all layers rotate alike.
+        local_key: key of that base; None = only tables of both kinds of layers say it.
+        partial: share of a head that rotates when `partial_rotary_factor` is absent, which is next to the table or in it;
+            None = there is no such key.
     """
+    length = keys.integer("max_position_embeddings")
+    rope = _rope(keys, theta, length, local_theta, local_key, partial)
+    if rope.scaling == "dynamic":  # it is for sequences longer than the configuration says
+        length = int(length * (rope.factor or 1))
+    return {"rope": rope, "max_length": length}
+
+
+def _rope(
+    keys: Keys,
+    default_theta: float,
+    length: int,
+    default_local: float | None,
+    local_key: str | None,
+    default_partial: float | None,
+) -> Rope:
     values = {key: keys.values[key] if keys.given(key) else None for key in ("rope_theta", "rope_scaling", "rope_parameters")}
     if values["rope_scaling"] and values["rope_parameters"]:
         keys.fault("rope_scaling", "conflicts with rope_parameters; give one of the two")
@@ -71,14 +90,14 @@ def read_rope(
             return Rope()
         if nested:
             sliding = _table(keys, f"{where}.{SLIDING}", table.get(SLIDING))
-            fields = _fields(keys, f"{where}.{SLIDING}", sliding, local_theta, max_length)
+            fields = _fields(keys, f"{where}.{SLIDING}", sliding, local_theta, length)
             if fields.get("scaling", "none") != "none":
                 keys.fault(f"{where}.{SLIDING}", "a scaling of local layers is not implemented")
             local_theta = fields["theta"]
             for name in sorted(set(table) - {FULL, SLIDING}):
                 keys.fault(f"{where}.{name}", "is not implemented")
             table, where = _table(keys, f"{where}.{FULL}", table.get(FULL)), f"{where}.{FULL}"
-    fields = _fields(keys, where, table, theta, max_length)
+    fields = _fields(keys, where, table, theta, length)
     try:
         return Rope(local_theta=local_theta, partial=partial, **fields)
     except (ValueError, TypeError) as cause:
@@ -149,11 +168,12 @@ def _fields(keys: Keys, where: str, table: Mapping[str, Any], theta: float, max_
     return fields
 
 
-def write_rope(rope: Rope, local_key: str | None = None) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads; `local_theta` under its key."""
+def write_rope(decoder: Decoder) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads; the length, where that is another than ours."""
+    rope = decoder.rope
     written: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
-    if rope.local_theta is not None and local_key is not None:
-        written[local_key] = rope.local_theta
+    if rope.scaling == "dynamic":
+        written["max_position_embeddings"] = rope.original_max_length
     if rope.scaling != "none":
         values = {name: getattr(rope, OURS.get(name, name)) for name in SCALINGS[rope.scaling]}
         kept = {name: value for name, value in values.items() if value is not None}

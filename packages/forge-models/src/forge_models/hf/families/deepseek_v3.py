@@ -3,14 +3,31 @@
 Its MTP modules come after the last layer; they change no logit and are not read.
 """
 
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import MLA
+from forge_models.components.decoder import Decoder
+from forge_models.components.moe import MoE
+from forge_models.components.routers import SigmoidTopK
+from forge_models.hf.base import read_base, write_base
+from forge_models.hf.config import Keys
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import ANY
-from forge_models.hf.moe import Sparse
+from forge_models.hf.mla import read_latent, write_latent
+from forge_models.hf.moe import ExpertNames, normalized, read_experts, write_experts
 
-DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    defaults={
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Key of the number of MTP modules."""
+
+FIXED = MappingProxyType({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
+"""Keys of things that the code fixes, with what they may say."""
+
+
+class DeepseekV3(Family):
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    defaults: ClassVar = {
         "num_key_value_heads": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
@@ -34,19 +51,49 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,
-    },
-    qkv_bias=False,
-    latent=True,
-    sparse=Sparse(
-        experts=("n_routed_experts", "num_local_experts", "num_experts"),
-        width="moe_intermediate_size",
-        router="sigmoid",
-        normalize="norm_topk_prob",
-        layers="first",
-        shared="n_shared_experts",
-        bias="gate.e_score_correction_bias",
-        fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-    ),
-    mtp_layers="num_nextn_predict_layers",
-    ignores=dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY),
-)
+    }
+    ignores: ClassVar = dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "output_router_logits"), ANY)
+    experts: ClassVar = ExpertNames(bias="gate.e_score_correction_bias")
+    mtp_layers: ClassVar = MTP_LAYERS
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys)
+        latent = read_latent(keys)
+        fields["head_dim"] = latent["qk_rope_head_dim"]  # it plays no part there, but must be a legal one
+        fields["attention"] = keys.make(MLA, **latent)
+        fields["moe"] = keys.make(
+            MoE,
+            **read_experts(keys, "n_routed_experts", "num_local_experts", "num_experts"),
+            ffn_dim=keys.integer("moe_intermediate_size"),
+            shared=keys.integer("n_shared_experts"),
+            first_dense=keys.whole("first_k_dense_replace"),
+            router=_router(keys),
+        )
+        for key, value in FIXED.items():
+            if keys.given(key):
+                keys.only(key, value)
+        keys.whole(MTP_LAYERS)
+        return fields
+
+    def write(self, decoder: Decoder) -> dict[str, Any]:
+        written = write_base(self, decoder) | write_latent(decoder)
+        if (moe := decoder.shape.moe) is not None:
+            written |= write_experts(moe, "n_routed_experts") | {"moe_intermediate_size": moe.ffn_dim}
+            written |= {
+                "n_shared_experts": moe.shared,
+                "first_k_dense_replace": moe.first_dense,
+                "norm_topk_prob": normalized(moe),
+            }
+            if isinstance(router := moe.router, SigmoidTopK):
+                written |= {"n_group": router.n_group, "topk_group": router.groups_kept}
+                written["routed_scaling_factor"] = router.scaling
+            written |= FIXED
+        return written | {MTP_LAYERS: 0}
+
+
+def _router(keys: Keys) -> SigmoidTopK | None:
+    normalize = keys.boolean("norm_topk_prob")
+    groups, kept, scaling = keys.integer("n_group"), keys.integer("topk_group"), keys.number("routed_scaling_factor")
+    if 0 < groups < kept:
+        keys.fault("topk_group", f"{kept} is more than n_group {groups}")
+    return keys.make(SigmoidTopK, normalize=normalize, scaling=scaling, n_group=groups, topk_group=kept)

@@ -1,8 +1,16 @@
 """Gemma-2 (Gemma Team, 2024): norms on both sides, soft caps, every other layer local."""
 
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any, ClassVar
 
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import GeGLU
+from forge_models.hf.base import read_base, read_biases, read_heads, write_base, write_biases
+from forge_models.hf.config import Keys
 from forge_models.hf.family import Family
+from forge_models.hf.windows import read_period, write_local_layers
 
 SANDWICH = MappingProxyType(
     {
@@ -16,10 +24,14 @@ SANDWICH = MappingProxyType(
 )
 """Part of a block -> its name in a layer, for norms on both sides."""
 
-GEMMA2 = Family(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    defaults={
+ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
+"""Its key and value."""
+
+
+class Gemma2(Family):
+    model_type = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    defaults: ClassVar = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -32,14 +44,47 @@ GEMMA2 = Family(
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
-    },
-    parts=SANDWICH,
-    placement="sandwich",
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    norm_offset=1,
-    scaled_embedding=True,
-    windows="layers",
-    period=2,
-    gemma=True,
-    attention_cap=True,
-)
+    }
+    parts: ClassVar = SANDWICH
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_gemma(keys, period=2)
+        soft_cap = keys.number("attn_logit_softcapping", optional=True) or None
+        return fields | {"attention": replace(fields["attention"], soft_cap=soft_cap)}
+
+    def write(self, decoder: Decoder) -> dict[str, Any]:
+        soft_cap = getattr(decoder.shape.attention, "soft_cap", None)
+        written = write_base(self, decoder, activation=ACTIVATION)
+        return written | write_gemma(decoder) | {"attn_logit_softcapping": soft_cap}
+
+
+def read_gemma(keys: Keys, period: int, **rope: Any) -> dict[str, Any]:
+    """What Gemma-2 and 3 say alike; every `period`-th layer is global, and `rope` is that of `read_rope`."""
+    fields = read_base(keys, activation=ACTIVATION, **rope)
+    if keys.given("hidden_act") and keys.values["hidden_act"] is not None:  # old ones give both; the reference reads the other
+        keys.only("hidden_act", "gelu", ACTIVATION[1])
+    fields |= read_heads(keys)
+    attention = read_biases(keys) | read_period(keys, period)
+    scalar = keys.number("query_pre_attn_scalar")
+    scale = None if scalar in (fields["head_dim"], 0) else scalar**-0.5
+    return fields | {
+        "norm_placement": "sandwich",
+        "norm": replace(fields["norm"], offset=1),
+        "mlp": GeGLU(),
+        "embed_multiplier": fields["dim"] ** 0.5,
+        "attention": GQA(**attention, scale=scale),
+        "soft_cap": keys.number("final_logit_softcapping", optional=True) or None,
+    }
+
+
+def write_gemma(decoder: Decoder) -> dict[str, Any]:
+    """The keys of `read_gemma` behind those of the angles."""
+    scale = getattr(decoder.shape.attention, "scale", None)
+    scalar = decoder.shape.head_dim if scale is None else _inverse_square(scale)
+    caps = {"query_pre_attn_scalar": scalar, "final_logit_softcapping": decoder.soft_cap}
+    return write_biases(decoder) | write_local_layers(decoder) | caps
+
+
+def _inverse_square(scale: float) -> float:
+    exact = scale**-2
+    return round(exact) if round(exact) ** -0.5 == scale else exact

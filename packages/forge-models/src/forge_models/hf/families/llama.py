@@ -1,12 +1,20 @@
 """Llama 1 to 3.x (Touvron et al., 2023; Grattafiori et al., 2024)."""
 
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import SwiGLU
+from forge_models.hf.base import read_base, read_biases, read_heads, write_base, write_biases
+from forge_models.hf.config import Keys
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import ANY, Same
 
-LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    defaults={
+
+class Llama(Family):
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    defaults: ClassVar = {
         "num_key_value_heads": None,
         "head_dim": None,
         "hidden_act": "silu",
@@ -16,12 +24,18 @@ LLAMA = Family(
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-    },
-    mlp_bias=True,
-    ignores={
+    }
+    ignores: ClassVar = {
         "is_llama_config": (True,),
         "activation": ("swiglu",),  # Falcon3
         "norm_eps": (Same("rms_norm_eps"),),
         "pretraining_tp": ANY,  # parts in which products were once summed
-    },
-)
+    }
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys) | {"mlp": SwiGLU(bias=keys.boolean("mlp_bias"))} | read_heads(keys)
+        return fields | {"attention": GQA(**read_biases(keys))}
+
+    def write(self, decoder: Decoder) -> dict[str, Any]:
+        mlp_bias = getattr(decoder.shape.mlp, "bias", False)
+        return write_base(self, decoder) | write_biases(decoder) | {"mlp_bias": mlp_bias}

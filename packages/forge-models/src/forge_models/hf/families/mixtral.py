@@ -1,13 +1,23 @@
 """Mixtral (Jiang et al., 2024): the Mistral shape, every feed-forward part replaced by experts."""
 
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.components.moe import MoE
+from forge_models.components.routers import SoftmaxTopK
+from forge_models.hf.base import read_base, read_heads, write_base
+from forge_models.hf.config import Keys
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import NONE
-from forge_models.hf.moe import Sparse
+from forge_models.hf.moe import ExpertNames, read_experts, read_losses, write_experts, write_losses
+from forge_models.hf.windows import read_window, write_window
 
-MIXTRAL = Family(
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    defaults={
+
+class Mixtral(Family):
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    defaults: ClassVar = {
         "num_key_value_heads": 8,
         "head_dim": None,
         "hidden_act": "silu",
@@ -20,15 +30,18 @@ MIXTRAL = Family(
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
         "num_experts_per_tok": 2,
-    },
-    qkv_bias=False,
-    windows="all",
-    theta=1_000_000.0,
-    ignores={"router_jitter_noise": NONE},
-    sparse=Sparse(
-        auxiliary=True,
-        experts=("num_local_experts", "num_experts"),
-        part="block_sparse_moe",
-        matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-    ),
-)
+    }
+    ignores: ClassVar = {"router_jitter_noise": NONE}
+    experts: ClassVar = ExpertNames(part="block_sparse_moe", matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys, theta=1_000_000.0) | read_heads(keys)
+        fields["attention"] = GQA(window=read_window(keys))
+        experts = read_experts(keys, "num_local_experts", "num_experts")
+        return fields | {"moe": keys.make(MoE, **experts, router=SoftmaxTopK(), losses=read_losses(keys))}
+
+    def write(self, decoder: Decoder) -> dict[str, Any]:
+        written = write_base(self, decoder) | write_window(decoder)
+        if (moe := decoder.shape.moe) is None:
+            return written
+        return written | write_experts(moe, "num_local_experts") | write_losses(moe) | {"intermediate_size": moe.ffn_dim}

@@ -1,11 +1,18 @@
 """OLMo-2 (OLMo et al., 2024): norms after each part, and of the whole q and k."""
 
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.hf.base import read_base, read_biases, read_heads, write_base, write_biases
+from forge_models.hf.config import Keys
 from forge_models.hf.family import Family
 
-OLMO2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    defaults={
+
+class Olmo2(Family):
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    defaults: ClassVar = {
         "num_key_value_heads": None,
         "head_dim": None,
         "hidden_act": "silu",
@@ -14,13 +21,17 @@ OLMO2 = Family(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "attention_bias": False,
-    },
-    parts={
+    }
+    parts: ClassVar = {
         "attention": "self_attn",
         "mlp": "mlp",
         "attention_post_norm": "post_attention_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
-    },
-    placement="post",
-    qk_norm="full",
-)
+    }
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys) | read_heads(keys)
+        return fields | {"norm_placement": "post", "attention": GQA(**read_biases(keys), qk_norm="full")}
+
+    def write(self, decoder: Decoder) -> dict[str, Any]:
+        return write_base(self, decoder) | write_biases(decoder)

@@ -1,12 +1,21 @@
 """Phi-3 and 4 (Abdin et al., 2024): the Mistral shape with q, k, v in one matrix, gate and up in another; angles not scaled."""
 
+from typing import Any, ClassVar
+
+from forge_models.components.attentions import GQA
+from forge_models.components.decoder import Decoder
+from forge_models.hf.base import read_base, read_heads, write_base
+from forge_models.hf.config import Keys
 from forge_models.hf.family import Family
 from forge_models.hf.ignorable import ANY, NONE, OFF
+from forge_models.hf.rope import PARTIAL
+from forge_models.hf.windows import read_window, write_window
 
-PHI3 = Family(
-    model_type="phi3",
-    architecture="Phi3ForCausalLM",
-    defaults={
+
+class Phi3(Family):
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    defaults: ClassVar = {
         "num_key_value_heads": None,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
@@ -14,16 +23,21 @@ PHI3 = Family(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "sliding_window": None,
-    },
-    qkv_bias=False,
-    windows="all",
-    partial=1.0,
-    scaled=False,
-    fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
-    ignores={
+    }
+    ignores: ClassVar = {
         "attention_bias": OFF,
         "embd_pdrop": NONE,
         "resid_pdrop": NONE,
         "original_max_position_embeddings": ANY,  # read by longrope alone
-    },
-)
+    }
+    fused: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        fields = read_base(keys, partial=1.0)
+        if (scaling := fields["rope"].scaling) != "none":
+            keys.fault("rope_scaling", f"rope_type {scaling!r} is not implemented for this family")
+        return fields | read_heads(keys) | {"attention": GQA(window=read_window(keys))}
+
+    def write(self, decoder: Decoder) -> dict[str, Any]:
+        partial = {PARTIAL: decoder.rope.partial}
+        return write_base(self, decoder) | partial | write_window(decoder)
