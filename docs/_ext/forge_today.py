@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[1]
 README = DOCS.parent / "README.md"
 BEGIN = "<!-- made by docs/_ext/forge_today.py from what is registered and from docs/refused.toml -->"
 END = "<!-- end of what docs/_ext/forge_today.py made -->"
-HIDDEN = ("forge.presets", "forge.commands", "forge.checks", "forge.proofs")
+HIDDEN = ("forge.presets", "forge.commands", "forge.checks", "forge.proofs", "forge.conformance")
 """Groups that have a page of their own."""
 
 

@@ -81,8 +81,9 @@ def test_the_hints_of_pip_install_are_those_of_the_pyproject_files() -> None:
         project = tomllib.loads(path.read_text())["project"]
         if project["name"] in HOMES:
             found[project["name"]] = set(project.get("entry-points", {}))
-    said = {home: set(groups) | {"forge.checks", "forge.commands"} for home, groups in HOMES.items()}
-    assert {home: groups | {"forge.checks", "forge.commands"} for home, groups in found.items()} == said
+    every = {"forge.checks", "forge.commands", "forge.conformance"}
+    said = {home: set(groups) | every for home, groups in HOMES.items()}
+    assert {home: groups | every for home, groups in found.items()} == said
 
 
 def test_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> None:

@@ -5,6 +5,7 @@ The formulas come from the paper and are computed here with numpy, in fp64.
 
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from forge_core.protocols.model import NamedTensor
-from forge_core.registry import Entry, Registry
+from forge_core.registry import Entry, Registry, installed
 
 ROOT = Path(__file__).parents[2]
 WHEEL = ROOT / "examples" / "forge-lionize"
@@ -45,6 +46,18 @@ def component(kind: str):
         return Registry([entry]).load("forge.optimizers", "lionize")
     finally:
         sys.path.remove(str(WHEEL / "src"))
+
+
+def test_its_own_test_passes_and_would_fail(monkeypatch):
+    """`conforms` finds the installed wheel by its name; here the registry has it from the sources."""
+    component("wheel")
+    lion = Entry("forge.optimizers", "lionize", "forge-lionize", "0.1.0", "forge_lionize.component:Lion")
+    monkeypatch.setattr("forge_core.conformance.Registry", lambda: Registry([*installed(), lion]))
+    own = runpy.run_path(str(WHEEL / "tests" / "test_lionize.py"))["test_lionize_conforms"]
+    own()
+    monkeypatch.setattr("forge_lionize.lion.Lion.zero_grad", lambda self: None)
+    with pytest.raises(AssertionError, match=r"forge\.optimizers forge-lionize:lionize: check_zero_grad: zero_grad leaves"):
+        own()
 
 
 def start() -> dict[str, np.ndarray]:

@@ -1,10 +1,14 @@
-"""The example plugin beside Forge: listed, its command answers, and a recipe that names it trains."""
+"""The example plugin beside Forge: it conforms, is listed, its command answers, and a recipe that names it trains."""
 
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from forge_core.conformance import conforms
+
+conforms("forge-lionize")  # as its own test does
 
 FORGE = Path(sys.executable).with_name("forge-train")
 

@@ -18,12 +18,13 @@ import dataclasses
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 
 class KeyClass(StrEnum):
@@ -57,6 +58,15 @@ class Component:
 
         def build(self, *args: Any, **kwargs: Any) -> Any:
             """Makes the real thing; the registry compares the signature with the group's when it loads the class."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Self]":  # noqa: ARG003 (for those that need files)
+        """Small ones that conformance checks try (`forge_core.conformance`): by default the one with every default.
+
+        A component with required keys, with slots, or with defaults too large for a test gives others; files that they need
+        go into `folder`, which is empty.
+        """
+        return (cls(),)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ _TABLE = (
     Group("forge.presets", "base", None, "path of a TOML file", "A recipe shipped with a distribution"),
     Group("forge.commands", "forge-train NAME", None, "typer application or function", "A subcommand"),
     Group("forge.proofs", "always", None, "path of a folder", "Receipts of `forge-train parity --record`"),
+    Group("forge.conformance", "plugins doctor", None, "module of check_* functions", "Checks of the parts of a group"),
     Group("forge.checks", "always", None, "function (job, layout) -> faults", "A rule across sections"),
 )
 

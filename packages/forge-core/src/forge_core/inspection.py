@@ -7,7 +7,8 @@ import tomllib
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, NamedTuple
 
 from forge_core.component import Component, Slot, fields_of
 from forge_core.config.leaf import read_leaf, written
@@ -91,9 +92,8 @@ def describe_plugin(entry: Entry, registry: Registry) -> PluginDescription:
     """
     loaded = registry.load_entry(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, Component)):
-        return PluginDescription(
-            entry, (inspect.getdoc(loaded) or "").partition("\n\n")[0] if callable(loaded) else str(loaded), ()
-        )
+        documented = callable(loaded) or isinstance(loaded, ModuleType)
+        return PluginDescription(entry, (inspect.getdoc(loaded) or "").partition("\n\n")[0] if documented else str(loaded), ())
     return PluginDescription(entry, " ".join((inspect.getdoc(loaded) or "").split()), _keys(loaded, registry))
 
 
@@ -128,22 +128,40 @@ def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> li
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
     rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
-    problems = [f"the name is also claimed by {other.distribution} {other.version}" for other in rivals]
+    if entry.group == "forge.conformance":  # its names say what is checked; several may check the same
+        rivals = []
     before = "torch" in sys.modules
+    found = flaws(entry, registry, conform=conform)
+    heavy = not before and found.loads and "torch" in sys.modules
+    return [
+        *(f"the name is also claimed by {other.distribution} {other.version}" for other in rivals),
+        *(["imports torch at module level; import it inside build"] if heavy else []),
+        *found.messages,
+    ]
+
+
+class Flaws(NamedTuple):
+    """What is wrong with a plugin by itself; `loads` says whether it can be loaded."""
+
+    loads: bool
+    messages: list[str]
+
+
+def flaws(entry: Entry, registry: Registry, *, conform: bool = False) -> Flaws:
+    """Whether a plugin loads and describes itself; with `conform` also whether its description reads back."""
     try:
         loaded = registry.load_entry(entry)
     except BrokenPlugin as error:
-        return [*problems, str(error)]
-    if not before and "torch" in sys.modules:
-        problems.append("imports torch at module level; import it inside build")
+        return Flaws(False, [str(error)])
+    problems = []
     if inspect.isclass(loaded) and issubclass(loaded, Component):
         problems += _describes_itself(loaded)
         problems += _defaults_fit(loaded)
         if conform:
             problems += _conforms(entry, loaded, registry)
-    elif callable(loaded) and not inspect.getdoc(loaded):
+    elif (callable(loaded) or isinstance(loaded, ModuleType)) and not inspect.getdoc(loaded):
         problems.append("has no docstring")
-    return problems
+    return Flaws(True, problems)
 
 
 def _describes_itself(cls: type) -> list[str]:
@@ -185,7 +203,8 @@ def _defaults_fit(cls: type) -> list[str]:
 
 def _conforms(entry: Entry, cls: type, registry: Registry) -> list[str]:
     """Description conformance, the same for every group: the defaults make an instance, and its description reads back equal."""
-    slot = Annotated[Component, Slot(entry.group, default=entry.qualified)]
+    name = entry.name if ".py:" in entry.name else entry.qualified
+    slot = Annotated[Component, Slot(entry.group, default=name)]
     holder = dataclasses.make_dataclass("Holder", [("plugin", slot, Slot.unset())], frozen=True)
     required = {f"plugin.{info.name}" for info in fields_of(cls) if info.required}
     first = walk(holder, Table({}, DEFAULT), registry)

@@ -202,6 +202,9 @@ def _conform(entry: Entry, loaded: Any) -> None:
         if group.returns.startswith("path"):
             if not isinstance(loaded, str | os.PathLike):
                 raise refuse(f"is not a {group.returns}")
+        elif group.returns.startswith("module"):
+            if not isinstance(loaded, ModuleType) or not any(name.startswith("check_") for name in vars(loaded)):
+                raise refuse(f"is not a {group.returns}")
         elif not callable(loaded):
             raise refuse("is not callable")
         return

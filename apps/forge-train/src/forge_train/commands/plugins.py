@@ -77,22 +77,34 @@ def doctor(
     as_json: _Json = False,
 ) -> None:
     """Load every plugin and report the broken ones, names claimed twice and, with --conform, failed conformance checks."""
+    from forge_core.conformance import examine
     from forge_core.console import Console
+    from forge_core.groups import GROUPS
     from forge_core.inspection import diagnose
     from forge_core.machine.processor import slow_bf16
     from forge_core.registry import Registry
 
     console = Console(as_json=as_json)
-    reports = diagnose(Registry(), name, conform=conform)
+    registry = Registry()
+    reports = diagnose(registry, name, conform=conform)
     wrong = sum(1 for report in reports if report.problems)
+    sound = [report.entry for report in reports if not report.problems and GROUPS[report.entry.group].build is not None]
+    verdicts = [examine(entry, registry) for entry in sound] if conform else []
+    failed = sum(1 for verdict in verdicts if verdict.problems)
     if slow := slow_bf16():
         console.note(f"warning: {slow}; set precision.compute = 'fp32' to train on it")
     if as_json:
-        console.document({"ok": not wrong, "plugins": [report.as_json() for report in reports]})
+        documents = {report.entry: report.as_json() for report in reports}
+        for verdict in verdicts:
+            documents[verdict.entry] |= verdict.as_json()
+        console.document({"ok": not wrong and not failed, "plugins": list(documents.values())})
     else:
         for report in reports:
             for problem in report.problems:
                 console.text(f"{report.entry.group} {report.entry.qualified}: {problem}")
-        console.text(f"{len(reports)} plugins, {wrong} with problems")
-    if wrong:
-        raise typer.Exit(2)
+        for verdict in verdicts:
+            for line in verdict.lines():
+                console.text(line)
+        console.text(f"{len(reports)} plugins, {wrong} with problems" + (f", {failed} do not conform" if conform else ""))
+    if wrong or failed:
+        raise typer.Exit(2 if wrong else 1)

@@ -1,0 +1,7 @@
+"""All that this plugin promises, in one line."""
+
+from forge_core.conformance import conforms
+
+
+def test_lionize_conforms() -> None:
+    conforms("forge-lionize")

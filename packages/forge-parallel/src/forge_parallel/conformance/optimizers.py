@@ -1,0 +1,158 @@
+"""What every optimizer has to do: keep every bit of a skipped step, go on after a resume, and treat parts as it claims."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge_core.protocols.model import NamedTensor, Optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHAPES = {"a.weight": ((12, 10), "matrix"), "table.weight": ((9, 4), "embedding"), "norm.weight": ((7,), "vector")}
+"""(shape, group) of the parameters that are tried."""
+
+CUTS = ((0, 5, 5, 9, 12), (0, 2, 4, 4, 9), (0, 3, 3, 7, 7))
+"""Where each is cut for four ranks along its first dimension; some ranks have nothing."""
+
+TOLERANCE = 1e-12
+"""In fp64, relative to the largest element: torch's fused kernels round the end of a vector in another way than its middle."""
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters as an optimizer is given them."""
+
+    tensors: "Mapping[str, Tensor]"
+
+    def trainable(self) -> list[NamedTensor]:
+        return [NamedTensor(name, tensor, SHAPES[name][1]) for name, tensor in self.tensors.items()]
+
+
+def check_skip(component: Any) -> None:
+    """Where `skip` is 1 no bit of weights and state changes, even if gradients are not finite; where it is 0 weights do."""
+    import torch
+
+    held, optimizer = _made(component, _drawn(0))
+    start = {name: tensor.detach().clone() for name, tensor in held.items()}
+    _step(held, optimizer, _drawn(1), 0)
+    still = [name for name, tensor in held.items() if torch.equal(start[name], tensor.detach())]
+    assert not still, f"a step with skip = 0 does not change {', '.join(still)}"
+    every = _state(optimizer) | held
+    before = {name: tensor.detach().clone() for name, tensor in every.items()}
+    for tensor in held.values():
+        tensor.grad = torch.full_like(tensor, torch.nan)
+    optimizer.step(torch.ones(()))
+    changed = [name for name, tensor in every.items() if not torch.equal(_bits(before[name]), _bits(tensor))]
+    assert not changed, f"a step with skip = 1 changes {', '.join(changed)}"
+
+
+def check_zero_grad(component: Any) -> None:
+    """No gradient is left for the next step to be added to."""
+    held, optimizer = _made(component, _drawn(0))
+    _step(held, optimizer, _drawn(1), 0)
+    left = [name for name, tensor in held.items() if tensor.grad is not None and bool(tensor.grad.any())]
+    assert not left, f"zero_grad leaves a gradient of {', '.join(left)}"
+
+
+def check_factor(component: Any) -> None:
+    """`set_factor` multiplies the peak rate: with 0 nothing moves, and it does not multiply what an earlier call has set."""
+    import torch
+
+    made = [_made(component, _drawn(0)) for _ in range(3)]
+    for (held, optimizer), factors in zip(made, ((0.5, 0.0), (0.5,), (0.25, 0.5)), strict=True):
+        for factor in factors:
+            optimizer.set_factor(factor)
+        _give(held, _drawn(1))
+        optimizer.step(torch.zeros(()))
+    (still, _), (once, _), (twice, _) = made
+    moved = [name for name, tensor in _drawn(0).items() if not torch.equal(tensor, still[name].detach())]
+    assert not moved, f"with set_factor(0) a step moves {', '.join(moved)}"
+    differ = [name for name, tensor in once.items() if not torch.equal(tensor.detach(), twice[name].detach())]
+    assert not differ, f"set_factor(0.5) depends on the factor before it: {', '.join(differ)} move at another rate"
+
+
+def check_resume(component: Any) -> None:
+    """Weights and `state()` are all that there is: an optimizer that is given both goes on bit for bit."""
+    import torch
+
+    held, optimizer = _made(component, _drawn(0))
+    for step in range(STEPS):
+        _step(held, optimizer, _drawn(1 + step), step)
+    resumed, other = _made(component, {name: tensor.detach() for name, tensor in held.items()})
+    saved, empty = _state(optimizer), _state(other)
+    assert set(saved) == set(empty), f"state() has other tensors after {STEPS} steps than when built: {set(saved) ^ set(empty)}"
+    for name, tensor in empty.items():
+        tensor.detach().copy_(saved[name].detach())
+    for step in range(STEPS, 2 * STEPS):
+        for tensors, made in ((held, optimizer), (resumed, other)):
+            _step(tensors, made, _drawn(1 + step), step)
+        differ = [name for name, tensor in held.items() if not torch.equal(_bits(tensor), _bits(resumed[name]))]
+        assert not differ, f"step {step - STEPS + 1} after a resume moves {', '.join(differ)} otherwise; state() lacks something"
+
+
+def check_parts(component: Any) -> None:
+    """A claim of `elementwise` is true: whole tensors, and the parts of four ranks, are the same after each step."""
+    if getattr(component, "shards", None) != "elementwise":
+        return
+    import torch
+
+    start, ranks = _drawn(0), len(CUTS[0]) - 1
+    whole, optimizer = _made(component, start)
+    parts = [_made(component, _part(start, rank)) for rank in range(ranks)]
+    for step in range(STEPS):
+        gradient = _drawn(1 + step)
+        _step(whole, optimizer, gradient, step)
+        for rank, (held, made) in enumerate(parts):
+            _step(held, made, _part(gradient, rank), step)
+        for name, tensor in whole.items():
+            together = torch.cat([held[name].detach() for held, _ in parts])
+            error = float((together - tensor.detach()).abs().max() / tensor.detach().abs().max())
+            assert error <= TOLERANCE, (
+                f"says 'elementwise', but step {step + 1} of {name} in parts differs from that of the whole by {error:.1e}"
+            )
+
+
+def _drawn(seed: int) -> "dict[str, Tensor]":
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
+
+
+def _made(component: Any, tensors: "Mapping[str, Tensor]") -> "tuple[dict[str, Tensor], Optimizer]":
+    import torch
+
+    held: dict[str, Tensor] = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
+    return held, component.build(Held(held))
+
+
+def _give(held: "Mapping[str, Tensor]", gradient: "Mapping[str, Tensor]") -> None:
+    for name, tensor in held.items():
+        tensor.grad = gradient[name].clone()
+
+
+def _step(held: "Mapping[str, Tensor]", optimizer: Optimizer, gradient: "Mapping[str, Tensor]", step: int) -> None:
+    import torch
+
+    _give(held, gradient)
+    optimizer.set_factor(1.0 / (step + 1))
+    optimizer.step(torch.zeros(()))
+    optimizer.zero_grad()
+
+
+def _part(tensors: "Mapping[str, Tensor]", rank: int) -> "dict[str, Tensor]":
+    return {name: tensor[cuts[rank] : cuts[rank + 1]] for (name, tensor), cuts in zip(tensors.items(), CUTS, strict=True)}
+
+
+def _state(optimizer: Optimizer) -> "dict[str, Tensor]":
+    return {f"{key} of {name}": tensor for key, tensors in optimizer.state().items() for name, tensor in tensors.items()}
+
+
+def _bits(tensor: "Tensor") -> "Tensor":
+    """So that -0 is not 0, and NaN is itself."""
+    import torch
+
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

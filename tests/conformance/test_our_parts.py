@@ -1,0 +1,53 @@
+"""Forge's own parts conform, and each check has a part that fails it: a check that cannot fail says nothing."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_core.conformance import GROUP, Check, checks_in, problems
+from forge_core.errors import ForgeError
+from forge_core.groups import GROUPS
+from forge_core.registry import Registry
+
+REGISTRY = Registry()
+CHECKED = [entry.name for entry in REGISTRY.of(GROUP) if entry.distribution.startswith("forge-")]
+CHECKS = [
+    (entry.name, name, check)
+    for entry in REGISTRY.of(GROUP)
+    if entry.distribution.startswith("forge-")
+    for name, check in checks_in(REGISTRY.load_entry(entry)).items()
+]
+
+
+def bad(group: str) -> dict[str, list[tuple[Any, str]]]:
+    """check -> (part that fails it, what its message has to say)."""
+    return importlib.import_module(f"conformance.bad.{group.removeprefix('forge.')}").BAD
+
+
+@pytest.mark.parametrize("group", CHECKED)
+def test_our_parts_conform(group: str) -> None:
+    assert group in GROUPS
+    names = {entry.distribution for entry in REGISTRY.of(group)} & {path.name for path in projects()}
+    assert names, "there is something to check"
+    assert [str(problem) for name in sorted(names) for problem in problems(REGISTRY, name, group)] == []
+
+
+def projects() -> list[Path]:
+    root = Path(__file__).parents[2]
+    return [path.parent for folder in ("packages", "apps") for path in root.glob(f"{folder}/*/pyproject.toml")]
+
+
+@pytest.mark.parametrize(("group", "name", "check"), CHECKS, ids=[f"{group}-{name}" for group, name, _ in CHECKS])
+def test_every_check_can_fail(group: str, name: str, check: Check) -> None:
+    examples = bad(group).get(name, [])
+    assert examples, f"{group} {name} has no part that fails it"
+    for part, why in examples:
+        with pytest.raises((AssertionError, ForgeError), match=why):
+            check(part)
+
+
+@pytest.mark.parametrize("group", CHECKED)
+def test_every_bad_part_is_of_a_check(group: str) -> None:
+    assert set(bad(group)) <= {name for its, name, _ in CHECKS if its == group}
