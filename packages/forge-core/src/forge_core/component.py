@@ -60,7 +60,7 @@ class Component:
             """Makes the real thing; the registry compares the signature with the group's when it loads the class."""
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Self]":  # noqa: ARG003 (for those that need files)
+    def examples(cls, folder: "Path") -> "Iterable[Self]":
         """Small ones that conformance checks try (`forge_core.conformance`): by default the one with every default.
 
         A component with required keys, with slots, or with defaults too large for a test gives others; files that they need

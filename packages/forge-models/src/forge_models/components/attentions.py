@@ -11,6 +11,9 @@ from forge_models.context import BlockContext
 from forge_models.kernels import AttentionKernel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from torch import nn
 
 
@@ -50,6 +53,11 @@ class GQA(Component):
             raise ValueError("global_every and global_layers need a window; without one every layer is global")
         if self.core == "varlen" and self.soft_cap is not None:
             raise ValueError("core 'varlen' does not support soft_cap; use 'flex', 'sdpa' or 'auto'")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[GQA]":
+        """With and without what changes the shape of its computation."""
+        return (cls(), cls(qkv_bias=True, qk_norm="full"), cls(qk_norm="head", soft_cap=2.0), cls(window=3, global_every=2))
 
     def check(self, context: BlockContext) -> None:
         """Faults that need the model's sizes."""
@@ -125,6 +133,12 @@ class MLA(Component):
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even, because rotary positions rotate pairs")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[MLA]":
+        """Small ones, with and without a latent of the queries."""
+        small = cls(kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+        return (small, replace(small, q_lora_rank=7, norm_eps=1e-6))
 
     def check(self, context: BlockContext) -> None:
         """Faults that need the model's sizes."""

@@ -1,6 +1,6 @@
 """The decoder, dense or with experts, chosen by `[model] name = "decoder"`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -19,6 +19,9 @@ from forge_models.rope import Rope
 from forge_models.shape import LAYOUT_DEPENDENT, DecoderShape, MoEShape, NormPlacement
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_models import decoder
 
 FFN_MULTIPLE = 64
@@ -86,6 +89,17 @@ class Decoder(Component):
 
     from_hf_ignore: tuple[str, ...] = ()
     """Keys of that config.json that are left out: keys that are not known, or of things that are not implemented."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Decoder]":
+        """A small one, and what changes the shape of its computation."""
+        small = cls(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
+        return (
+            small,
+            replace(small, tied_embeddings=True, soft_cap=3.0, norm_placement="sandwich", embed_multiplier=4.0),
+            replace(small, moe=MoE(experts=4, shared=1, first_dense=1, kernel="loop"), norm_placement="post"),
+            replace(small, mtp=MTP(depth=2)),
+        )
 
     def __post_init__(self) -> None:
         if self.from_hf_ignore and self.from_hf is None:

@@ -8,6 +8,9 @@ from annotated_types import Gt
 from forge_core.component import IDENTITY, Component
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from torch import nn
 
 
@@ -21,6 +24,11 @@ class RMSNorm(Component):
     """Added to the mean square."""
     offset: Literal[0, 1] = 0
     """Added to the weight; with 1 (Gemma) weights start at zero, with 0 at one."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[RMSNorm]":
+        """Both offsets."""
+        return (cls(), cls(offset=1))
 
     def build(self, dim: int) -> "nn.Module":
         from forge_models.blocks import norm
@@ -38,6 +46,11 @@ class LayerNorm(Component):
     """Added to the variance."""
     bias: bool = True
     """A learned bias is added."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[LayerNorm]":
+        """With and without a bias."""
+        return (cls(), cls(bias=False))
 
     def build(self, dim: int) -> "nn.Module":
         from forge_models.blocks import norm

@@ -8,6 +8,9 @@ from annotated_types import Ge
 from forge_core.component import IDENTITY, Component
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_core.protocols.model import Objective
 
 
@@ -19,6 +22,11 @@ class CrossEntropy(Component):
 
     z_loss: Annotated[float, Ge(0)] = 0.0
     """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[CrossEntropy]":
+        """With and without the second term."""
+        return (cls(), cls(z_loss=0.1))
 
     def build(self) -> "Objective":
         from forge_models import objectives

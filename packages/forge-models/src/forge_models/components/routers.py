@@ -15,6 +15,9 @@ from forge_core.specs import Matrix
 from forge_models.context import RouterContext
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from torch import nn
 
 BiasSchedule = Literal["constant", "cosine", "warmup"]
@@ -78,6 +81,15 @@ class SigmoidTopK(Component):
             )
         if self.topk_group is not None and self.topk_group > self.n_group:
             raise ValueError(f"topk_group {self.topk_group} must be at most n_group {self.n_group}")
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[SigmoidTopK]":
+        """With and without groups and schedules."""
+        return (
+            cls(),
+            cls(normalize=False, n_group=4, topk_group=2),
+            cls(scaling=2.5, bias_rate=0.01, bias_schedule="warmup", bias_steps=10),
+        )
 
     @property
     def total(self) -> float | None:

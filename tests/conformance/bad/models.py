@@ -1,0 +1,123 @@
+"""Models that do not do what they have to: decoders with one thing changed."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from conformance.bad.part import Part
+from forge_models.components.decoder import Decoder as Component
+from forge_models.decoder import Decoder
+
+GOOD = Component(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=40, max_length=64)
+
+
+def made(cls, **says) -> Part:
+    return Part(make=lambda: cls(GOOD.shape), says=tuple(says.items()))
+
+
+class Undescribed(nn.Module):
+    pass
+
+
+class Unnamed(Decoder):
+    def specs(self):
+        specs = super().specs()
+        return replace(specs, tensors={name: spec for name, spec in specs.tensors.items() if name != "norm.weight"})
+
+
+class Tied(Decoder):
+    """Shares its table, and does not say so."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.head.weight = self.embed.weight
+
+    def specs(self):
+        specs = super().specs()
+        return replace(specs, tensors={name: spec for name, spec in specs.tensors.items() if name != "head.weight"})
+
+
+class Lost(Decoder):
+    def specs(self):
+        return replace(super().specs(), blocks=("blocks.7",))
+
+
+class Average(Decoder):
+    def forward(self, x, **given):
+        logits = super().forward(x, **given)
+        return logits + logits.mean(1, keepdim=True)
+
+
+class Alone(Decoder):
+    """Each token is a document."""
+
+    def forward(self, x, **given):
+        return super().forward(x, documents=torch.arange(x.shape[1]).int().expand(x.shape))
+
+
+class Packed(Decoder):
+    """Attends to other documents of the row."""
+
+    def forward(self, x, documents=None, **given):
+        return super().forward(x, **given)
+
+
+class Noisy(Decoder):
+    def forward(self, x, **given):
+        return nn.functional.dropout(super().forward(x, **given), 0.5, training=True)
+
+
+class Unused(Decoder):
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.scale = nn.Parameter(torch.empty(3))
+
+    def specs(self):
+        specs = super().specs()
+        return replace(specs, tensors={**specs.tensors, "scale": specs.tensors["norm.weight"]})
+
+
+class Hidden(Decoder):
+    """Keeps numbers that no tensor of its specs holds."""
+
+    def forward(self, x, **given):
+        if not hasattr(self, "kept"):
+            self.kept = float(self.norm.weight.sum())
+        return super().forward(x, **given) * self.kept
+
+
+class Constant(Decoder):
+    def forward(self, x, **given):
+        return super().forward(x, **given) * 0
+
+
+def outline(**changed):
+    return lambda: GOOD.outline()._replace(**changed)
+
+
+def wider():
+    said = GOOD.outline()
+    return said._replace(matrices={name: matrix._replace(shape=(1, 1)) for name, matrix in said.matrices.items()})
+
+
+BAD = {
+    "check_specs": [
+        (Part(make=Undescribed), "does not describe itself"),
+        (made(Unnamed), "leave out norm.weight"),
+        (made(Tied), "shares tensors"),
+        (made(Lost), "not there: blocks.7"),
+    ],
+    "check_outline": [
+        (made(Decoder, outline=outline(units=MappingProxyType({"heads": 1}))), "says units"),
+        (made(Decoder, outline=outline(mtp_depth=1)), "says mtp_depth 1"),
+        (made(Decoder, outline=outline(blocks=3)), "says 3 blocks"),
+        (made(Decoder, outline=wider), "says that"),
+    ],
+    "check_causality": [(made(Average), "tokens up to 0 see later ones"), (made(Alone), "token 1 does not see token 0")],
+    "check_documents": [(made(Packed), "second document of a row sees another")],
+    "check_deterministic": [(made(Noisy), "other outputs the second time")],
+    "check_gradients": [(made(Unused), "scale gets no gradient")],
+    "check_names": [(made(Hidden), "given all tensors by name"), (made(Constant), "do not depend on the parameters")],
+}
