@@ -39,6 +39,7 @@ class Run(Protocol):
         console: the terminal of rank 0; None elsewhere.
         stop: whether and why the run ends (`forge_train.run.stop.Stop`).
         watch: told what the rank is doing, so that a rank that hangs can be named (`forge_parallel.launch.watch.Watch`).
+        health: counts skipped steps (`forge_train.run.health.Health`).
         lr: learning rate of the newest step, where the optimizer has a single one.
         paused: seconds that were not training, such as evaluation.
     """
@@ -71,6 +72,8 @@ class Run(Protocol):
     def stop(self) -> Any: ...
     @property
     def watch(self) -> Any: ...
+    @property
+    def health(self) -> Any: ...
     @property
     def lr(self) -> float | None: ...
     @property

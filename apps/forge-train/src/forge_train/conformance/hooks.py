@@ -1,0 +1,38 @@
+"""What every hook has to do: work in a run through what the protocol offers, and keep its state as JSON."""
+
+import json
+from typing import Any
+
+
+def check_state(component: Any) -> None:
+    """After a run `state()` is plain JSON, and a new hook that is given it has the same state."""
+    from forge_train.conformance.trial import trained
+
+    hook = component.build()
+    trained(hook)
+    state = dict(hook.state())
+    try:
+        read = json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"state() is not JSON: {error}") from error
+    assert read == state, f"state() {state} reads back from JSON as {read}"
+    other = component.build()
+    other.load_state(read)
+    assert dict(other.state()) == state, f"a hook that is given the state {state} has the state {dict(other.state())}"
+
+
+def check_protocol(component: Any) -> None:
+    """It works in a run of a few steps, and uses of the run only what `forge_core.protocols.run.Run` offers."""
+    from forge_train.conformance.trial import trained
+
+    beyond = trained(component.build()).beyond
+    assert not beyond, f"uses {', '.join(sorted(beyond))} of the run, which forge_core.protocols.run.Run does not offer"
+
+
+def check_result(component: Any) -> None:
+    """The trained weights are those of a run without it, and so is the order of data: a hook looks on."""
+    from forge_train.conformance.trial import trained
+
+    with_it, without = trained(component.build()).weights, trained(None).weights
+    differ = sorted(name for name, value in without.items() if not bool((value == with_it[name]).all()))
+    assert not differ, f"changes what is trained: {', '.join(differ[:3])} differ after the run"

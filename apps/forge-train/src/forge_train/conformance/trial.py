@@ -1,0 +1,149 @@
+"""A small run for the checks of hooks: a decoder with experts, random tokens, a few steps, one process."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from forge_core.protocols.run import Hook, Run
+from forge_core.registry import Registry
+from forge_parallel.launch.environment import read_launcher
+from forge_train.recipe.load import load
+from forge_train.run.assemble import assemble
+from forge_train.run.loop import fit
+
+RECIPE = """
+[job]
+name = "trial"
+
+[model]
+name = "decoder"
+dim = 16
+layers = 2
+heads = 2
+ffn_dim = 24
+vocab_size = 300
+max_length = 128
+
+[model.moe]
+experts = 4
+first_dense = 1
+
+[data]
+sequence_length = 16
+
+[data.tokenizer]
+name = "bytes"
+
+[[data.sources]]
+name = "random"
+vocab_size = 257
+tokens = 4000
+document = 23
+
+[data.evaluation.held_out]
+name = "random"
+vocab_size = 257
+tokens = 200
+seed = 1
+
+[train]
+max_steps = 4
+threads = 1
+global_batch = 4
+micro_batch = 2
+
+[precision]
+compute = "fp32"
+
+[optimizer]
+name = "adamw"
+
+[schedule]
+name = "constant"
+
+[checkpoint]
+every = 2
+"""
+
+
+@dataclass
+class Trained:
+    """What a run was: attributes of it that the hook used and the protocol does not have, and its weights at the end."""
+
+    beyond: set[str] = field(default_factory=set)
+    weights: dict[str, Any] = field(default_factory=dict)
+
+
+class _Watched:
+    """A run that notes which of its attributes are used."""
+
+    def __init__(self, run: Any, beyond: set[str]) -> None:
+        object.__setattr__(self, "_run", run)
+        object.__setattr__(self, "_beyond", beyond)
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Run, name) and name not in Run.__annotations__:
+            self._beyond.add(name)
+        return getattr(self._run, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in Run.__annotations__:
+            self._beyond.add(name)
+        setattr(self._run, name, value)
+
+
+class _Passes(Hook):
+    """Hands the watched run to a hook."""
+
+    def __init__(self, hook: Hook, beyond: set[str]) -> None:
+        self.hook, self.beyond = hook, beyond
+
+    def check(self, run: Any) -> None:
+        self.hook.check(self._watched(run))
+
+    def start(self, run: Any) -> None:
+        self.hook.start(self._watched(run))
+
+    def before_step(self, run: Any) -> None:
+        self.hook.before_step(self._watched(run))
+
+    def before_update(self, run: Any, result: Any) -> None:
+        self.hook.before_update(self._watched(run), result)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.hook.after_step(self._watched(run), result)
+
+    def finish(self, run: Any) -> None:
+        self.hook.finish(self._watched(run))
+
+    def state(self) -> Any:
+        return self.hook.state()
+
+    def load_state(self, state: Any) -> None:
+        self.hook.load_state(state)
+
+    def _watched(self, run: Any) -> Any:
+        return _Watched(run, self.beyond)
+
+
+def trained(hook: Hook | None) -> Trained:
+    """Trains four steps with a hook, or without any."""
+    found, threads = Trained(), torch.get_num_threads()
+    with torch.random.fork_rng(devices=()), TemporaryDirectory(prefix="forge-run-") as folder:
+        recipe = Path(folder) / "trial.toml"
+        recipe.write_text(RECIPE)
+        registry = Registry()
+        resolved = load(str(recipe), [f"--job.dir={folder}/run"], 1, registry)
+        run = assemble(resolved, Path(folder) / "run", read_launcher({}), torch.device("cpu"), registry, None)
+        run.hooks = () if hook is None else (_Passes(hook, found.beyond),)
+        for one in run.hooks:
+            one.check(run)
+        fit(run)
+        for tracker in run.trackers:
+            tracker.close()
+        torch.set_num_threads(threads)  # the run has set those of its recipe
+        found.weights = {item.name: item.tensor.detach().clone() for item in run.model.trainable()}
+    return found

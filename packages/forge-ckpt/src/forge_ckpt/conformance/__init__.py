@@ -1,0 +1,1 @@
+"""Checks of stores (`forge_core.conformance`); importing them needs no torch."""

@@ -1,0 +1,108 @@
+"""What every store has to do: give back the bytes, replace as a whole, list and remove, and say what is missing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from forge_core.errors import CheckpointError
+
+DATA = bytes(range(256)) * 41 + b"end"
+
+
+def check_bytes(component: Any) -> None:
+    """What was written is read: whole, in part, into a buffer, and by another store of the same path."""
+    with _opened(component) as (store, again):
+        store.write("tmp/data.bin", [DATA[:1000], memoryview(DATA)[1000:1000], memoryview(DATA)[1000:]])
+        store.write("tmp/none.bin", [])
+        for reader in (store, again()):
+            assert reader.read("tmp/data.bin") == DATA, "read gives other bytes than were written"
+            assert reader.read("tmp/data.bin", 300, 17) == DATA[300:317], "read(path, offset, length) gives other bytes"
+            assert reader.read("tmp/data.bin", 300) == DATA[300:], "read(path, offset) gives other bytes"
+            buffer = bytearray(100)
+            reader.read_into("tmp/data.bin", 5, memoryview(buffer))
+            assert bytes(buffer) == DATA[5:105], "read_into gives other bytes"
+            assert reader.size("tmp/data.bin") == len(DATA), f"size is {reader.size('tmp/data.bin')}, not {len(DATA)}"
+            assert (reader.size("tmp/none.bin"), reader.read("tmp/none.bin")) == (0, b""), "an empty file is not empty"
+
+
+def check_rename(component: Any) -> None:
+    """`rename` gives a directory its name as a whole, replaces a file, and never a directory."""
+    with _opened(component) as (store, again):
+        store.write("tmp/a/one.bin", [b"1"])
+        store.write("tmp/a/two.bin", [b"2"])
+        assert "step" not in again().list(), "a directory is there before its rename"
+        store.rename("tmp/a", "step")
+        assert sorted(again().list("step")) == ["one.bin", "two.bin"], "a renamed directory is not whole"
+        assert "a" not in again().list("tmp"), "a renamed directory is still under its old name"
+        store.write("tmp/new", [b"new"])
+        store.write("tmp/old", [b"old"])
+        store.rename("tmp/new", "tmp/old")
+        assert again().read("tmp/old") == b"new", "rename does not replace a file"
+        store.write("tmp/b/three.bin", [b"3"])
+        _refused(lambda: store.rename("tmp/b", "step"), "rename replaces a directory that is there")
+        assert again().read("step/one.bin") == b"1", "a refused rename has changed its target"
+
+
+def check_list(component: Any) -> None:
+    """`list` is sorted and empty where nothing is; `remove` takes a file or a directory, and nothing else."""
+    with _opened(component) as (store, again):
+        for name in ("b", "a", "c"):
+            store.write(f"step/{name}", [name.encode()])
+        names = list(again().list("step"))
+        assert names == ["a", "b", "c"], f"list gives {names}, not a, b, c in order"
+        assert list(again().list("missing")) == [], "list of a directory that does not exist is not empty"
+        store.remove("step/b")
+        assert list(again().list("step")) == ["a", "c"], "remove of a file removes another, or none"
+        store.write("other/d", [b"d"])
+        store.remove("step")
+        assert list(again().list("step")) == [], "remove of a directory leaves something in it"
+        assert again().read("other/d") == b"d", "remove of a directory removes another"
+        store.remove("step")  # a missing one is not an error
+
+
+def check_missing(component: Any) -> None:
+    """A missing file raises FileNotFoundError, and one that ends too early CheckpointError: neither gives bytes."""
+    with _opened(component) as (store, _):
+        store.write("short", [b"123"])
+        for name, call in _reads(store, "missing").items():
+            try:
+                call()
+            except FileNotFoundError:
+                continue
+            raise AssertionError(f"{name} of a missing file does not raise FileNotFoundError")
+        _refused(lambda: store.read("short", 1, 5), "read past the end of a file gives something")
+        _refused(lambda: store.read_into("short", 1, memoryview(bytearray(5))), "read_into past the end gives something")
+
+
+def check_outside(component: Any) -> None:
+    """No name leads out of the store."""
+    with _opened(component) as (store, _):
+        store.write("inside", [b"1"])
+        for path in ("../outside", "a/../../outside", "/outside"):
+            _refused(lambda path=path: store.write(path, [b"1"]), f"write takes the path {path!r}")
+
+
+@contextmanager
+def _opened(component: Any) -> Iterator[Any]:
+    """A store of a new path, and a function that opens it anew."""
+    with TemporaryDirectory(prefix="forge-store-") as folder:
+        path = Path(folder) / "checkpoints"
+        yield component.build(path), lambda: component.build(path)
+
+
+def _reads(store: Any, path: str) -> dict[str, Any]:
+    return {
+        "read": lambda: store.read(path),
+        "read_into": lambda: store.read_into(path, 0, memoryview(bytearray(1))),
+        "size": lambda: store.size(path),
+    }
+
+
+def _refused(call: Any, otherwise: str) -> None:
+    try:
+        call()
+    except (CheckpointError, OSError, ValueError):
+        return
+    raise AssertionError(otherwise)
