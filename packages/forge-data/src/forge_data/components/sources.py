@@ -9,6 +9,9 @@ from forge_core.component import DATA
 from forge_core.protocols.data import SourceComponent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_core.protocols.data import Source, SourceContext, StreamedSource, Texts
     from forge_data.preparation.streamed_text import DatasetTexts
     from forge_data.sources.records.parts import Records
@@ -25,6 +28,13 @@ class Store(SourceComponent):
 
     path: str
     """Directory of the store."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Store]":
+        """A store of several shards."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.store(folder)),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.store.reader import open_store
@@ -46,6 +56,13 @@ class Text(SourceComponent):
     """Fraction of files in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
     """Number of files that may be skipped because they are not UTF-8; one more is an error."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Text]":
+        """A file for each document."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.text_files(folder)),)
 
     def texts(self) -> "Texts":
         from forge_data.sources.records.text import text_files
@@ -121,6 +138,13 @@ class Jsonl(RecordComponent):
     path: str
     """A file, a directory, a pattern such as `corpus/**/*.jsonl.gz`, or a URL of these."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Jsonl]":
+        """Prepared, and read while the run goes on."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.jsonl(folder)), cls(path=corpus.jsonl(folder), stream=True))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parquet(RecordComponent):
@@ -132,6 +156,13 @@ class Parquet(RecordComponent):
     path: str
     """A file, a directory (all `.parquet` below it), a pattern, or a URL of these."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Parquet]":
+        """A file with a column of text."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.parquet(folder)),)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrow(RecordComponent):
@@ -142,6 +173,13 @@ class Arrow(RecordComponent):
 
     path: str
     """A file, a directory (all `.arrow` and `.feather` below it), a pattern, or a URL of these."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Arrow]":
+        """A file with a column of text."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.arrow(folder)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +195,14 @@ class HuggingFace(RecordComponent):
     """Configuration of a hub dataset that has several."""
     dataset_split: str = "train"
     """The dataset's own split."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[HuggingFace]":
+        """A directory of data files."""
+        from forge_data.conformance import corpus
+
+        path = corpus.jsonl(folder).removesuffix("/corpus.jsonl")
+        return (cls(path=path),)
 
     def texts(self) -> "Texts | None":
         if self.ids is not None or not self.stream:
@@ -210,6 +256,11 @@ class Stdlib(SourceComponent):
     held_out: Fraction = 0.05
     """Fraction of files in the split `held_out`."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Stdlib]":
+        """A few files."""
+        return (cls(split="held_out", held_out=0.005),)
+
     def texts(self) -> "Texts":
         from forge_data.sources.records.stdlib import stdlib_files
 
@@ -238,6 +289,13 @@ class Tokens(SourceComponent):
     vocab_size: Annotated[int, Gt(0)] | None = None
     """Of the tokenizer that made the files, if known."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Tokens]":
+        """A file whose documents end with a token."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.npy(folder), eos=corpus.EOS),)
+
     def __post_init__(self) -> None:
         if self.eos is not None and self.bos is not None:
             raise ValueError("give `eos` or `bos`, not both: one token is enough to tell documents apart")
@@ -259,6 +317,13 @@ class Megatron(SourceComponent):
     vocab_size: Annotated[int, Gt(0)] | None = None
     """Of the tokenizer that made the files, if known."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Megatron]":
+        """A corpus of one file and its index."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.megatron(folder)),)
+
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.megatron import open_megatron
 
@@ -277,6 +342,13 @@ class Llmc(SourceComponent):
     """Id of the token that begins a document; by default the one of the header's kind: 50256 (GPT-2), 128000 (Llama 3)."""
     vocab_size: Annotated[int, Gt(0)] | None = None
     """Of the tokenizer that made the files, if known."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Llmc]":
+        """A file whose documents begin with a token."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.llmc(folder), bos=corpus.EOS),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.llmc import open_llmc
@@ -299,6 +371,13 @@ class Datatrove(SourceComponent):
     vocab_size: Annotated[int, Gt(0)] | None = None
     """Of the tokenizer that made the files, if known."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Datatrove]":
+        """A file and its index."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.datatrove(folder)),)
+
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.datatrove import open_datatrove
 
@@ -319,6 +398,11 @@ class Random(SourceComponent):
     """Tokens of a document; by default all is one document."""
     seed: Annotated[int, Ge(0)] = 0
     """Another seed gives other tokens."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Random]":
+        """A short stream of many documents, and one of a single one."""
+        return (cls(vocab_size=257, tokens=4000, document=23), cls(vocab_size=257, tokens=4000))
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.random import RandomSource

@@ -8,6 +8,9 @@ from annotated_types import Ge
 from forge_core.component import DATA, IDENTITY, Component
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_core.protocols.data import SourceContext, Tokenizer
 
 
@@ -39,6 +42,11 @@ class Bpe(Component):
     """A pair that occurs less often is not merged."""
     train_bytes: Annotated[int, Ge(1)] = 1_000_000_000
     """Training reads documents in order until it has seen so much text."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Bpe]":
+        """A few merges."""
+        return (cls(vocab_size=300),)
 
     def build(self, context: "SourceContext") -> "Tokenizer":
         from forge_data.tokenizers.bpe import BpeSettings, load, train
@@ -72,6 +80,13 @@ class Tiktoken(Component):
     eos: str = "<|endoftext|>"
     """The special string that ends a document."""
 
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Tiktoken]":
+        """A file of ranks: a named encoding would be fetched."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.ranks(folder), pattern=r"\s+|\S+"),)
+
     def build(self, context: "SourceContext") -> "Tokenizer":
         from forge_data.tokenizers.tiktoken import load_encoding, load_ranks
 
@@ -90,6 +105,15 @@ class SentencePiece(Component):
     """The `.model` file."""
     eos: str | None = None
     """The piece that ends a document; by default the model's own end of sentence."""
+
+    lossless: ClassVar[bool] = False
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[SentencePiece]":
+        """A small model, which normalizes text and does not know every character."""
+        from forge_data.conformance import corpus
+
+        return (cls(path=corpus.pieces(folder)),)
 
     def build(self, context: "SourceContext") -> "Tokenizer":
         from forge_data.tokenizers.sentencepiece import load

@@ -1,0 +1,124 @@
+"""Forty documents in each format, for the examples of sources and tokenizers. Each function writes into a folder."""
+
+import base64
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+EOS = 256
+WORDS = ("gradient", "layer", "naïve", "Größe", "token", "日本", "of", "the", "a")
+
+
+def texts() -> list[str]:
+    """Documents of different lengths, not only ASCII."""
+    return [" ".join(WORDS[(number * 7 + at * at) % len(WORDS)] for at in range(number % 9 + 1)) for number in range(40)]
+
+
+def documents() -> list[np.ndarray]:
+    """Their bytes as ids, each with `EOS`."""
+    return [np.array([*text.encode(), EOS]) for text in texts()]
+
+
+def text_files(folder: Path) -> str:
+    for number, text in enumerate(texts()):
+        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def jsonl(folder: Path) -> str:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts()), encoding="utf-8")
+    return str(path)
+
+
+def parquet(folder: Path) -> str:
+    import pyarrow
+    from pyarrow import parquet as files
+
+    files.write_table(pyarrow.table({"text": texts()}), folder / "corpus.parquet")
+    return str(folder / "corpus.parquet")
+
+
+def arrow(folder: Path) -> str:
+    import pyarrow
+
+    table = pyarrow.table({"text": texts()})
+    with pyarrow.OSFile(str(folder / "corpus.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    return str(folder / "corpus.arrow")
+
+
+def store(folder: Path) -> str:
+    from forge_data.store.writer import StoreWriter
+
+    with StoreWriter(folder / "store", dtype="uint16", shard_tokens=200) as writer:
+        for ids in documents():
+            writer.add(ids, np.array([len(ids)]))
+        writer.commit()
+    return str(folder / "store")
+
+
+def npy(folder: Path) -> str:
+    np.save(folder / "ids.npy", np.concatenate(documents()).astype("<u2"))
+    return str(folder / "ids.npy")
+
+
+def megatron(folder: Path) -> str:
+    from forge_data.writers.megatron import MegatronWriter
+
+    with MegatronWriter(folder / "corpus", "uint16") as writer:
+        for ids in documents():
+            writer.add(ids, np.array([len(ids)]))
+        writer.commit()
+    return str(folder / "corpus")
+
+
+def llmc(folder: Path) -> str:
+    """A document begins with its token here, so `EOS` is put before it."""
+    ids = np.concatenate([np.roll(document, 1) for document in documents()])
+    head = np.zeros(256, dtype="<i4")
+    head[:3] = 20240520, 1, len(ids)
+    (folder / "ids.bin").write_bytes(head.tobytes() + ids.astype("<u2").tobytes())
+    return str(folder / "ids.bin")
+
+
+def datatrove(folder: Path) -> str:
+    ends = np.cumsum([len(ids) for ids in documents()])
+    (folder / "ids.ds").write_bytes(np.concatenate(documents()).astype("<u2").tobytes())
+    (folder / "ids.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends.tolist()))
+    return str(folder / "ids.ds")
+
+
+def ranks(folder: Path) -> str:
+    """A file of ranks: the bytes, and a few merges."""
+    merges = [b"th", b"the", b"ke", b"en", b"to"]
+    every = [*(bytes([index]) for index in range(256)), *merges]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(every)]
+    (folder / "small.tiktoken").write_text("".join(lines))
+    return str(folder / "small.tiktoken")
+
+
+def pieces(folder: Path) -> str:
+    """A model of sentencepiece, trained in another process, since its library writes to the terminal."""
+    path = folder / "small.model"
+    script = (
+        "import sys, sentencepiece as s\n"
+        "s.SentencePieceTrainer.train(sentence_iterator=iter(sys.argv[2:]), model_writer=open(sys.argv[1], 'wb'),\n"
+        "  vocab_size=60, hard_vocab_limit=False, minloglevel=2)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path), *texts()], check=True, capture_output=True)
+    return str(path)
+
+
+class Corpus:
+    """The documents as `Texts`."""
+
+    fingerprint = "forge-conformance"
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return ((str(number), text) for number, text in enumerate(texts()))

@@ -1,0 +1,131 @@
+"""What every source has to do: the same tokens however they are asked for, and an order that (seed, step) alone fixes."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+LENGTH, ROWS, STEPS = 16, 4, 6
+
+
+def check_tokens(component: Any) -> None:
+    """Any part of the stream is what the whole says: `read`, `windows`, `ends` and `borders` agree, and ids are in range."""
+    import numpy as np
+
+    with _opened(component) as source:
+        if not hasattr(source, "read"):
+            return
+        total, length = source.tokens, 7
+        whole, ends = source.read(0, total), source.ends()
+        assert len(whole) == total, f"tokens is {total}, but read(0, {total}) gives {len(whole)}"
+        _in_range(source, whole)
+        assert bool((ends[1:] > ends[:-1]).all()) and len(ends), "document ends do not ascend, or there is none"
+        assert int(ends[0]) > 0 and int(ends[-1]) == total, f"documents end at {int(ends[0])} to {int(ends[-1])} of {total}"
+        starts = np.array(sorted({0, 1, total // 3, total // 2, total - length}), dtype=np.int64)
+        windows = source.windows(starts, length)
+        for row, start in enumerate(starts.tolist()):
+            here = whole[start : start + length]
+            assert np.array_equal(source.read(start, start + length), here), f"read({start}, {start + length}) is not of all"
+            assert np.array_equal(windows[row], here), f"windows from {start} are not what read gives"
+            inside = ends[(ends > start) & (ends <= start + length)]
+            found = source.ends(start, start + length)
+            assert np.array_equal(found, inside), f"ends({start}, {start + length}) are {found}, of all ends {inside}"
+        rows, columns = source.borders(starts.astype(np.uint64), length)
+        found = sorted(zip(rows.tolist(), columns.tolist(), strict=True))
+        spans = [(row, start, source.ends(start, start + length)) for row, start in enumerate(starts.tolist())]
+        wanted = [(row, int(end) - start) for row, start, inside in spans for end in inside]
+        assert found == wanted, f"borders are {found}, by ends they are {wanted}"
+
+
+def check_stream(component: Any) -> None:
+    """A source that is read in order gives the same documents from any of them on, and ids in range."""
+    import numpy as np
+
+    with _opened(component) as source:
+        if not hasattr(source, "stream"):
+            return
+        assert source.shards > 0, f"shards is {source.shards}"
+        for shard in range(source.shards):
+            whole = list(source.stream(shard))
+            for ids in whole:
+                _in_range(source, ids)
+            for start in range(len(whole) + 1):
+                rest = list(source.stream(shard, start))
+                same = len(rest) == len(whole) - start and all(map(np.array_equal, rest, whole[start:]))
+                assert same, f"stream({shard}, {start}) does not go on as stream({shard}) does after {start} documents"
+
+
+def check_again(component: Any) -> None:
+    """Opened again, or from a pickled copy as in a loader worker, it has the same fingerprint."""
+    import pickle
+
+    try:
+        copy = pickle.loads(pickle.dumps(component))  # noqa: S301 (what this line has written)
+    except Exception as error:
+        raise AssertionError(f"cannot be pickled, so no loader worker can open it: {error}") from error
+    with _opened(component) as one, _opened(component) as two, _opened(copy) as three:
+        assert one.fingerprint == two.fingerprint, f"opened twice, it is {one.fingerprint} and {two.fingerprint}"
+        assert one.fingerprint == three.fingerprint, "a pickled copy has another fingerprint"
+
+
+def check_order(component: Any) -> None:
+    """The samples of a step are the same at every start and on any number of ranks; another seed gives another order."""
+    one = _samples(component, seed=1)
+    assert _samples(component, seed=1) == one, "the same seed gives other samples at a second start"
+    both = [_samples(component, seed=1, rank=rank, ranks=2) for rank in range(2)]
+    together = [sorted(a + b) for a, b in zip(*both, strict=True)]
+    assert together == [sorted(rows) for rows in one], "two ranks read other samples in a step than one"
+    assert _samples(component, seed=2) != one, "another seed gives the same order"
+
+
+def check_resume(component: Any) -> None:
+    """A cursor is JSON; from that of any step on, a new start reads the samples that would have come."""
+    whole = _samples(component, seed=1)
+    for step in range(1, STEPS):
+        rest = _samples(component, seed=1, begin=step)
+        assert rest == whole[step:], f"a run that resumes after step {step} reads other samples than the run did"
+
+
+def _in_range(source: Any, ids: Any) -> None:
+    if not len(ids):
+        return
+    assert ids.dtype.kind in "iu" and int(ids.min()) >= 0, f"ids of dtype {ids.dtype} from {ids.min()} on"
+    largest, most, size = int(ids.max()), source.max_id, source.vocab_size
+    assert most is None or largest <= most, f"has the id {largest}, but max_id is {most}"
+    assert size is None or largest < size, f"has the id {largest}, but vocab_size is {size}"
+
+
+@contextmanager
+def _opened(component: Any) -> Iterator[Any]:
+    from forge_core.protocols.data import SourceContext
+    from forge_data.tokenizers.bytes import ByteTokenizer
+
+    with TemporaryDirectory(prefix="forge-source-") as folder:
+        yield component.build(SourceContext(Path(folder), ByteTokenizer(), LENGTH, lambda _: None))
+
+
+def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: int = 0) -> list[list[tuple[int, ...]]]:
+    """The rows of each step from `begin` on, by content: those of a new start, which is given the cursor of that step."""
+    from itertools import islice
+
+    from forge_data.components.tokenizers import Bytes
+    from forge_data.loading.loader import open_stream
+    from forge_data.section import Data
+
+    data = Data(sequence_length=LENGTH, sources=[component], tokenizer=Bytes(), verify=False, readers=4, shuffle_buffer=8)
+
+    def start(workspace: Path) -> Any:
+        return open_stream(
+            data, workspace=workspace, seed=seed, global_batch=ROWS, micro_batch=ROWS // ranks, rank=rank, ranks=ranks
+        )
+
+    with TemporaryDirectory(prefix="forge-source-") as folder:
+        stream = start(Path(folder))
+        cursor = stream.start()
+        if begin:
+            reached = [after for _, after in islice(stream.from_cursor(cursor), begin)][-1]
+            stream, cursor = start(Path(folder)), json.loads(json.dumps(reached))
+        steps = islice(stream.from_cursor(cursor), STEPS - begin)
+        return [[tuple(row) for batch in batches for row in batch.tokens.tolist()] for batches, _ in steps]

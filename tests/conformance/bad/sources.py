@@ -1,0 +1,133 @@
+"""Sources that answer one question in two ways, or whose order depends on more than seed and step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from conformance.bad.part import Part
+from forge_core.protocols.data import SourceComponent
+from forge_data.sources.tokens.random import RandomSource
+
+SIZES = {"vocab_size": 257, "tokens": 4000, "document": 23}
+
+
+class Made(RandomSource):
+    """Random tokens, and what `says` sets."""
+
+    def __init__(self, **says):
+        super().__init__(**SIZES)
+        self.right = RandomSource(**SIZES)
+        vars(self).update(says)
+
+
+RIGHT = RandomSource(**SIZES)
+
+
+def made(**says) -> Part:
+    return Part(make=lambda context: Made(**says))
+
+
+def late(starts, length):
+    return RIGHT.windows(np.asarray(starts) // 2, length)
+
+
+def unbounded(start=0, stop=None):
+    return RIGHT.ends(start)
+
+
+def no_borders(starts, length):
+    return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
+class Documents:
+    """A stream of two shards, and what `says` sets."""
+
+    name, vocab_size, max_id, tokenizer, shards = "stream", 257, 256, None, 2
+    fingerprint = "stream"
+
+    def __init__(self, **says):
+        vars(self).update(says)
+
+    def stream(self, shard, start=0):
+        return (np.full(number % 5 + 2, number + 40 * shard) for number in range(start, 40))
+
+
+def consumed():
+    """An iterator that can be read once."""
+    left = iter(list(Documents().stream(0)))
+    return lambda shard, start=0: left
+
+
+builds = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restless(SourceComponent):
+    """Every time that it is built, something is different."""
+
+    what: str
+
+    def build(self, context):
+        builds.append(self)
+        number = len(builds)
+        if self.what == "fingerprint":
+            return Made(fingerprint=f"random {number}")
+        source = RandomSource(**{**SIZES, "seed": number})  # other tokens
+        source.fingerprint = "always the same"
+        return source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(SourceComponent):
+    """One token: no seed changes its order."""
+
+    def build(self, context):
+        def windows(starts, length):
+            return np.ones((len(starts), length), dtype=np.uint16)
+
+        return Made(windows=windows, read=lambda start, stop: np.ones(stop - start, dtype=np.uint16))
+
+
+def copied():
+    """What `Unlike` becomes by pickle."""
+    return Unlike(what="copied")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unlike(Restless):
+    """A copy by pickle is another one."""
+
+    def __reduce__(self):
+        return copied, ()
+
+    def build(self, context):
+        return Made(fingerprint=self.what)
+
+
+BAD = {
+    "check_tokens": [
+        (made(ends=lambda start=0, stop=None: RIGHT.ends(start, stop)[:-1]), "documents end at 23 to"),
+        (made(read=lambda start, stop: RIGHT.read(0, stop - start)), r"read\(1, 8\) is not of all"),
+        (made(max_id=7), "but max_id is 7"),
+        (made(vocab_size=100), "but vocab_size is 100"),
+        (made(windows=late), "are not what read gives"),
+        (made(ends=unbounded), r"ends\(0, 7\) are"),
+        (made(borders=no_borders), r"borders are \[\]"),
+    ],
+    "check_stream": [
+        (Part(make=lambda context: Documents(shards=0)), "shards is 0"),
+        (Part(make=lambda context: Documents(max_id=7)), "but max_id is 7"),
+        (Part(make=lambda context: Documents(stream=consumed())), "does not go on"),
+        (Part(make=lambda context: Documents(stream=lambda shard, start=0: Documents().stream(shard))), "does not go on"),
+    ],
+    "check_again": [
+        (Restless(what="fingerprint"), "opened twice"),
+        (made(), "cannot be pickled"),
+        (Unlike(what="first"), "a pickled copy has another fingerprint"),
+    ],
+    "check_order": [
+        (Restless(what="tokens"), "other samples at a second start"),
+        (Constant(), "another seed gives the same order"),
+    ],
+    "check_resume": [(Restless(what="tokens"), "reads other samples than the run did")],
+}
