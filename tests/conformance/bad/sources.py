@@ -109,7 +109,7 @@ BAD = {
         (made(ends=lambda start=0, stop=None: RIGHT.ends(start, stop)[:-1]), "documents end at 23 to"),
         (made(read=lambda start, stop: RIGHT.read(0, stop - start)), r"read\(1, 8\) is not of all"),
         (made(max_id=7), "but max_id is 7"),
-        (made(vocab_size=100), "but vocab_size is 100"),
+        (made(vocab_size=100, read=RIGHT.read), "but vocab_size is 100"),
         (made(windows=late), "are not what read gives"),
         (made(ends=unbounded), r"ends\(0, 7\) are"),
         (made(borders=no_borders), r"borders are \[\]"),

@@ -1,4 +1,7 @@
-"""Sources that a recipe selects by `[[data.sources]]` or `[data.evaluation.NAME]`."""
+"""Sources that a recipe selects by `[[data.sources]]` or `[data.evaluation.NAME]`.
+
+The file is long because it is a list: each format is one short class.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -32,7 +35,7 @@ class Store(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Store]":
         """A store of several shards."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.store(folder)),)
 
@@ -60,7 +63,7 @@ class Text(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Text]":
         """A file for each document."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.text_files(folder)),)
 
@@ -141,7 +144,7 @@ class Jsonl(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Jsonl]":
         """Prepared, and read while the run goes on."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.jsonl(folder)), cls(path=corpus.jsonl(folder), stream=True))
 
@@ -159,7 +162,7 @@ class Parquet(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Parquet]":
         """A file with a column of text."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.parquet(folder)),)
 
@@ -177,7 +180,7 @@ class Arrow(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Arrow]":
         """A file with a column of text."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.arrow(folder)),)
 
@@ -199,7 +202,7 @@ class HuggingFace(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[HuggingFace]":
         """A directory of data files."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         path = corpus.jsonl(folder).removesuffix("/corpus.jsonl")
         return (cls(path=path),)
@@ -292,7 +295,7 @@ class Tokens(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tokens]":
         """A file whose documents end with a token."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.npy(folder), eos=corpus.EOS),)
 
@@ -320,7 +323,7 @@ class Megatron(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Megatron]":
         """A corpus of one file and its index."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.megatron(folder)),)
 
@@ -346,7 +349,7 @@ class Llmc(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Llmc]":
         """A file whose documents begin with a token."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.llmc(folder), bos=corpus.EOS),)
 
@@ -374,7 +377,7 @@ class Datatrove(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Datatrove]":
         """A file and its index."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.datatrove(folder)),)
 

@@ -83,7 +83,7 @@ class Tiktoken(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tiktoken]":
         """A file of ranks: a named encoding would be fetched."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.ranks(folder), pattern=r"\s+|\S+"),)
 
@@ -111,7 +111,7 @@ class SentencePiece(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[SentencePiece]":
         """A small model, which normalizes text and does not know every character."""
-        from forge_data.conformance import corpus
+        from forge_data.components import corpus
 
         return (cls(path=corpus.pieces(folder)),)
 
