@@ -39,6 +39,12 @@ def own_names(trees: Iterable[ast.AST]) -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
                 found.add(node.attr)
+            elif (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "object.__setattr__"
+                and ast.unparse(node.args[0]) == "self"
+            ):
+                found.add(ast.literal_eval(node.args[1]))
     return found
 
 

@@ -35,9 +35,9 @@ class Store(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Store]":
         """A store of several shards."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.store(folder)),)
+        return (cls(path=example_corpus.store(folder)),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.store.reader import open_store
@@ -63,9 +63,9 @@ class Text(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Text]":
         """A file for each document."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.text_files(folder)),)
+        return (cls(path=example_corpus.text_files(folder)),)
 
     def texts(self) -> "Texts":
         from forge_data.sources.records.text import text_files
@@ -144,9 +144,9 @@ class Jsonl(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Jsonl]":
         """Prepared, and read while the run goes on."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.jsonl(folder)), cls(path=corpus.jsonl(folder), stream=True))
+        return (cls(path=example_corpus.jsonl(folder)), cls(path=example_corpus.jsonl(folder), stream=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,9 @@ class Parquet(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Parquet]":
         """A file with a column of text."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.parquet(folder)),)
+        return (cls(path=example_corpus.parquet(folder)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +180,9 @@ class Arrow(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Arrow]":
         """A file with a column of text."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.arrow(folder)),)
+        return (cls(path=example_corpus.arrow(folder)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +202,9 @@ class HuggingFace(RecordComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[HuggingFace]":
         """A directory of data files."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        path = corpus.jsonl(folder).removesuffix("/corpus.jsonl")
+        path = example_corpus.jsonl(folder).removesuffix("/corpus.jsonl")
         return (cls(path=path),)
 
     def texts(self) -> "Texts | None":
@@ -295,9 +295,9 @@ class Tokens(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tokens]":
         """A file whose documents end with a token."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.npy(folder), eos=corpus.EOS),)
+        return (cls(path=example_corpus.npy(folder), eos=example_corpus.EOS),)
 
     def __post_init__(self) -> None:
         if self.eos is not None and self.bos is not None:
@@ -323,9 +323,9 @@ class Megatron(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Megatron]":
         """A corpus of one file and its index."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.megatron(folder)),)
+        return (cls(path=example_corpus.megatron(folder)),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.megatron import open_megatron
@@ -349,9 +349,9 @@ class Llmc(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Llmc]":
         """A file whose documents begin with a token."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.llmc(folder), bos=corpus.EOS),)
+        return (cls(path=example_corpus.llmc(folder), bos=example_corpus.EOS),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.llmc import open_llmc
@@ -377,9 +377,9 @@ class Datatrove(SourceComponent):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Datatrove]":
         """A file and its index."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.datatrove(folder)),)
+        return (cls(path=example_corpus.datatrove(folder)),)
 
     def build(self, context: "SourceContext") -> "Source":
         from forge_data.sources.tokens.datatrove import open_datatrove

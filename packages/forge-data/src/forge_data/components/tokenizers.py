@@ -83,9 +83,9 @@ class Tiktoken(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Tiktoken]":
         """A file of ranks: a named encoding would be fetched."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.ranks(folder), pattern=r"\s+|\S+"),)
+        return (cls(path=example_corpus.ranks(folder), pattern=r"\s+|\S+"),)
 
     def build(self, context: "SourceContext") -> "Tokenizer":
         from forge_data.tokenizers.tiktoken import load_encoding, load_ranks
@@ -111,9 +111,9 @@ class SentencePiece(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[SentencePiece]":
         """A small model, which normalizes text and does not know every character."""
-        from forge_data.components import corpus
+        from forge_data import example_corpus
 
-        return (cls(path=corpus.pieces(folder)),)
+        return (cls(path=example_corpus.pieces(folder)),)
 
     def build(self, context: "SourceContext") -> "Tokenizer":
         from forge_data.tokenizers.sentencepiece import load

@@ -80,7 +80,7 @@ def check_pickle(component: Any) -> None:
 
 def _built(component: Any) -> Any:
     from forge_core.protocols.data import SourceContext
-    from forge_data.components.corpus import Corpus
+    from forge_data.example_corpus import Corpus
 
     with TemporaryDirectory(prefix="forge-tokenizer-") as folder:
         return component.build(SourceContext(Path(folder), None, 16, lambda _: None, texts=(Corpus(),)))

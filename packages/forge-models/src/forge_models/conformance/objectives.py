@@ -59,9 +59,9 @@ def check_nothing(component: Any) -> None:
 
     head, hidden, labels = _given()
     terms, gradients = _terms(component, head, hidden, torch.full_like(labels, IGNORE))
-    assert int(terms.tokens) == 0, f"tokens is {int(terms.tokens)} where there is no label"
-    assert float(terms.sum) == 0, f"`sum` is {float(terms.sum)} where there is no label, not 0"
-    assert not bool(gradients.any()), "gradients are not 0 where there is no label"
+    assert int(terms.tokens) == 0, f"tokens is {int(terms.tokens)} without labels"
+    assert float(terms.sum) == 0, f"`sum` is {float(terms.sum)} without labels, not 0"
+    assert not bool(gradients.any()), "gradients are not 0 without labels"
 
 
 def _given() -> Any:

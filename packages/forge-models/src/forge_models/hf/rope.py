@@ -46,7 +46,7 @@ def read_rope(
         local_theta: base of windowed layers when absent, whose angles are never scaled; None = all layers rotate alike.
         local_key: key of that base; None = only tables of both kinds of layers say it.
         partial: share of a head that rotates when `partial_rotary_factor` is absent, which is next to the table or in it;
-            None = there is no such key.
+            None = the key does not exist.
     """
     length = keys.integer("max_position_embeddings")
     rope = _rope(keys, theta, length, local_theta, local_key, partial)
