@@ -11,7 +11,7 @@ from forge_core.features import Use, interact
 from forge_core.layout import Layout
 from forge_parallel.checks import (
     batch_fits,
-    compiled_experts_fit,
+    compiled_recompute_fits,
     compositions_are_proven,
     float8_fits,
     nodes_fit,
@@ -161,18 +161,30 @@ def test_nodes_share_the_ranks_of_ep_evenly(ep: int, node: int, hint: str) -> No
     assert list(nodes_fit(job(expert=Expert()), Layout(dp_shard=ep, ep=ep))) == []
 
 
-@pytest.mark.parametrize("layout", ["dp2ep2", "dp2tp2"])
-def test_experts_apart_are_compiled_with_recomputation_as_a_whole_only(layout: str) -> None:
-    at, selective = Layout.parse(layout), {"recompute": Recompute(), "compile": Compile()}
-    given = job(**selective)
-    assert list(compiled_experts_fit(given, at)) == [], "no experts"
-    given.model.moe = object()
-    (fault,) = compiled_experts_fit(given, at)
-    assert fault.key == "transforms.recompute.policy" and "'full'" in fault.hint
-    assert list(compiled_experts_fit(given, Layout.parse("dp2"))) == []
-    for fine in ({"compile": Compile()}, {"recompute": Recompute()}, selective | {"recompute": Recompute(policy="full")}):
-        given.transforms = fine
-        assert list(compiled_experts_fit(given, at)) == []
+@pytest.mark.parametrize(
+    ("layout", "experts", "policy", "hint"),
+    [
+        ("dp2ep2", True, "selective", "'full'"),
+        ("dp2tp2", True, "selective", "remove transforms.compile"),
+        ("dp2tp2", True, "full", "remove transforms.compile"),
+        ("dp2tp2", False, "full", "'selective'"),
+        ("dp2ep2", True, "full", ""),
+        ("dp2", True, "selective", ""),
+        ("dp2tp2", False, "selective", ""),
+        ("dp2cp2", False, "full", ""),
+    ],
+)
+def test_what_is_compiled_cannot_be_recomputed_in_every_way(layout: str, experts: bool, policy: Any, hint: str) -> None:
+    both = {"recompute": Recompute(policy=policy), "compile": Compile()}
+    given = job(**both)
+    if experts:
+        given.model.moe = object()
+    faults = list(compiled_recompute_fits(given, Layout.parse(layout)))
+    assert [fault.key for fault in faults] == ["transforms.recompute.policy"] * bool(hint)
+    assert all(hint in fault.hint for fault in faults)
+    for alone in ("recompute", "compile"):
+        given.transforms = {alone: both[alone]}
+        assert list(compiled_recompute_fits(given, Layout.parse(layout))) == []
 
 
 def test_checks_import_no_torch() -> None:

@@ -99,15 +99,25 @@ def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
     )
 
 
-def compiled_experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
-    """Blocks whose experts are sharded separately are compiled in pieces, and recomputed as a whole or not at all."""
+def compiled_recompute_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+    """Blocks that are compiled in pieces are recomputed as a whole or not at all, those of tensor parallelism not as a whole."""
+    policy = getattr(job.transforms.get("recompute"), "policy", None)
+    if "compile" not in job.transforms:
+        return
     apart = getattr(job.model, "moe", None) is not None and layout.tp * layout.ep * layout.etp > 1
-    if apart and "compile" in job.transforms and getattr(job.transforms.get("recompute"), "policy", "full") == "selective":
+    if apart and policy == "selective":
         yield Fault(
             "transforms.recompute.policy",
             "'selective' is not supported for blocks that transforms.compile compiles in pieces: those whose experts are sharded "
             "separately (parallel.ep or parallel.tp > 1)",
-            hint="set it to 'full', or remove transforms.compile",
+            hint="set it to 'full', or remove transforms.compile" if layout.tp == 1 else "remove transforms.compile",
+        )
+    if layout.tp > 1 and policy == "full":
+        yield Fault(
+            "transforms.recompute.policy",
+            "'full' with transforms.compile is not supported where parallel.tp > 1: torch stops in the first forward, because it "
+            "would save a device mesh among the inputs of the recomputed block",
+            hint="remove transforms.compile" if apart else "set it to 'selective', or remove transforms.compile",
         )
 
 
