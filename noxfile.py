@@ -7,9 +7,11 @@ is most of the time of a first run. It is brought up to date only when a require
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,7 +28,7 @@ LIBRARIES = (
 )
 DOCUMENTATION = ("furo", "myst-parser", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
-SUPPORTED = ((3, 11), (3, 12))
+SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))
 
 nox.options.sessions = ["lint", "types", "tests"]
 nox.needs_version = ">=2024.4"
@@ -62,15 +64,16 @@ def machines(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def newest(session: nox.Session) -> None:
-    """The tests with the newest torch, which an install without our pins takes; gigabytes, in an environment of its own."""
-    place = ROOT / ".nox" / "newest"
-    python = str(place / "bin" / "python") if (place / "bin" / "python").exists() else _new_environment(session, place)
+    """Tests and isolation with the newest Python on the path and the newest torch, as users get them; downloads gigabytes."""
+    place, interpreter = ROOT / ".nox" / "newest", _interpreter(session, newest=True)
+    python = str(place / "bin" / "python") if (place / "bin" / "python").exists() else _new_environment(session, place, interpreter)
     loose = place / "constraints.txt"
     loose.write_text("".join(line for line in CONSTRAINTS.open() if not line.startswith("torch==")))
     install = (python, "-m", "pip", "install", "-qq", "--upgrade", "-c", loose, "torch", *_editable(), *TOOLS, *LIBRARIES)
     session.run(*install, external=True)
-    session.run(python, "-c", "import torch; print('torch', torch.__version__)", external=True)
+    session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
     _pytest(session, "not gpu and not slow", "-n", "2", "--dist", "worksteal", python=python)
+    _isolated(session, PROJECTS, interpreter)
 
 
 @nox.session(reuse_venv=True)
@@ -121,17 +124,21 @@ def build(session: nox.Session) -> None:
 def isolation(session: nox.Session) -> None:
     """Each wheel alone with what it declares, in a clean environment, imported and used. Arguments name packages."""
     chosen = [project for project in PROJECTS if not session.posargs or project.name in session.posargs]
+    _isolated(session, chosen, _interpreter(session))
+
+
+def _isolated(session: nox.Session, chosen: Sequence[Path], interpreter: str) -> None:
     spent = {}
     with tempfile.TemporaryDirectory(prefix="forge-isolation-") as directory:
         place, wheels = Path(directory), Path(directory) / "wheels"
         _build(session, wheels, *PROJECTS, EXAMPLE)
         with_torch = place / "with-torch"
-        _install(session, _new_environment(session, with_torch), "torch")
+        _install(session, _new_environment(session, with_torch, interpreter), "torch")
         for project in chosen:
             start = time.monotonic()
             here = place / project.name
             if project.name == "forge-core":
-                _new_environment(session, here)
+                _new_environment(session, here, interpreter)
             else:  # closure.py shows that the wheel would have brought everything that is in the copy
                 shutil.copytree(with_torch, here, symlinks=True, copy_function=os.link)
             _try_alone(session, here, wheels, project.name)
@@ -181,7 +188,8 @@ def _workshop(session: nox.Session, tools: bool = True) -> None:
         return
     for stamp in (complete, plain):
         stamp.unlink(missing_ok=True)
-    python = _tool("python") if Path(_tool("python")).exists() else _new_environment(session, WORKSHOP)
+    there = Path(_tool("python")).exists()
+    python = _tool("python") if there else _new_environment(session, WORKSHOP, _interpreter(session))
     session.log(f"installing the distributions{' and the test tools' if tools else ''}; the first time takes minutes")
     _install(session, python, *_editable(), *((*TOOLS, *LIBRARIES) if tools else ()))
     (complete if tools else plain).write_text(wanted.hexdigest())
@@ -199,22 +207,30 @@ def _build(session: nox.Session, into: Path, *projects: Path) -> None:
     session.run(_tool("python"), "-m", "pip", "wheel", "-qq", *without, "-w", into, *map(str, projects), external=True)
 
 
-def _new_environment(session: nox.Session, place: Path) -> str:
+def _new_environment(session: nox.Session, place: Path, interpreter: str) -> str:
     """Makes an environment and returns its interpreter."""
     # nox brings virtualenv, and the venv module of some systems comes without pip
-    session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", "-p", _interpreter(session), place, external=True)
+    session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", "-p", interpreter, place, external=True)
     return str(place / "bin" / "python")
 
 
-def _interpreter(session: nox.Session) -> str:
-    """A supported Python: the one that runs nox, else one on the path."""
-    if sys.version_info[:2] in SUPPORTED:
+def _interpreter(session: nox.Session, newest: bool = False) -> str:
+    """A supported Python: the one that runs nox, else the oldest on the path; or the newest of all of them."""
+    here = {sys.version_info[:2]: sys.executable} if sys.version_info[:2] in SUPPORTED else {}
+    if here and not newest:
         return sys.executable
-    names = [f"python{major}.{minor}" for major, minor in SUPPORTED]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        session.error(f"Forge runs on {' and '.join(names)}; this is Python {sys.version.split()[0]} and neither is on the path")
-    return str(found)
+    names = {version: f"python{version[0]}.{version[1]}" for version in SUPPORTED}
+    found = {version: path for version, name in names.items() if (path := shutil.which(name)) and _runs(path)} | here
+    if not found:
+        session.error(
+            f"Forge runs on {', '.join(names.values())}; this is Python {sys.version.split()[0]} and none is on the path"
+        )
+    return found[max(found) if newest else min(found)]
+
+
+def _runs(python: str) -> bool:
+    """Some systems put a name on the path before the Python is chosen that it stands for."""
+    return subprocess.run((python, "-c", "import venv"), capture_output=True, check=False).returncode == 0
 
 
 def _tool(name: str) -> str:

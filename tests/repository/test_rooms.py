@@ -39,7 +39,7 @@ def test_versions_move_together(path):
     data = project(path)
     assert data["name"] == path.name
     assert data["version"] == "2.0.0"
-    assert data["requires-python"] == ">=3.11,<3.13"
+    assert data["requires-python"] == ">=3.11"
     assert data["license"] == "MIT"
     for line in data["dependencies"]:
         if line.startswith("forge-"):
