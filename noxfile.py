@@ -66,7 +66,8 @@ def machines(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """Tests and isolation with the newest Python on the path and the newest torch, as users get them; downloads gigabytes."""
     place, interpreter = ROOT / ".nox" / "newest", _interpreter(session, newest=True)
-    python = str(place / "bin" / "python") if (place / "bin" / "python").exists() else _new_environment(session, place, interpreter)
+    there = (place / "bin" / "python").exists()
+    python = str(place / "bin" / "python") if there else _new_environment(session, place, interpreter)
     loose = place / "constraints.txt"
     loose.write_text("".join(line for line in CONSTRAINTS.open() if not line.startswith("torch==")))
     install = (python, "-m", "pip", "install", "-qq", "--upgrade", "-c", loose, "torch", *_editable(), *TOOLS, *LIBRARIES)
