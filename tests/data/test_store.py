@@ -87,7 +87,7 @@ def test_a_shard_of_another_size_is_refused_with_its_name_and_offset(make_store:
 def test_missing_files_are_refused(make_store: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         StoreSource(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="no token store"):
+    with pytest.raises(DataError, match="is not a token store"):
         StoreSource(tmp_path)
     path = make_store("store", [[1]])
     (path / "shard-00000.bin").unlink()

@@ -24,7 +24,7 @@ from forge_train.run.resume import compare
 from train.runs import TINY, prepared
 
 OURS = {"forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm", "forge-train"}
-OUTSIDE = {"forge.converters", "forge.presets", "forge.commands", "forge.checks"}
+OUTSIDE = {"forge.converters"} | {name for name, group in GROUPS.items() if group.build is None}
 """Groups that no recipe chooses from."""
 
 IDENTITY = {

@@ -34,8 +34,8 @@ BAD = {
         (spoiled(lambda t, labels, hidden: t._replace(rows=t.rows + hidden.sum((1, 2)))), "have a graph"),
     ],
     "check_nothing": [
-        (spoiled(lambda t, labels, hidden: t._replace(sum=t.sum / t.tokens)), "where there is no label, not 0"),
-        (spoiled(lambda t, labels, hidden: t._replace(sum=t.sum + 0 * hidden.sum() + 1)), "is 1.0 where there is no label"),
+        (spoiled(lambda t, labels, hidden: t._replace(sum=t.sum / t.tokens)), "without labels, not 0"),
+        (spoiled(lambda t, labels, hidden: t._replace(sum=t.sum + 0 * hidden.sum() + 1)), "is 1.0 without labels"),
         (spoiled(lambda t, labels, hidden: t._replace(sum=t.sum + hidden.sum() - hidden.sum().detach())), "gradients are not 0"),
         (spoiled(lambda t, labels, hidden: t._replace(sum=t.sum.detach())), "has no graph"),
     ],
