@@ -59,13 +59,18 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     assert measured.returncode == 0, measured.stderr
     (file,) = folder.glob("*.json")
     (receipt,) = receipts.read(folder)
-    assert receipt.holds and receipt.layout == "dp2" and receipt.mode == "fp64"
+    assert receipt.layout == "dp2" and receipt.mode == "fp64"
     assert set(receipt.features) == {"dp_shard", "accumulate", "mine.py:Squared"}
     proofs = f"--parallel.proofs=['{folder}']"
     job = load("debug", [*keys, proofs], 2, Registry()).job
     assert list(compositions_are_proven(job, Layout.parse("dp2"))) == []
     with pytest.raises(ConfigError, match=r"model\.mlp of mine\.py.*parallel\.tp = 2|parallel\.tp = 2.*model\.mlp of mine\.py"):
         load("debug", [*keys[:-1], "--parallel.tp=2", proofs], 2, Registry())
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text(PLUGIN + "# another file of the same name")
+    other = [key.replace(f"{tmp_path}/mine.py", f"{tmp_path}/other/mine.py") for key in keys]
+    assert "receipts of other code of mine.py do not count" in refused([*other, proofs])
 
     said = json.loads(file.read_text())
     file.write_text(json.dumps({**said, "errors": {**said["errors"], "gradients": 1e-3}}))

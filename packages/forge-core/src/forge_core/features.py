@@ -88,11 +88,15 @@ def without_declarations(annotation: Any) -> Any:
 
 
 class Use(NamedTuple):
-    """A feature that a job uses, and the key and value that switch it on, as a recipe writes them."""
+    """A feature that a job uses, and the key and value that switch it on, as a recipe writes them.
+
+    `module`: the top-level module of the plugin that brings it; empty for what is Forge's own.
+    """
 
     name: str
     plane: Plane
     key: str
+    module: str = ""
 
 
 def used(cls: type, values: Mapping[str, Any], sizes: Mapping[str, int], at: str = "") -> list[Use]:

@@ -191,7 +191,7 @@ def _without_receipts(job: Any, used: list[Use]) -> tuple[list[tuple[Use, ...]],
     """What receipts do not prove either, and which of them do not count because code changed."""
     from forge_parallel.verify import receipts
 
-    found = receipts.offered(job.parallel.proofs, Registry())
-    counted = [frozenset(receipt.features) for receipt in found if receipt.holds]
-    changed = sorted({name for receipt in found for name in receipt.changed})
+    found, now = receipts.offered(job.parallel.proofs, Registry()), receipts.digests(used)
+    counted = [frozenset(receipt.features) for receipt in found if receipt.holds(now)]
+    changed = sorted({name for receipt in found for name in receipt.changed(now)} & now.keys())
     return unproven(used, counted), f" (receipts of other code of {', '.join(changed)} do not count)" if changed else ""

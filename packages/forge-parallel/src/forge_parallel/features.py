@@ -36,13 +36,13 @@ def features(job: Any, layout: Layout) -> list[Use]:
     found += _options(job.precision, "precision", sizes, Precision)
     for name, transform in job.transforms.items():
         if name not in DEFAULTS:  # those are features of their axes
-            found.append(Use(_named(type(transform), name), getattr(transform, "plane", "layout"), f"[transforms.{name}]"))
+            found.append(_of(type(transform), Use(name, getattr(transform, "plane", "layout"), f"[transforms.{name}]")))
     for key, component in strategies(job, layout).items():
         found += _options(component, key, sizes)
     if layout.pp > 1:
         schedule = job.parallel.pipeline.schedule
         name = schedule.build().name
-        found.append(Use(_named(type(schedule), f"pp_{name}"), "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}"))
+        found.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
     found += _options(job.model, "model", sizes)
@@ -72,15 +72,18 @@ def is_ours(name: str) -> bool:
     return ":" not in name
 
 
-def _named(cls: type, name: str) -> str:
+def _of(cls: type, use: Use) -> Use:
+    """What a class brings, named after its package where that is a plugin's."""
     package = origin(cls)
-    return name if package in OURS else f"{package}:{name}"
+    if package in OURS:
+        return use
+    return use._replace(name=f"{package}:{use.name}", module=cls.__module__.partition(".")[0])
 
 
 def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None = None) -> list[Use]:
     cls = cls or type(instance)
     values = {info.name: getattr(instance, info.name) for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())}
-    return [use._replace(name=_named(cls, use.name)) for use in used(cls, values, sizes, key)]
+    return [_of(cls, use) for use in used(cls, values, sizes, key)]
 
 
 def _brought(part: Any, key: str) -> Iterator[Use]:
@@ -88,6 +91,6 @@ def _brought(part: Any, key: str) -> Iterator[Use]:
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
         return
     if isinstance(part, Component) and origin(type(part)) not in OURS:
-        yield Use(_named(type(part), type(part).__name__), "model", f"{key} of {origin(type(part))}")
+        yield _of(type(part), Use(type(part).__name__, "model", f"{key} of {origin(type(part))}"))
     for info in fields_of(type(part)):
         yield from _brought(getattr(part, info.name), f"{key}.{info.name}")

@@ -7,7 +7,6 @@ receipts in the folders of `parallel.proofs` and in those that plugins offer in 
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -47,16 +46,14 @@ class Receipt:
     digests: Mapping[str, str]
     versions: Mapping[str, str]
 
-    @property
-    def holds(self) -> bool:
-        """Whether its numbers are within tolerance, and of code that is still the same."""
+    def holds(self, now: Mapping[str, str]) -> bool:
+        """Whether its numbers are within tolerance, and of code that is still the same: `now` is what `digests` says of a job."""
         compared = ("loss", "norm", "gradients", *(["weights"] if self.mode == "fp64" else []))
-        return not self.changed and all(self.errors.get(name, math.inf) <= self.tolerance for name in compared)
+        return not self.changed(now) and all(self.errors.get(name, math.inf) <= self.tolerance for name in compared)
 
-    @property
-    def changed(self) -> list[str]:
-        """Packages whose code is not what was measured."""
-        return sorted(name for name, digest in self.digests.items() if _digest(name) != digest)
+    def changed(self, now: Mapping[str, str]) -> list[str]:
+        """Packages whose code is not what was measured, or that the job does not use."""
+        return sorted(name for name, digest in self.digests.items() if now.get(name) != digest)
 
 
 def write(receipt: Receipt, folder: Path) -> Path:
@@ -93,25 +90,20 @@ def offered(folders: Iterable[Path], registry: Registry) -> list[Receipt]:
 
 
 def digests(uses: Iterable[Use]) -> dict[str, str]:
-    """Digests of Forge's packages, and of those that bring one of these features."""
-    brought = {use.name.partition(":")[0] for use in uses if ":" in use.name}
-    return {name: _digest(name) for name in sorted({*FORGE, *brought})}
+    """Name of each package of Forge, and of each plugin that brings one of these features -> digest of its Python sources."""
+    modules = {name: {name} for name in FORGE}
+    for use in uses:
+        if use.module:  # two files of one name are measured together
+            modules.setdefault(use.name.partition(":")[0], set()).add(use.module)
+    return {name: _digest(found) for name, found in modules.items()}
 
 
-def _digest(name: str) -> str:
-    """Of the Python sources of a package, or of one plugin file; empty when it is not loaded here."""
-    files = [Path(file) for file in _sources(name)]
-    content = b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)
-    return sha256(content).hexdigest()[:16] if files else ""
+def _digest(modules: set[str]) -> str:
+    files = [file for name in sorted(modules) for file in _sources(import_module(name))]
+    return sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def _sources(name: str) -> list[Path]:
-    if name.endswith(".py"):
-        loaded = [module for key, module in sys.modules.items() if key.startswith("forge_file_")]
-        return sorted(file for module in loaded if (file := Path(str(module.__file__))).name == name)
-    try:
-        module: Any = import_module(name)
-    except ImportError:
-        return []
+def _sources(module: Any) -> list[Path]:
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
-    return sorted(file for folder in folders for file in folder.rglob("*.py")) or [Path(module.__file__)]
+    alone = getattr(module, "__file__", None)
+    return sorted(file for folder in folders for file in folder.rglob("*.py")) or ([Path(alone)] if alone else [])
