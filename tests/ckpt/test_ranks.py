@@ -57,12 +57,12 @@ FAILURES = {
     "no space at create": (
         1,
         {"probe": FailsAt("create", "rank-", errno.ENOSPC)},
-        "rank 1: no space left: needs 160 bytes, free",
+        "rank 1: no space left: needs 160 B, free",
     ),
     "no space in a shard": (
         2,
         {"probe": FailsAt("write", "rank-", errno.ENOSPC)},
-        "rank 2: no space left: needs 160 bytes, free",
+        "rank 2: no space left: needs 160 B, free",
     ),
     "quota at fsync": (0, {"probe": FailsAt("fsync", "rank-", errno.EDQUOT)}, "rank 0: no space left"),
     "no space in the manifest": (0, {"probe": FailsAt("write", "manifest", errno.ENOSPC)}, "rank 0: no space left"),
@@ -99,7 +99,7 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
     monkeypatch.setattr(LocalStore, "free", lambda self: 100)
     results = saved(tmp_path / "c", 100)
     assert {str(result) for result in results} == {
-        "the checkpoint of step 100 was not saved: rank 0: no space left: needs 480 bytes, free 100 bytes; "
+        "the checkpoint of step 100 was not saved: rank 0: no space left: needs 480 B, free 100 B; "
         "earlier checkpoints are unchanged"
     }
     assert not list((tmp_path / "c").glob(".saving*"))

@@ -200,12 +200,3 @@ def test_tables_are_tab_separated_off_a_terminal_and_colored_on_one(monkeypatch:
     plain_ = Terminal()
     Console(out=plain_).table(("name", "value"), [("x", 1)])
     assert "\x1b[3" not in plain_.getvalue() and "x" in plain_.getvalue()
-
-
-def test_progress_is_one_line_off_a_terminal() -> None:
-    err = io.StringIO()
-    with Console(err=err).progress("reading", total=3) as progress:
-        for _ in range(3):
-            progress.advance()
-            progress.say("still")
-    assert err.getvalue() == "reading: 3 of 3\n"

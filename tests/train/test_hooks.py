@@ -18,7 +18,6 @@ from forge_parallel.launch.watch import Watch
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
 from forge_train.hooks.evaluate import EvaluateHook
-from forge_train.hooks.progress import clock, count
 from forge_train.hooks.replicas import ReplicasHook
 from forge_train.hooks.sample import SampleHook
 from forge_train.hooks.save import SaveHook
@@ -327,8 +326,3 @@ def test_time_left_counts_from_the_start_of_this_process() -> None:
     run.go(Progress(every=1, seconds=0.0).build())
     assert "step 39/40" in out.getvalue()
     assert out.getvalue().splitlines()[0].endswith("0:00 left")
-
-
-def test_numbers_for_people() -> None:
-    assert [count(v) for v in (0, 950, 21300, 1.4e6, 2e9)] == ["0", "950", "21.3k", "1.4M", "2.0G"]
-    assert [clock(v) for v in (0.4, 220, 3723)] == ["0:00", "3:40", "1:02:03"]

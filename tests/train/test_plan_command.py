@@ -12,7 +12,7 @@ from rich.console import Console
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_train.plan.dry_run import groups_of, modules, planned
-from forge_train.plan.terminal import draw, listed, size
+from forge_train.plan.terminal import draw, listed
 from forge_train.recipe.load import load
 from train.runs import TINY
 from train.test_cli import ENVIRONMENT, forge
@@ -126,16 +126,6 @@ def test_groups_and_the_nodes_that_they_span() -> None:
 )
 def test_ranks_are_listed_briefly(ranks: tuple[int, ...], text: str) -> None:
     assert listed(ranks) == text
-
-
-def test_sizes() -> None:
-    assert [size(count) for count in (0, 1023, 1024, 3 * 2**30 // 2, 5 * 2**50)] == [
-        "0 B",
-        "1,023 B",
-        "1.00 KiB",
-        "1.50 GiB",
-        "5,120.00 TiB",
-    ]
 
 
 @pytest.mark.slow

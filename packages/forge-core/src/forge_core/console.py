@@ -1,9 +1,8 @@
-"""How commands speak: tables and progress for people, one JSON document for programs, errors without tracebacks."""
+"""How commands speak: tables for people, one JSON document for programs, errors without tracebacks."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from forge_core.errors import ConfigError, ForgeError
@@ -61,29 +60,6 @@ class Console:
             print(error, file=self._err)
         return error.exit_code
 
-    @contextmanager
-    def progress(self, description: str, total: float | None = None) -> "Iterator[Progress]":
-        """A progress bar on standard error; off a terminal, a line at the end only."""
-        yield from _progress(self._err, description, total)
-
-
-class Progress:
-    """Handle of a running progress bar."""
-
-    def __init__(self, bar: Any = None, task: Any = None) -> None:
-        self._bar, self._task = bar, task
-        self.done = 0.0
-
-    def advance(self, amount: float = 1) -> None:
-        self.done += amount
-        if self._bar is not None:
-            self._bar.advance(self._task, amount)
-
-    def say(self, description: str) -> None:
-        """Changes the text next to the bar."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=description)
-
 
 def failure(error: ForgeError) -> dict[str, Any]:
     """A refusal as JSON: `{ok: false, error, faults}`."""
@@ -100,17 +76,3 @@ def _rich(stream: TextIO) -> "RichConsole":
     from rich.console import Console as RichConsole
 
     return RichConsole(file=stream, markup=False, soft_wrap=not stream.isatty())
-
-
-def _progress(stream: TextIO, description: str, total: float | None) -> Iterator[Progress]:
-    if not stream.isatty():
-        progress = Progress()
-        yield progress
-        print(f"{description}: {progress.done:g}" + (f" of {total:g}" if total is not None else ""), file=stream)
-        return
-    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with RichProgress(*columns, console=_rich(stream), transient=True) as bar:
-        yield Progress(bar, bar.add_task(description, total=total))

@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
+from forge_core.quantities import clock, count
 from forge_train.hooks.clock import Stopwatch
 
 if TYPE_CHECKING:
@@ -127,18 +128,3 @@ class _Live:
 
     def close(self) -> None:
         self.bar.stop()
-
-
-def count(value: float) -> str:
-    """A number in at most four characters and a suffix: 950, 21.3k, 1.4M."""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{suffix}"
-    return f"{value:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """3:40, or 1:02:03 from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_core.layout import DENSE, SPARSE, Layout
+from forge_core.quantities import size
 from forge_parallel.dryrun.estimate import Estimate
 from forge_parallel.dryrun.parameters import Placed
 from forge_parallel.dryrun.traffic import Flow
@@ -190,16 +191,6 @@ def _table(first: str, *columns: str) -> Table:
         numeric = column not in ("", "the first group", "collective", "reaches", "class", "placement")
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     return table
-
-
-def size(count: int) -> str:
-    """Bytes in binary units with two digits after the point: `14.96 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{count:,} B" if unit == "B" else f"{value:,.2f} {unit}"
 
 
 def _many(count: int, noun: str, plural: str = "s") -> str:

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from forge_core.machine import processor
 from forge_core.machine.cores import usable_cores
+from forge_core.quantities import size
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
 _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
@@ -19,7 +20,7 @@ def machine() -> dict[str, str]:
         "System": f"{platform.system()} {platform.release()}",
     }
     if "SC_PHYS_PAGES" in os.sysconf_names:
-        found["Memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+        found["Memory"] = size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return found
 
 

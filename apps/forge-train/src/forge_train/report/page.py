@@ -6,6 +6,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from forge_core.quantities import duration, size
 from forge_train.report.chart import Line, Reference, chart
 from forge_train.report.heat import heat
 from forge_train.report.tables import fields, rows
@@ -145,8 +146,7 @@ def _headline(summary: Mapping[str, Any], entries: Entries) -> str:
     if "started" in summary:
         parts.append(f"started {summary['started']}")
     if "seconds" in summary:
-        minutes, seconds = divmod(round(summary["seconds"]), 60)
-        parts.append(f"{minutes} min {seconds} s")
+        parts.append(duration(summary["seconds"]))
     return " · ".join(parts)
 
 
@@ -166,12 +166,8 @@ def _sample(item: Mapping[str, Any]) -> str:
 
 
 def _checkpoints(items: Sequence[Mapping[str, Any]]) -> str:
-    table = [[item.get("path", ""), item.get("step", ""), _size(item.get("bytes"))] for item in items]
+    table = [[item.get("path", ""), item.get("step", ""), size(item["bytes"]) if "bytes" in item else ""] for item in items]
     return rows(["path", "step", "size"], table, numbers=(1, 2)) if table else ""
-
-
-def _size(count: float | None) -> str:
-    return "" if count is None else f"{count / 2**20:.1f} MiB"
 
 
 def _tables(summary: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
+from forge_core.quantities import size
 
 _log = logging.getLogger(__name__)
 _EMPTY = RankTable((), np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int64), np.ones((0, 1), dtype=np.int64))
@@ -191,13 +192,6 @@ def _check_step(step: object) -> None:
 def _describe(cause: Exception, store: Store, needed: int) -> str:
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         free = store.free()
-        need = f"needs {_size(needed)}, " if needed else ""
-        return f"no space left: {need}free {_size(free) if free is not None else 'unknown'}"
+        need = f"needs {size(needed)}, " if needed else ""
+        return f"no space left: {need}free {size(free) if free is not None else 'unknown'}"
     return describe_error(cause)
-
-
-def _size(count: int) -> str:
-    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.4g} {units[0]}"

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from forge_core.quantities import duration
+
 
 class Progress:
     """Reports amount, share, rate and the time that is left; nothing before the first few seconds."""
@@ -22,16 +24,10 @@ class Progress:
         self._spoke = now
         rate = self.done / (now - self._began)
         share = f" ({self.done / self.total:.0%})" if self.total else ""
-        left = f", {_duration((self.total - self.done) / rate)} left" if self.total and rate else ""
+        left = f", {duration((self.total - self.done) / rate)} left" if self.total and rate else ""
         self._report(f"{self.what}: {self.done / 1e6:.1f} M {self.unit}{share}, {rate / 1e6:.2f} M/s{left}")
 
     @property
     def seconds(self) -> float:
         """Since the start."""
         return max(time.monotonic() - self._began, 1e-9)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

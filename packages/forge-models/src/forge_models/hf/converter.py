@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.convert import Weights
+from forge_core.quantities import size
 from forge_models.hf.reader import Folder
 from forge_models.hf.writer import write
 
@@ -38,7 +39,7 @@ class HfConverter:
         needed = 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))
         free = _available()
         if free is not None and needed > free // 2:
-            return f"transformers would need about {needed >> 30} GiB, {free >> 30} GiB are free"
+            return f"transformers would need about {size(needed)}, {size(free)} are free"
         loader: Any = AutoModelForCausalLM
         model = loader.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
