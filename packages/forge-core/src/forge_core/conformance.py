@@ -70,7 +70,8 @@ class Verdict:
 
 def checks_in(module: ModuleType) -> dict[str, Check]:
     """The checks of a module by name, in the order in which they are written."""
-    return {name: value for name, value in vars(module).items() if name.startswith("check_") and callable(value)}
+    found: dict[str, Any] = vars(module)
+    return {name: found[name] for name in found if name.startswith("check_") and callable(found[name])}
 
 
 def checks_of(registry: Registry, group: str) -> list[tuple[str, Check]]:

@@ -13,12 +13,13 @@ def check_sums(component: Any) -> None:
     head, hidden, labels = _given()
     whole, gradients = _terms(component, head, hidden, labels)
     for cut in (1, 2):
-        parts = [_terms(component, head, hidden[rows], labels[rows]) for rows in (slice(0, cut), slice(cut, None))]
-        trial.same(sum(terms.sum for terms, _ in parts), whole.sum, "`sum` of two micro-batches and of their batch")
+        one, grad_one = _terms(component, head, hidden[:cut], labels[:cut])
+        two, grad_two = _terms(component, head, hidden[cut:], labels[cut:])
+        trial.same(one.sum + two.sum, whole.sum, "`sum` of two micro-batches and of their batch")
         for name, value in whole.metrics.items():
-            trial.same(sum(terms.metrics[name] for terms, _ in parts), value, f"metric {name!r} of micro-batches and batch")
-        trial.same(sum(given for _, given in parts), gradients, "gradients of two micro-batches and of their batch")
-        count = sum(int(terms.tokens) for terms, _ in parts)
+            trial.same(one.metrics[name] + two.metrics[name], value, f"metric {name!r} of micro-batches and batch")
+        trial.same(grad_one + grad_two, gradients, "gradients of two micro-batches and of their batch")
+        count = int(one.tokens) + int(two.tokens)
         assert count == int(whole.tokens), f"micro-batches have {count} tokens, their batch {int(whole.tokens)}"
 
 
@@ -89,5 +90,6 @@ def _terms(component: Any, head: Any, hidden: Any, labels: Any) -> Any:
     assert terms.sum.requires_grad, "`sum` has no graph"
     terms.sum.backward()
     missing = torch.zeros_like(head.weight)
-    gradients = torch.cat((missing if head.weight.grad is None else head.weight.grad, (shift.grad + 0).unsqueeze(0)))
+    assert shift.grad is not None, "`sum` does not depend on the hidden states"
+    gradients = torch.cat((missing if head.weight.grad is None else head.weight.grad, shift.grad.unsqueeze(0)))
     return terms._replace(sum=terms.sum.detach()), gradients

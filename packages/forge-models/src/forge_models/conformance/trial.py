@@ -87,7 +87,10 @@ def filled(module: nn.Module, specs: Mapping[str, TensorSpec], ties: Mapping[str
             assert name in specs, f"{name} has no spec"
         for name, buffer in module.named_buffers():
             init = specs[name].init
-            buffer.copy_(torch.randn(buffer.shape, generator=draw) * init.std if init.kind == "normal" else init.kind == "ones")
+            if init.kind == "normal":
+                buffer.copy_(torch.randn(buffer.shape, generator=draw) * init.std)
+            else:
+                buffer.fill_(init.kind == "ones")
     return module
 
 
