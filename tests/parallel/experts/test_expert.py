@@ -256,6 +256,9 @@ class Told:
     def after_step(self, totals: torch.Tensor, skip: torch.Tensor) -> None:
         """Changes nothing."""
 
+    def report(self) -> dict[str, torch.Tensor]:
+        return {}
+
 
 def told(layout: str) -> float:
     case, at = case_of(BALANCED), Layout.parse(layout)

@@ -2,11 +2,15 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_core.durable import replace_file
+from forge_core.protocols.ckpt import World
+from forge_core.protocols.model import Observer
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
 
@@ -15,75 +19,64 @@ _log = logging.getLogger(__name__)
 ROUTING = "routing.json"
 """Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
 
-STACK = ".experts.up_proj"
-"""End of the name of a tensor that every layer of experts has."""
-
 
 class RoutingHook(Periodic):
-    """Every N steps, of the step before: per layer `routing/blocks.3/load_max` and `load_min` (of an expert, in units of the
-    mean load; 1 when even), `entropy` (of the router's probabilities, nats per token), `dropped` (share of the slots that
-    capacity took away), `loss` (of the router's own, per token) and, where a bias balances, `bias_max` and `bias_min`.
+    """Every N steps, what layers of experts report of the step before. Per layer: `routing/blocks.3/load_max` and `load_min` (of
+    an expert, in units of the mean load; 1 when even), `entropy` (of the router's probabilities, nats per token), `dropped`
+    (share of the slots that capacity took away), `loss` (of the router's own, per token) and, where a bias balances, `bias_max`
+    and `bias_min`.
 
-    The counts are those of the whole batch of all ranks; a measurement costs one all-reduce and waits for the device.
+    The counts are those of the whole batch of all ranks; a measurement costs two all-gathers and waits for the device.
     """
 
-    experts: int
+    world: World
+    reports: bool
 
     def __init__(self, every: int = 100) -> None:
         super().__init__(every)
 
     def start(self, run: Run) -> None:
-        """Looks whether the model has experts."""
-        self.experts = getattr(getattr(run.job.model, "moe", None), "experts", 0)
-        if not self.experts:  # one table makes a recipe dense; its hooks need not change with it
+        """Collective: looks whether any part of the model reports."""
+        self.world = Group() if run.topology.size > 1 else SingleProcessWorld()
+        self.reports = any(self.world.all_gather(b"1" if _observers(run) else b""))
+        if not self.reports:  # one table makes a recipe dense; its hooks need not change with it
             _log.info("hook 'routing' has nothing to report: the model has no [model.moe]")
         super().start(run)
 
     def act(self, run: Run) -> None:
-        """Gathers the counts, which lie where each layer lives, and writes them."""
-        if not self.experts:
+        """Collective: gathers the reports, which are where each layer lives, and writes them."""
+        if not self.reports:
             return
-        paths = [name.removesuffix(STACK) for name in run.model.specs.tensors if name.endswith(STACK)]
-        table = torch.zeros(len(paths), 3 * self.experts + 4, dtype=torch.float64, device=run.topology.device)
-        if all(at == 0 for axis, at in run.topology.coordinates.items() if axis != "pp"):
-            for part in run.model.parts:
-                for path, module in part.named_modules():
-                    if path in paths and getattr(module, "totals", None) is not None:
-                        table[paths.index(path)] = self._row(module)
-        table = run.topology.all_reduce(table).cpu()
-        if run.topology.rank != 0 or not bool(table[:, -1].any()):
+        counts = all(at == 0 for axis, at in run.topology.coordinates.items() if axis != "pp")
+        mine = {path: _plain(module.report()) for path, module in _observers(run).items()} if counts else {}
+        found: dict[str, Any] = {}
+        for reports in self.world.all_gather(json.dumps(mine).encode()):
+            found |= json.loads(reports)
+        if run.topology.rank != 0 or not any(found.values()):
             return
-        shown = {path.removesuffix(".mlp"): row for path, row in zip(paths, table, strict=True)}
+        names = list(run.model.specs.tensors)
+        shown = {path.removesuffix(".mlp"): found[path] for path in sorted(found, key=lambda path: _place(names, path))}
         run.log(
             {
                 f"routing/{path}/{name}": value
-                for path, row in shown.items()
-                for name, value in _numbers(row, self.experts).items()
+                for path, report in shown.items()
+                for name, value in report.items()
+                if not isinstance(value, list)
             }
         )
-        loads = {path: [round(load, 4) for load in _relative(row[: self.experts]).tolist()] for path, row in shown.items()}
+        loads = {path: [round(load, 4) for load in report["load"]] for path, report in shown.items() if "load" in report}
         replace_file(run.directory / ROUTING, json.dumps({"step": run.state.step, "layers": loads}).encode())
 
-    def _row(self, module: Any) -> torch.Tensor:
-        """Load, dropped slots and bias of each expert; tokens, entropy, loss, and whether there is a bias (2) or none (1)."""
-        totals, bias = module.totals, getattr(module.router, "bias", None)
-        row = [totals.load, totals.dropped, torch.zeros_like(totals.load) if bias is None else bias.double()]
-        known = torch.full_like(totals.tokens, 1.0 if bias is None else 2.0)
-        return torch.cat([*row, torch.stack([totals.tokens, totals.entropy, totals.loss, known])])
+
+def _plain(report: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in report.items()}
 
 
-def _numbers(row: torch.Tensor, experts: int) -> dict[str, float]:
-    load, dropped, bias, (tokens, entropy, loss, known) = *row[: 3 * experts].split(experts), row[3 * experts :].tolist()
-    relative, tokens = _relative(load), max(tokens, 1.0)
-    found = {
-        "load_max": float(relative.max()),
-        "load_min": float(relative.min()),
-        "entropy": entropy / tokens,
-        "dropped": float(dropped.sum() / load.sum().clamp(min=1)),
-        "loss": loss / tokens,
-    }
-    return found | ({"bias_max": float(bias.max()), "bias_min": float(bias.min())} if known == 2.0 else {})
+def _observers(run: Run) -> dict[str, Observer]:
+    """Those of this rank's parts, by path."""
+    return {path: module for part in run.model.parts for path, module in part.named_modules() if isinstance(module, Observer)}
 
 
-def _relative(load: torch.Tensor) -> torch.Tensor:
-    return load / load.mean().clamp(min=1e-9)
+def _place(names: list[str], path: str) -> int:
+    """Where the tensors of a module begin in the model."""
+    return next((at for at, name in enumerate(names) if name.startswith(f"{path}.")), len(names))

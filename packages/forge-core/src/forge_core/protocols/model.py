@@ -151,6 +151,11 @@ class Observer(Protocol):
         """`totals`: the summed statistics. `skip`: scalar; where it is 1 the update does not happen, and nothing may move."""
         ...
 
+    def report(self) -> "Mapping[str, Tensor]":
+        """What the newest step measured, by name, alike on every rank that holds the module: scalars for trackers and vectors
+        for pictures; empty before the first step."""
+        ...
+
 
 @runtime_checkable
 class LossHead(Protocol):

@@ -137,6 +137,20 @@ class ExpertLayer(nn.Module):
         if self.shape.losses.global_batch:
             self.load.copy_(torch.where(skip > 0, self.load, self.totals.load.to(self.load.dtype)))
 
+    def report(self) -> dict[str, Tensor]:
+        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `entropy` of the router's probabilities
+        (nats per token), `dropped` (share of the slots that capacity took away), `loss` (the router's, per token); where a bias
+        balances, its extremes."""
+        if self.totals is None:
+            return {}
+        load, dropped, tokens, entropy, loss = self.totals
+        relative, tokens = load / load.mean().clamp(min=1e-9), tokens.clamp(min=1)
+        found = {"load": relative, "load_max": relative.max(), "load_min": relative.min(), "entropy": entropy / tokens}
+        found |= {"dropped": dropped.sum() / load.sum().clamp(min=1), "loss": loss / tokens}
+        if isinstance(self.router, Biased):
+            found |= {"bias_max": self.router.bias.max(), "bias_min": self.router.bias.min()}
+        return found
+
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The buffer of this module itself; router, experts and the shared part have their own."""
         return {"load": TensorSpec((None,), Init("zeros"), "vector")} if self.shape.losses.global_batch else {}
