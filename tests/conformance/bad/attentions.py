@@ -2,8 +2,8 @@
 
 from conformance.bad import mlps
 from conformance.bad.mlps import made
-from conformance.bad.modules import alone, average, halves, infinite, noisy, running, unused
-from conformance.bad.part import Part
+from conformance.modules import alone, average, halves, infinite, noisy, running, unused
+from conformance.part import Part
 
 
 def refuses(context):

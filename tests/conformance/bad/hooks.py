@@ -2,7 +2,7 @@
 
 import torch
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_core.protocols.run import Hook
 
 

@@ -1,7 +1,7 @@
 """Feed-forward parts that do not do what they have to."""
 
-from conformance.bad.modules import One, alone, average, halves, infinite, noisy, unused
-from conformance.bad.part import Part
+from conformance.modules import One, alone, average, halves, infinite, noisy, unused
+from conformance.part import Part
 from forge_core.specs import Matrix
 
 

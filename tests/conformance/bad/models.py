@@ -6,7 +6,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_models.components.decoder import Decoder as Component
 from forge_models.decoder import Decoder
 

@@ -1,6 +1,6 @@
 """Objectives that do not do what they have to."""
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_core.batch import IGNORE
 from forge_models.objectives import CrossEntropy
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from conformance.bad.part import Part
 from conformance.bad.transforms import OPTIONS
+from conformance.part import Part
 from forge_parallel.pipeline.schedules import Action, TorchSchedule
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_models.context import RouterContext
 from forge_models.moe.routers import Hash, SigmoidTopK, SoftmaxTopK
 

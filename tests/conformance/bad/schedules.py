@@ -1,6 +1,6 @@
 """Schedules that no run can follow."""
 
-from conformance.bad.part import Part
+from conformance.part import Part
 
 
 def counting(steps):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_core.protocols.data import SourceComponent
 from forge_data.sources.tokens.random import RandomSource
 

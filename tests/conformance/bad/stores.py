@@ -2,7 +2,7 @@
 
 from shutil import move, rmtree
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 

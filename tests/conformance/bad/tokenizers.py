@@ -5,7 +5,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from conformance.bad.part import Part
+from conformance.part import Part
 from forge_core.component import Component
 from forge_core.features import Feature
 

@@ -144,7 +144,7 @@ def test_a_corpus_in_another_format_is_the_same_and_a_changed_byte_has_a_place(r
 
 
 def test_streams_are_read_from_their_beginning(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "drip.py").write_text((Path(__file__).parent / "steps.py").read_text())
+    (tmp_path / "drip.py").write_text((Path(__file__).parents[1] / "steps.py").read_text())
     drip = 'name = "./drip.py:Drip"\nlabel = "web"\n'
     text = RECIPE.replace('name = "random"\nvocab_size = 90\ntokens = 2000\ndocument = 21\nlabel = "web"\n', drip)
     one, same = recipe("one", text=text), recipe("same", text=text)

@@ -14,7 +14,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.moe.layer import ExpertLayer, Totals
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
-from models.test_moe_layer import inputs, layer
+from models.moe.test_moe_layer import inputs, layer
 
 NO = torch.zeros(())
 SMALL = {"layers": 3, "kv_heads": 2}

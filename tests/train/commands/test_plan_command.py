@@ -14,8 +14,8 @@ from forge_core.registry import Registry
 from forge_train.plan.dry_run import groups_of, modules, planned
 from forge_train.plan.terminal import draw, listed
 from forge_train.recipe.load import load
+from train.commands.test_cli import ENVIRONMENT, forge
 from train.runs import TINY
-from train.test_cli import ENVIRONMENT, forge
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_train.hooks.sample import SAMPLES
 from harness.pool import World
+from train.checkpoints.test_expert_checkpoints import LAYOUTS, RANKS, RECIPE
 from train.runs import train
-from train.test_expert_checkpoints import LAYOUTS, RANKS, RECIPE
 
 SAMPLE = """
 [[hooks]]
