@@ -18,8 +18,8 @@ from forge_core.config.tree import Table, build, plain
 from forge_core.config.validate import resolve, walk
 from forge_core.config.words import describe
 from forge_core.config.write import to_toml
-from forge_core.console import Console
 from forge_core.errors import ConfigError, Fault, ForgeError
+from forge_core.terminal.console import Console
 
 RECIPE = """
 [model]

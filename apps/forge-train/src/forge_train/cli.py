@@ -21,9 +21,9 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from forge_core.console import Console
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
+from forge_core.terminal.console import Console
 from forge_train.commands.completion import OverridesCommand
 
 GROUP = "forge.commands"

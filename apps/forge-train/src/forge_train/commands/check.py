@@ -14,8 +14,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
-    from forge_core.console import Console
     from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
     from forge_train.recipe.load import load
 
     registry = Registry()

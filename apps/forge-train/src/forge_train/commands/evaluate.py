@@ -22,9 +22,9 @@ def evaluate(
     """
     from dataclasses import asdict
 
-    from forge_core.console import Console
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
     from forge_parallel.launch import process_group
     from forge_parallel.launch.environment import read_launcher
     from forge_train.inference.evaluate import recipe_for, scores

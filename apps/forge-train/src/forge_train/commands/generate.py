@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_core.console import Console
+from forge_core.terminal.console import Console
 
 if TYPE_CHECKING:
     from forge_core.protocols.convert import Weights

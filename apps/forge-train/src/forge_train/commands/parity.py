@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from forge_core.console import Console
+from forge_core.terminal.console import Console
 from forge_train.commands.completion import Recipe
 
 if TYPE_CHECKING:

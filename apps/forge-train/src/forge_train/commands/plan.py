@@ -9,8 +9,8 @@ from forge_train.commands.completion import Recipe
 if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
-    from forge_core.console import Console
     from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
     from forge_train.recipe.load import Resolved
 
 
@@ -36,9 +36,9 @@ def plan(
 
     Try layouts before you rent: forge-train plan 7b --world 64 --parallel.dp_replicate=8
     """
-    from forge_core.console import Console
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
     from forge_train.commands.single_process import require_single_process
     from forge_train.recipe.load import load
 

@@ -11,7 +11,7 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Rewrite report.html of a run from its metrics, also while the run goes on."""
-    from forge_core.console import Console
+    from forge_core.terminal.console import Console
     from forge_train.report.write import rewrite_report
 
     path = rewrite_report(run_dir)

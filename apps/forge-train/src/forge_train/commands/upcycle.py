@@ -18,9 +18,9 @@ def upcycle(
 
     Start a run from a folder in the Hugging Face format with `[model] from_hf`.
     """
-    from forge_core.console import Console
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
     from forge_models.moe.upcycle import Upcycled
     from forge_train.commands.single_process import require_single_process
     from forge_train.inference.open import open_weights

@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_core.quantities import clock, count
+from forge_core.terminal.quantities import clock, count
 from forge_train.hooks.clock import Stopwatch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from forge_core.machine import processor
 from forge_core.machine.cores import usable_cores
-from forge_core.quantities import size
+from forge_core.terminal.quantities import size
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
 _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")

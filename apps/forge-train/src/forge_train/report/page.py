@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from forge_core.quantities import duration, size
+from forge_core.terminal.quantities import duration, size
 from forge_train.report.chart import Line, Reference, chart
 from forge_train.report.heat import heat
 from forge_train.report.tables import fields, rows

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_core.errors import ForgeError
+from forge_train.torch_private import default_store
 
 _log = logging.getLogger(__name__)
 
@@ -48,9 +49,8 @@ class Agreement:
     def of_group(cls, patience: float) -> "Agreement":
         """Collective: of the ranks of the default process group."""
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
 
-        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), patience)
+        return cls(dist.get_rank(), dist.get_world_size(), default_store(), patience)
 
     @contextmanager
     def together(self, phase: str, collective: bool = False) -> Iterator[None]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge_core.console import Console
 from forge_core.errors import ForgeError
+from forge_core.terminal.console import Console
 
 _NEVER = logging.CRITICAL + 1
 

@@ -24,7 +24,7 @@ from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
-from forge_core.quantities import size
+from forge_core.terminal.quantities import size
 
 _log = logging.getLogger(__name__)
 _EMPTY = RankTable((), np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int64), np.ones((0, 1), dtype=np.int64))

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_kept
 from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
 from forge_core.logits import block_rows, chunk_rows
 from forge_models.blocks.projection import project
+from forge_models.torch_private import graph_is_kept
 
 
 @dataclass(frozen=True)

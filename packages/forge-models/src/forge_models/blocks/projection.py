@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from forge_models.torch_private import onednn_product
+
 TILE = 4096
 """Entries of the vocabulary at a time: what oneDNN returns is new memory, and small enough to come from the heap."""
 
@@ -20,7 +22,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     if weight.numel() < LEAST or not _replaces_mkl(hidden):
         return torch.mm(hidden, weight.T, out=out)
     for part, rows in zip(out.split(TILE, dim=1), weight.split(TILE), strict=True):
-        part.copy_(torch.ops.mkldnn._linear_pointwise(hidden, rows, None, "none", [], ""))
+        part.copy_(onednn_product(hidden, rows))
     return out
 
 

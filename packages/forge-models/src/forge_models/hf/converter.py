@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.convert import Weights
-from forge_core.quantities import size
+from forge_core.terminal.quantities import size
 from forge_models.hf.reader import Folder
 from forge_models.hf.writer import write
 

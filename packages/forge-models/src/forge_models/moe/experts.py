@@ -17,6 +17,7 @@ from forge_models.blocks.layers import unfilled
 from forge_models.blocks.mlp import ACTIVATIONS
 from forge_models.context import BlockContext
 from forge_models.kernels import ExpertKernel
+from forge_models.torch_private import unsafe_view
 
 ALIGNMENT = 16
 """Bytes: rows of both factors of a grouped product begin at multiples of this."""
@@ -120,7 +121,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return torch.ops.aten._unsafe_view(x, x.shape)  # FSDP warns of modules that return views
+        return unsafe_view(x, x.shape)  # FSDP warns of modules that return views
 
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
