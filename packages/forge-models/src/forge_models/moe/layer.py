@@ -147,9 +147,8 @@ class ExpertLayer(nn.Module):
         relative, tokens = load / load.mean().clamp(min=1e-9), tokens.clamp(min=1)
         found = {"load": relative, "load_max": relative.max(), "load_min": relative.min(), "entropy": entropy / tokens}
         found |= {"dropped": dropped.sum() / load.sum().clamp(min=1), "loss": loss / tokens}
-        if isinstance(self.router, Biased):
-            found |= {"bias_max": self.router.bias.max(), "bias_min": self.router.bias.min()}
-        return found
+        bias = getattr(self.router, "bias", None)
+        return found | ({"bias_max": bias.max(), "bias_min": bias.min()} if isinstance(bias, Tensor) else {})
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The buffer of this module itself; router, experts and the shared part have their own."""
