@@ -53,7 +53,8 @@ EXPERTS = MoE(
 )
 
 ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
-"""For low precision: a score that is rounded otherwise may choose another expert, and what is chosen is no matter of degree."""
+"""For low precision: rounding of a score may choose another expert, which changes the result by more than rounding. Here all are
+chosen."""
 
 LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise", "float8_wide_gather", "float8_experts"})
 """Features of runs that fp64 cannot be compared in."""

@@ -79,12 +79,16 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     assert "receipts of other code of mine.py do not count" in refused([*keys, proofs])
     file.write_text(json.dumps({**said, "digests": {**said["digests"], "forge_parallel": "another"}}))
     assert "receipts of other code of forge_parallel do not count" in refused([*keys, proofs])
+    for package in said["digests"]:
+        kept = {name: digest for name, digest in said["digests"].items() if name != package}
+        file.write_text(json.dumps({**said, "digests": kept}))
+        assert f"receipts of other code of {package} do not count" in refused([*keys, proofs])
     file.write_text("{}")
     assert "is not a receipt" in refused([*keys, proofs])
 
 
 def test_a_receipt_proves_nothing_that_is_ours(keys: list[str], tmp_path: Path) -> None:
-    """Only tests of this repository do, whatever a file says."""
+    """Only tests of this repository prove what is ours; a file cannot."""
     forged = receipts.Receipt(
         ("dp_shard", "offload", "tp", "tp_asynchronous"),
         "dp2",

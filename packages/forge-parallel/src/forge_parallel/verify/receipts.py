@@ -52,8 +52,10 @@ class Receipt:
         return not self.changed(now) and all(self.errors.get(name, math.inf) <= self.tolerance for name in compared)
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
-        """Packages whose code is not what was measured, or that the job does not use."""
-        return sorted(name for name, digest in self.digests.items() if now.get(name) != digest)
+        """Packages whose code is not what was measured, of which the receipt says no digest, or that the job does not use."""
+        brought = {name.partition(":")[0] for name in self.features if ":" in name}
+        needed = {*FORGE, *brought, *self.digests}
+        return sorted(name for name in needed if name not in self.digests or now.get(name) != self.digests[name])
 
 
 def write(receipt: Receipt, folder: Path) -> Path:
