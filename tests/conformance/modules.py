@@ -50,7 +50,7 @@ def average(weight: Tensor, x: Tensor, *rest: Any) -> Tensor:
 
 
 def running(weight: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    """Of all tokens so far, whatever their document."""
+    """Of all tokens so far, of other documents too."""
     return x.cumsum(-2) * weight.sum()
 
 

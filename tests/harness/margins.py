@@ -43,7 +43,8 @@ class Margins:
         import numpy
         import torch
 
-        from forge_parallel.verify.parity import TOLERANCE, Difference
+        from forge_parallel.verify.parity import Difference
+        from forge_parallel.verify.tolerance import TOLERANCE
         from harness import closeness
 
         assert_close, allclose, accepted = torch.testing.assert_close, numpy.testing.assert_allclose, Difference.accepted

@@ -1,4 +1,4 @@
-"""The example plugin beside Forge: it conforms, is listed, its command answers, and a recipe that names it trains."""
+"""The example plugin installed with Forge: it conforms, is listed, its command answers, and a recipe that names it trains."""
 
 import json
 import subprocess

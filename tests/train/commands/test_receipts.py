@@ -73,7 +73,7 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     assert "receipts of other code of mine.py do not count" in refused([*other, proofs])
 
     said = json.loads(file.read_text())
-    file.write_text(json.dumps({**said, "errors": {**said["errors"], "gradients": 1e-3}}))
+    file.write_text(json.dumps({**said, "errors": {**said["errors"], "gradients": 1e-3}, "tolerance": 1.0}))
     assert "model.mlp of mine.py" in refused([*keys, proofs]), "an error beyond the tolerance proves nothing"
     file.write_text(json.dumps({**said, "digests": {**said["digests"], "mine.py": "another"}}))
     assert "receipts of other code of mine.py do not count" in refused([*keys, proofs])

@@ -38,7 +38,8 @@ def parity(
     from forge_core.errors import ForgeError
     from forge_core.layout import Layout
     from forge_parallel.launch.spawn import spawn
-    from forge_parallel.verify.parity import TOLERANCE, compare
+    from forge_parallel.verify.parity import compare
+    from forge_parallel.verify.tolerance import TOLERANCE
     from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
@@ -84,7 +85,7 @@ def _receipt(job: Any, layout: "Layout", mode: Any, rows: int, micro_batch: int,
 
     from forge_parallel.features import features
     from forge_parallel.verify import receipts
-    from forge_parallel.verify.parity import TOLERANCE
+    from forge_parallel.verify.tolerance import TOLERANCE
 
     train = replace(job.train, global_batch=rows, micro_batch=micro_batch)
     uses = features(replace(job, precision=replace(job.precision, compute=mode, state=mode), train=train), layout)

@@ -7,7 +7,7 @@ parameter's largest, since Adam turns a tiny g / |g| into a whole step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import nn
@@ -24,11 +24,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
 from forge_parallel.verify.gather import gathered
-
-TOLERANCE = {"fp64": 1e-10, "fp32": 2e-6, "bf16": 2**-6}
-"""Largest accepted error relative to the largest element of the tensor, by the format of the state. Gradients that are kept
-in bf16 are rounded once a micro-batch, by 2^-9 each time, so that format can only be held to a few of these; its loss is
-held to fp32's."""
+from forge_parallel.verify.tolerance import within
 
 
 @dataclass(frozen=True)
@@ -154,9 +150,7 @@ class Difference:
 
     def accepted(self, state: str) -> bool:
         """Whether the gate lets the layout pass; weights count in fp64 only."""
-        limit = TOLERANCE[state]
-        compared = [self.norm, self.gradients, *([self.weights] if state == "fp64" else [])]
-        return self.initial and self.loss <= min(limit, TOLERANCE["fp32"]) and all(error <= limit for error in compared)
+        return self.initial and within(asdict(self), state)
 
 
 def compare(reference: Measurement, other: Measurement) -> Difference:

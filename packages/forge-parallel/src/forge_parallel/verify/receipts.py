@@ -6,7 +6,6 @@ receipts in the folders of `parallel.proofs` and in those that plugins offer in 
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -18,6 +17,7 @@ from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
 from forge_core.features import Use
 from forge_core.registry import Registry
+from forge_parallel.verify.tolerance import within
 
 GROUP = "forge.proofs"
 FORGE = ("forge_core", "forge_models", "forge_parallel")
@@ -32,7 +32,7 @@ class Receipt:
         features: names of all that was used together.
         layout: as text, such as `dp2tp2`.
         mode: format of the numbers, such as `fp64`.
-        tolerance: largest accepted relative error.
+        tolerance: largest accepted relative error, for people to read: `within` knows it.
         errors: what was measured, by name.
         digests: package or plugin file -> digest of its code.
         versions: of torch and Forge, for people to read.
@@ -48,8 +48,7 @@ class Receipt:
 
     def holds(self, now: Mapping[str, str]) -> bool:
         """Whether its numbers are within tolerance, and of code that is still the same: `now` is what `digests` says of a job."""
-        compared = ("loss", "norm", "gradients", *(["weights"] if self.mode == "fp64" else []))
-        return not self.changed(now) and all(self.errors.get(name, math.inf) <= self.tolerance for name in compared)
+        return not self.changed(now) and within(self.errors, self.mode)
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
         """Packages whose code is not what was measured, of which the receipt says no digest, or that the job does not use."""
