@@ -11,6 +11,7 @@ from forge_core.protocols.model import LossHead
 from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_models.components.objectives import CrossEntropy
 from harness.closeness import assert_no_farther, below
+from harness.wide import Wide
 
 HEAD = ChunkedCrossEntropy(rows=4)
 
@@ -187,20 +188,6 @@ def test_blocks_of_a_chunk_change_no_gradient(monkeypatch, dtype, soft_cap):
     for ours, theirs in zip(parts[:3], whole[:3], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts[3:], whole[3:], strict=True))
-
-
-class Wide(TorchDispatchMode):
-    """Sizes of the tensors of four bytes that operators returned, the largest last."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = [0]
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        found = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor) and value.itemsize == 4]
-        self.sizes = sorted({*self.sizes, *(value.numel() for value in found)})
-        return out
 
 
 def test_in_bf16_only_a_block_of_logits_is_in_fp32(monkeypatch):

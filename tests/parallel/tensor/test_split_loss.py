@@ -1,22 +1,19 @@
 """The loss over a vocabulary that is split over ranks: against torch's cross-entropy, and what it holds while it runs."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forge_core import logits as chunking
+from forge_core.protocols.model import LossHead
+from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_parallel.dryrun.memory_trace import Ledger
-from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk
-from forge_parallel.tensor.loss import SplitCrossEntropy, _SplitCrossEntropy
 from harness.pool import World
+from harness.wide import Wide
 
 VOCAB, DIM, ROWS, Z_LOSS = 23, 6, 600, 0.3
 
@@ -29,11 +26,13 @@ def _problem(rows: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return hidden, weight, labels.where(torch.rand(rows, generator=generator) > 0.3, -100)
 
 
-def _head(vocab: int, weight: Tensor) -> tuple[SplitCrossEntropy, Tensor]:
+def _head(vocab: int, weight: Tensor) -> tuple[LossHead, Tensor]:
     assert dist.group.WORLD is not None
     ranks = Ranks.of(dist.group.WORLD)
     first, share = chunk(vocab, ranks.size, ranks.rank)
-    return SplitCrossEntropy(ranks, first), weight[first : first + share].clone()
+    return ChunkedCrossEntropy().split(first, lambda numbers: all_gather(numbers[None], ranks, 0)), weight[
+        first : first + share
+    ].clone()
 
 
 def _found(soft_cap: float | None, dtype: torch.dtype, block: int | None, bytes_of_a_chunk: int) -> list[Tensor]:
@@ -112,24 +111,18 @@ def test_only_a_chunk_of_logits_exists_and_only_a_block_in_fp32(world: World, so
         assert peak < all_logits / 4
 
 
-class Returned(TorchDispatchMode):
-    """Shape and dtype of every tensor that operators returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[torch.Size, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.made += [(value.shape, value.dtype) for value in tree_leaves(out) if isinstance(value, Tensor)]
-        return out
-
-
-def test_the_gradient_is_scaled_without_a_wide_copy() -> None:
-    """On an accelerator, where an operator writes another dtype than it computes in; inside of a CPU's operator there is one."""
-    total = torch.empty(VOCAB, DIM, device="meta")
-    hidden = torch.empty(ROWS, DIM, dtype=torch.bfloat16, device="meta")
-    context = SimpleNamespace(saved_tensors=(hidden, total), dtype=torch.bfloat16)
-    with Returned() as seen:
-        gradients = _SplitCrossEntropy.backward(context, torch.empty((), device="meta"), None, None)
-    assert gradients[1].shape == total.shape and {dtype for shape, dtype in seen.made if shape == total.shape} == {torch.bfloat16}
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_on_an_accelerator_too_only_a_block_is_in_fp32(soft_cap: float | None) -> None:
+    """A quarter of the head of an 8B model, without its memory: all in fp32 is at most 256 MiB, but for the sum of the weight's
+    gradient. The backward makes no wide copy of that."""
+    hidden = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(128256 // 4, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    labels = torch.empty(8192, dtype=torch.int64, device="meta")
+    head = ChunkedCrossEntropy().split(128256 // 4, lambda numbers: torch.stack([numbers] * 4))
+    with Wide() as forward:
+        total = head(hidden, weight, labels, 0.1, soft_cap)[0]
+    assert forward.sizes[-1] == weight.numel() and 2**25 < forward.sizes[-2] <= 2**26
+    with Wide() as backward:
+        total.backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16 and 2**25 < backward.sizes[-1] <= 2**26

@@ -1,7 +1,7 @@
 """What models, strategies and optimizers agree on.
 
 Collectives enter a model at three seams only: the attention core, the expert dispatcher and the loss head. A model
-ships the local implementation as an attribute; a transform replaces the attribute.
+ships the local implementation as an attribute; a transform replaces the attribute, or asks it for its form on several ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -174,6 +174,17 @@ class LossHead(Protocol):
             labels: (N,) int64, `IGNORE` = no loss. A batch without any valid label gives zeros with a graph.
             z_loss: weight of the z term.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
+        """
+        ...
+
+    def split(self, first: int, gather: "Callable[[Tensor], Tensor]") -> "LossHead":
+        """Where ranks share the vocabulary: the loss head of one that holds some rows of `weight`, from number `first` on.
+
+        Its losses are those of the whole vocabulary, of which labels are, and the same on all ranks; its gradient of `hidden` is
+        this rank's summand.
+
+        Args:
+            gather: Collective: (k, n) -> (ranks, k, n), what each rank gave.
         """
         ...
 

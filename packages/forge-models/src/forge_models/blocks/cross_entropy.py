@@ -4,10 +4,15 @@ Rows are taken in chunks. While a chunk's logits exist its gradients are compute
 for row n with logits c, log partition function L = logsumexp(c) and label y,
 
     loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
+
+Where ranks share the vocabulary, each has some of the logits of every row. They exchange three numbers a row: their maximum m,
+s = sum(exp(c - m)), and the logit of the label where they have it. With M the largest m, L = M + log(sum(s * exp(m - M))), and
+the rest is as in one process.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +23,26 @@ from forge_core.logits import block_rows, chunk_rows
 from forge_models.blocks.projection import project
 from forge_models.torch_private import graph_is_kept
 
+Gather = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class ChunkedCrossEntropy:
-    """The loss head of one process. `rows` of a chunk; chosen from the vocabulary when None."""
+    """A `forge_core.protocols.model.LossHead`.
+
+    Attributes:
+        rows: of a chunk; chosen from the vocabulary when None.
+        first: number of the projection's first row that is here.
+        gather: Collective: (3, n) -> (ranks, 3, n), what each rank gave; None where the projection is whole.
+    """
 
     rows: int | None = None
+    first: int = 0
+    gather: Gather | None = None
+
+    def split(self, first: int, gather: Gather) -> "ChunkedCrossEntropy":
+        """The loss head of a rank that holds some rows of the projection, from `first` on."""
+        return replace(self, first=first, gather=gather)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
@@ -32,26 +51,30 @@ class ChunkedCrossEntropy:
 
         Args:
             hidden: (N, embed).
-            weight: (vocab, embed).
-            labels: (N,) int64; `IGNORE` = no loss.
+            weight: (vocab, embed), or this rank's share of it.
+            labels: (N,) int64 over the whole vocabulary; `IGNORE` = no loss.
             z_loss: weight of the squared log partition function.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
         """
-        vocab, dim = weight.shape
-        rows = self.rows or chunk_rows(vocab, dim, hidden.element_size())
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, rows)
-        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, (False, False))
+            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, self)
+        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, self, (False, False))
         return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        z_loss: float,
+        soft_cap: float | None,
+        head: ChunkedCrossEntropy,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, rows, needs)
+        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, head, needs)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(nll, z)
@@ -90,7 +113,7 @@ def _chunked(
     labels: Tensor,
     z_loss: float,
     soft_cap: float | None,
-    rows: int,
+    head: ChunkedCrossEntropy,
     needs: tuple[bool, bool],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
     """(total, nll, z), and the gradients of the total with respect to `hidden` and `weight` where `needs` says so."""
@@ -101,20 +124,20 @@ def _chunked(
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = _WeightGradient(weight, wide) if needs[1] else None
     # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
-    rows = max(1, min(rows, count))
+    rows = max(1, min(head.rows or chunk_rows(vocab, hidden.shape[1], hidden.element_size()), count))
     buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
     size = block_rows(rows, vocab, hidden.device.type)
-    scratch = None if hidden.dtype == wide else torch.empty(size, vocab, dtype=wide, device=hidden.device)
+    # A block is worked out in place, unless that is too narrow, or its logits are needed again after an exchange.
+    again = head.gather is not None and size < rows
+    scratch = torch.empty(size, vocab, dtype=wide, device=hidden.device) if again or hidden.dtype != wide else None
     for start in range(0, count, rows):
         x = hidden[start : start + rows]
         products = project(x, weight, buffer[: x.shape[0]])
-        for at in range(start, start + len(x), size):
-            part = products[at - start : at - start + size]
-            here = slice(at, at + len(part))
-            logits = part if scratch is None else scratch[: part.shape[0]].copy_(part)
-            nll[here], z[here] = _block(logits, labels[here], z_loss, soft_cap, any(needs))
-            if scratch is not None and any(needs):
-                part.copy_(logits)
+        step = size if head.gather is None else rows  # ranks exchange the numbers of a chunk at once
+        for at in range(0, len(x), step):
+            part = products[at : at + step]
+            here = slice(start + at, start + at + len(part))
+            nll[here], z[here] = _losses(part, labels[here], size, scratch, head, z_loss, soft_cap, any(needs))
         if hidden_grad is not None:
             torch.mm(products, weight, out=hidden_grad[start : start + rows])
         if weight_sum is not None:
@@ -123,38 +146,70 @@ def _chunked(
     return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
 
 
-def _block(logits: Tensor, label: Tensor, z_loss: float, soft_cap: float | None, gradient: bool) -> tuple[Tensor, Tensor]:
-    """nll and z of each row. With `gradient`, `logits` become the derivative of the total by them."""
-    valid = (label != IGNORE).to(logits.dtype)
-    index = label.where(label != IGNORE, 0).unsqueeze(1)
-    slope = _cap(logits, soft_cap)
-    chosen = logits.gather(1, index).squeeze(1)
-    partition, log_partition = _exponentiate(logits)
-    losses = (log_partition - chosen) * valid, log_partition.square() * valid
+def _losses(
+    products: Tensor,
+    labels: Tensor,
+    size: int,
+    scratch: Tensor | None,
+    head: ChunkedCrossEntropy,
+    z_loss: float,
+    soft_cap: float | None,
+    gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """nll and z of each row, `size` rows at a time. With `gradient`, `products` become the derivative of the total by them."""
+    valid, index = labels != IGNORE, labels - head.first
+    mine = valid if head.gather is None else valid & (index >= 0) & (index < products.shape[1])
+    index = index.where(mine, 0).unsqueeze(1)
+    parts = list(zip(products.split(size), index.split(size), mine.split(size), strict=True))
+    held = [_exponentiate(*part, scratch, soft_cap, keep=len(parts) == 1) for part in parts]
+    numbers = torch.cat([torch.stack((block.top, block.sum, block.chosen)) for block in held], dim=1)
+    top, partition, chosen = numbers.unbind(0)
+    highest = top
+    if head.gather is not None:
+        tops, sums, picked = head.gather(numbers).unbind(1)
+        highest = tops.amax(0)
+        partition, chosen = (sums * (tops - highest).exp()).sum(0), picked.sum(0)
+    log_partition, counted = highest + partition.log(), valid.to(partition.dtype)
+    losses = (log_partition - chosen) * counted, log_partition.square() * counted
     if gradient:
-        # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - max)
-        factor = valid * (1 + 2 * z_loss * log_partition) / partition
-        logits.mul_(factor.unsqueeze(1)).scatter_add_(1, index, -valid.unsqueeze(1))
-        if slope is not None:
-            logits.mul_(slope)
+        # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - top)
+        factor = counted * (1 + 2 * z_loss * log_partition) / partition
+        factor = factor if head.gather is None else factor * (top - highest).exp()
+        for part, block, scale in zip(parts, held, factor.split(size), strict=True):
+            if len(parts) > 1:  # the next one was worked out in the same memory
+                block = _exponentiate(*part, scratch, soft_cap, keep=True)
+            block.exponents.mul_(scale.unsqueeze(1)).scatter_add_(1, part[1], -part[2].to(scale.dtype).unsqueeze(1))
+            if block.slope is not None:
+                block.exponents.mul_(block.slope)
+            if scratch is not None:
+                part[0].copy_(block.exponents)
     return losses
 
 
-def _cap(logits: Tensor, soft_cap: float | None) -> Tensor | None:
-    """Caps `logits` in place and returns the derivative of the cap, or None without one."""
-    if soft_cap is None:
-        return None
-    bounded = logits.div_(soft_cap).tanh_()
-    slope = 1 - bounded.square()
-    logits.mul_(soft_cap)
-    return slope
+class _Block(NamedTuple):
+    """Of some rows of logits c, each with its largest: exp(c - top), their sum, the logit of the label or 0 where it is
+    another rank's, and the derivative of the cap."""
+
+    exponents: Tensor
+    top: Tensor
+    sum: Tensor
+    chosen: Tensor
+    slope: Tensor | None
 
 
-def _exponentiate(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns `logits` in place into exp(logits - max); returns their sum and log partition function, each (rows,)."""
+def _exponentiate(
+    products: Tensor, index: Tensor, mine: Tensor, scratch: Tensor | None, soft_cap: float | None, keep: bool
+) -> _Block:
+    """The block of `products`, worked out in `scratch` or in place; without `keep` only its numbers a row are of use."""
+    logits, slope = products if scratch is None else scratch[: len(products)].copy_(products), None
+    if soft_cap is not None:
+        bounded = logits.div_(soft_cap).tanh_()
+        slope = 1 - bounded.square() if keep else None
+        logits.mul_(soft_cap)
+    chosen = logits.gather(1, index).squeeze(1) * mine
     top = logits.amax(dim=1)
-    partition = logits.sub_(top.unsqueeze(1)).exp_().sum(dim=1)
-    return partition, top + partition.log()
+    exponents = logits.sub_(top.unsqueeze(1)).exp_()
+    return _Block(exponents, top, exponents.sum(dim=1), chosen, slope)
 
 
 class _WeightGradient:

@@ -4,22 +4,22 @@
 What is cut, and how, is data (`tensor.rules`); what modules become is in `tensor.modules`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.build.context import Context
-from forge_parallel.placement.collectives import Ranks
+from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk, rows_refusal
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import local_gradient
-from forge_parallel.tensor.loss import SplitCrossEntropy
 from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies
 from forge_parallel.torch_private import overlap_tensor_parallelism
@@ -117,10 +117,10 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
         elif role is Role.GATHERED:
             module.width, module.share = size, share
         else:
-            if not hasattr(module, "core"):
+            if not hasattr(getattr(module, "core", None), "split"):
                 raise PlanError(f"tensor: {path} makes logits but has no `core` that computes the loss (LossHead); give it one")
             module.vocab, module.share = size, share
-            module.core = SplitCrossEntropy(ranks, first)
+            module.core = module.core.split(first, partial(_of_all, ranks=ranks))
     elif role is Role.ACROSS:
         keys = specs.modules[path].inputs[0][-1] == "kv_heads"
         module.copies = kv_copies(specs, ranks.size) if keys else 1
@@ -129,3 +129,8 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
         width = module._parameters["weight"].shape[0] // kv_heads
         mine = ranks.rank * kv_heads // ranks.size
         module.rows = slice(mine * width, (mine + 1) * width)
+
+
+def _of_all(numbers: Tensor, ranks: Ranks) -> Tensor:
+    """Collective: (3, n) -> (ranks, 3, n)."""
+    return all_gather(numbers[None], ranks, 0)
