@@ -34,6 +34,12 @@ def test_our_parts_conform(group: str) -> None:
     assert [str(problem) for name in sorted(names) for problem in problems(REGISTRY, name, group)] == []
 
 
+def test_every_group_of_components_has_checks() -> None:
+    ours = {path.name for path in projects()}
+    offered = {entry.group for entry in REGISTRY.entries if entry.distribution in ours}
+    assert {name for name in offered & set(GROUPS) if GROUPS[name].build is not None} == set(CHECKED)
+
+
 def projects() -> list[Path]:
     root = Path(__file__).parents[2]
     return [path.parent for folder in ("packages", "apps") for path in root.glob(f"{folder}/*/pyproject.toml")]

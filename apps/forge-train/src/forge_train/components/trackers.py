@@ -8,6 +8,9 @@ from annotated_types import Gt
 from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_core.protocols.run import Run, Tracker
 
 
@@ -52,6 +55,10 @@ class Wandb(Component):
     """Labels of the run."""
     mode: Literal["online", "offline"] | None = None
     """`offline` writes a folder that `wandb sync` uploads later; when absent, `WANDB_MODE` or W&B's own settings decide."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Wandb]":
+        return (cls(mode="offline"),)
 
     def build(self, run: "Run") -> "Tracker":
         from forge_train.trackers.wandb import WandbTracker

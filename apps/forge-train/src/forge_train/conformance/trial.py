@@ -1,5 +1,7 @@
-"""A small run for the checks of hooks: a decoder with experts, random tokens, a few steps, one process."""
+"""A small run for the checks of hooks and trackers: a decoder with experts, random tokens, a few steps, one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -7,6 +9,7 @@ from typing import Any
 
 import torch
 
+from forge_core.config.tree import plain
 from forge_core.protocols.run import Hook, Run
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
@@ -127,6 +130,31 @@ class _Passes(Hook):
 
     def _watched(self, run: Any) -> Any:
         return _Watched(run, self.beyond)
+
+
+@dataclass
+class _Place:
+    """Of a run, what is known before its model is there."""
+
+    directory: Path
+    job: Any
+    config: Any
+
+
+@contextmanager
+def place() -> "Iterator[Any]":
+    """A run that was not assembled, in an empty directory: its `beyond` are attributes that were used of it and are not of the
+    protocol."""
+    with TemporaryDirectory(prefix="forge-run-") as folder:
+        recipe = Path(folder) / "trial.toml"
+        recipe.write_text(RECIPE)
+        directory = Path(folder) / "run"
+        directory.mkdir()
+        resolved = load(str(recipe), [f"--job.dir={directory}"], 1, Registry())
+        beyond: set[str] = set()
+        run = _Watched(_Place(directory, resolved.job, plain(resolved.tree)), beyond)
+        object.__setattr__(run, "beyond", beyond)
+        yield run
 
 
 def trained(hook: Hook | None) -> Trained:

@@ -1,0 +1,71 @@
+"""Weights for the checks of converters: those of a small decoder in memory, and the same that fail while they are read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_models.components.decoder import Decoder
+from forge_models.conformance import trial
+
+
+class InMemory:
+    """`Weights` of a component's model, drawn at random, in fp32."""
+
+    def __init__(self, component: Any) -> None:
+        self.model, self.facts = component, Facts(step=7)
+        module: Any = trial.on_meta(component.build)
+        specs = module.specs()
+        filled = trial.filled(module, specs.tensors, specs.ties).float()
+        self._tensors = {name: tensor.detach() for name, tensor in filled.named_parameters()}
+        self.tensors = {name: Stored(tuple(tensor.shape), "float32") for name, tensor in self._tensors.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors."""
+        return {name: self._tensors[name] for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """The box of one tensor that begins at `offset`."""
+        return self._tensors[name][tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
+
+
+class Torn(Exception):
+    """What `Broken` raises."""
+
+
+class Broken:
+    """Weights whose last tensor cannot be read."""
+
+    def __init__(self, weights: InMemory) -> None:
+        self._weights, self.model, self.facts, self.tensors = weights, weights.model, weights.facts, weights.tensors
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """All but the last tensor."""
+        if list(self.tensors)[-1] in names:
+            raise Torn
+        return self._weights.read(names)
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """A box of a tensor that is not the last."""
+        if name == list(self.tensors)[-1]:
+            raise Torn
+        return self._weights.box(name, offset, extent)
+
+
+def small() -> InMemory:
+    """A decoder of the plainest kind, which every format can express."""
+    return InMemory(Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=32, max_length=64))
+
+
+def logits(weights: Weights) -> Tensor:
+    """(1, 12, vocab) of the model that weights are of, in fp32."""
+    component: Any = weights.model
+    module: Any = trial.on_meta(component.build)
+    specs = module.specs()
+    model = trial.filled(module, specs.tensors, specs.ties).float()
+    with torch.no_grad():
+        for name, tensor in weights.read(list(weights.tensors)).items():
+            model.get_parameter(name).copy_(tensor)
+        return model(torch.arange(12)[None])
