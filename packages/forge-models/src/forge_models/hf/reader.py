@@ -102,7 +102,10 @@ class Folder:
             name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in self._places.items()
         }
         tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
-        tokens = {key: values[key] for key in TOKENS if ids_of(values, key, where)}
+        for key in TOKENS:
+            ids_of(values, key, where)
+        # null is kept: it says that there is no such token, where a key that is absent has the family's default.
+        tokens = {key: values[key] for key in TOKENS if key in values}
         self.facts = Facts(
             special_tokens=tokens,
             ends=_ends(folder),

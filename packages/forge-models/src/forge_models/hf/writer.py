@@ -17,7 +17,7 @@ from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
 from forge_models.hf.names import Place, places_in
-from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES
+from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES, TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,7 +138,7 @@ def _bytes(weights: Weights, name: str) -> int:
 
 def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path | None, places: Mapping[str, Place]) -> None:
     assert isinstance(weights.model, Decoder)
-    tokens = _special_tokens(weights, tokenizer)
+    tokens = _special_tokens(weights, family, tokenizer)
     parameters = [name for name, place in places.items() if not place.buffer]
     dtypes = {weights.tensors[name].dtype for name in parameters}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -158,11 +158,17 @@ def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path
                 shutil.copyfile(tokenizer / name, folder / name)
 
 
-def _special_tokens(weights: Weights, tokenizer: Path | None) -> dict[str, Any]:
-    """Ids of special tokens: those that travel with the weights, else those that the tokenizer's folder names."""
-    if weights.facts.special_tokens or tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None} | dict(weights.facts.special_tokens)
-    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+def _special_tokens(weights: Weights, family: Family, tokenizer: Path | None) -> dict[str, Any]:
+    """Ids of special tokens: those that travel with the weights, else those that the tokenizer's folder names.
+
+    What is not known is null. Left out, a key has the default of transformers for the family: a `pad_token_id` that the
+    vocabulary does not have, or a token whose embedding is not trained. So only a key that a folder of this family left out is.
+    """
+    found: dict[str, Any] = dict.fromkeys(TOKENS)
+    if known := dict(weights.facts.special_tokens):
+        return known if weights.facts.family == family.model_type else found | known
+    if tokenizer is None:
+        return found
     settings, content = tokenizer / "tokenizer_config.json", tokenizer / "tokenizer.json"
     if not (settings.is_file() and content.is_file()):
         return found
