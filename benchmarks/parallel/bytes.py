@@ -14,10 +14,11 @@ from typing import Any, get_args
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_parallel.build.plan import Plan
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_train.recipe.load import load
-from forge_train.run.assemble import transforms_of
+from forge_train.run.assemble import plan_of
 
 LAYOUTS = "dp8,dp64,hsdp8x8,hsdp2x1,dp512,tp2,tp8,dp8tp8,cp2,cp8,dp8cp4,dp2cp4tp2"
 KINDS = ",".join(get_args(Kind))
@@ -38,13 +39,14 @@ def workload(job: Any, layers: int, length: int, micro_batches: int, even: bool)
     )
 
 
-def variants(transforms: list[Any], layout: Layout, kinds: list[str]) -> Iterator[tuple[str, list[Any]]]:
-    """The transforms with each kind of attention, where rows are cut."""
-    if layout.cp == 1:
-        yield "", transforms
+def variants(plan: Plan, kinds: list[str]) -> Iterator[tuple[str, Plan]]:
+    """The plan with each kind of attention, where rows are cut."""
+    if plan.layout.cp == 1:
+        yield "", plan
         return
     for kind in kinds:
-        yield f" {kind}", [replace(one, kind=kind) if isinstance(one, ContextParallel) else one for one in transforms]
+        transforms = [replace(one, kind=kind) if isinstance(one, ContextParallel) else one for one in plan.transforms]
+        yield f" {kind}", Plan.of(transforms, plan.layout, plan.pipeline)
 
 
 def main() -> None:
@@ -64,9 +66,9 @@ def main() -> None:
     print(f"{'layout':>20} {'micro-batches':>13}  {heads}")
     for text in options.layouts.split(","):
         layout = Layout.parse(text)
-        for kind, transforms in variants(transforms_of(job, layout, registry), layout, options.kinds.split(",")):
+        for kind, plan in variants(plan_of(job, layout, registry), options.kinds.split(",")):
             for count in map(int, options.micro_batches.split(",")):
-                estimate = dry_run(workload(job, options.layers, options.length, count, options.even), layout, transforms)
+                estimate = dry_run(workload(job, options.layers, options.length, count, options.even), plan)
                 sent = {(flow.axis, flow.kind): flow for flow in estimate.flows}
                 for bound in estimate.bounds:
                     flow = sent[bound.axis, bound.kind]

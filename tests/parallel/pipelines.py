@@ -66,7 +66,7 @@ def measured(
     with warnings.catch_warnings():
         if "compile" in features:  # the compiler's own imports warn, and so does the way it looks at its inputs
             warnings.simplefilter("ignore")
-        return measure(case, laid_out, transforms, CPU, piped(schedule, split))
+        return measure(case, Plan.of(transforms, laid_out, piped(schedule, split)), CPU)
 
 
 def realized(case: Case, layout: str, schedule: str, *more: Any, shard: Any = None) -> ParallelModel:

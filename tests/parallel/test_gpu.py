@@ -98,7 +98,7 @@ def test_no_host_synchronisation_in_a_step() -> None:
 
 def test_micro_batches_leave_the_numbers_alone() -> None:
     device = torch.device("cuda", 0)
-    whole, cut = (measure(Case(**{**vars(CASE), "micro_batch": size}), Layout(), [], device) for size in (8, 1))
+    whole, cut = (measure(Case(**{**vars(CASE), "micro_batch": size}), Plan.of([], Layout()), device) for size in (8, 1))
     assert compare(whole, cut).accepted("fp64")
 
 
@@ -113,9 +113,9 @@ def test_float8_products_of_the_device_are_the_emulated_ones(recipe: Literal["te
     )
     device = torch.device("cuda", 0)
     emulated, native = (
-        measure(case, Layout(), [Float8(recipe=recipe, emulate=emulate).build()], device) for emulate in (True, False)
+        measure(case, Plan.of([Float8(recipe=recipe, emulate=emulate).build()], Layout()), device) for emulate in (True, False)
     )
-    exact = measure(case, Layout(), [], device)
+    exact = measure(case, Plan.of([], Layout()), device)
 
     def distance(found: Measurement) -> float:
         return sum(float((found.gradients[name] - emulated.gradients[name]).square().sum()) for name in found.gradients) ** 0.5

@@ -8,6 +8,7 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
+from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, compare, measure
@@ -148,7 +149,7 @@ def test_fp64_stays_fp64(build, tokens, name):
 
 
 def _measure(case, layout):
-    return measure(case, Layout.parse(layout), [Shard()], torch.device("cpu"))
+    return measure(case, Plan.of([Shard()], Layout.parse(layout)), torch.device("cpu"))
 
 
 @every

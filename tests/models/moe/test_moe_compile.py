@@ -12,6 +12,7 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
+from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.verify.parity import Case, compare, measure
@@ -35,7 +36,7 @@ def test_compilation_changes_nothing(compiler):
     build, objective = Decoder(**SIZES, moe=EXPERTS).build, CrossEntropy().build()
     sizes = {"rows": 4, "micro_batch": 4, "steps": 2, "grad_clip": 1e9}
     case = Case(build, objective, AdamW().build, 61, **sizes, compute="bf16", state="fp32")
-    plain, compiled = measure(case, Layout(), [], CPU), measure(case, Layout(), [Compile().build()], CPU)
+    plain, compiled = measure(case, Plan.of([], Layout()), CPU), measure(case, Plan.of([Compile().build()], Layout()), CPU)
     difference = compare(plain, compiled)
     assert max(difference.loss, difference.norm) < 2**-9
     assert difference.gradients < 2**-5

@@ -63,7 +63,10 @@ def test_each_expert_is_drawn_under_its_own_name_with_the_scale_of_its_projectio
 @pytest.mark.parametrize("state", ["fp64", "fp32"])  # one product after the other, and the grouped one
 def test_recomputation_changes_no_bit(policy, state):
     setting = case(compute=state, state=state)
-    plain, again = measure(setting, Layout(), [], CPU), measure(setting, Layout(), [Recompute(policy=policy).build()], CPU)
+    plain, again = (
+        measure(setting, Plan.of([], Layout()), CPU),
+        measure(setting, Plan.of([Recompute(policy=policy).build()], Layout()), CPU),
+    )
     assert plain.loss == again.loss
     assert all(torch.equal(plain.gradients[name], again.gradients[name]) for name in plain.gradients)
 
@@ -122,7 +125,7 @@ def test_a_step_that_is_skipped_moves_nothing(world):
 def test_the_losses_have_the_scale_that_is_documented():
     """One step's gradient of a router: that of nll / D + weights * means over all tokens, whatever the number of labels."""
     setting = case()
-    found = measure(setting, Layout(), [], CPU).gradients
+    found = measure(setting, Plan.of([], Layout()), CPU).gradients
     module = made().part
     batch = synthetic(setting, 0)
     scale = 1 / batch.tokens.numel()
@@ -142,7 +145,7 @@ def test_the_losses_have_the_scale_that_is_documented():
 
 
 def _measure(setting, layout):
-    return measure(setting, Layout.parse(layout), [Shard()], CPU)
+    return measure(setting, Plan.of([Shard()], Layout.parse(layout)), CPU)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "hsdp2x1"])

@@ -20,6 +20,7 @@ from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
+from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
@@ -152,7 +153,7 @@ def measured(case: Case, layout: str, row: frozenset[str], device: torch.device 
     with warnings.catch_warnings():
         if {"compile", "float8"} & row:  # imports of compiler and torchao warn
             warnings.simplefilter("ignore")
-        return measure(case, at, transforms_of(row).values(), device, pipeline)
+        return measure(case, Plan.of(transforms_of(row).values(), at, pipeline), device)
 
 
 def job_of(row: frozenset[str], base: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
+from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
@@ -28,7 +29,7 @@ def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64") -> Case:
 
 
 def _measure(case: Case, layout: str) -> Measurement:
-    return measure(case, Layout.parse(layout), [Shard()], torch.device("cpu"))
+    return measure(case, Plan.of([Shard()], Layout.parse(layout)), torch.device("cpu"))
 
 
 LAYOUTS = ["1", "dp2", "dp4", "hsdp2x2"]

@@ -11,6 +11,7 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
+from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.dryrun.estimate import Workload, dry_run
@@ -65,7 +66,7 @@ def test_a_dry_run_knows_every_use_of_the_head() -> None:
         length=16,
         compute="fp32",
     )
-    estimate = dry_run(workload, Layout(), [])
+    estimate = dry_run(workload, Plan.of([], Layout()))
     assert estimate.head == pytest.approx(3 * 4 * (2 * 16 * 16 + 61 * 16), abs=1024)
-    plain = dry_run(replace(workload, build=DECODER.build), Layout(), [])
+    plain = dry_run(replace(workload, build=DECODER.build), Plan.of([], Layout()))
     assert estimate.head_work == pytest.approx(plain.head_work, rel=0.2)

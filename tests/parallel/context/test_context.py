@@ -54,12 +54,12 @@ def _transforms(kind: Any, *further: Any) -> list[Any]:
 
 
 def _measure(case: Case, layout: str, kind: str) -> Measurement:
-    return measure(case, Layout.parse(layout), _transforms(kind), CPU)
+    return measure(case, Plan.of(_transforms(kind), Layout.parse(layout)), CPU)
 
 
 def _same(world: World, case: Case, layout: str, kind: str) -> None:
     at = Layout.parse(layout)
-    whole = alone(measure, replace(case, micro_batch=case.rows), Layout(), [], CPU)
+    whole = alone(measure, replace(case, micro_batch=case.rows), Plan.of([], Layout()), CPU)
     for found in world.run(_measure, at.world, case, layout, kind):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
@@ -86,7 +86,7 @@ def test_attentions(world: World, kind: str, layout: str, component: Decoder) ->
 
 
 def _measure_cut_twice(case: Case, layout: str, kind: str) -> Measurement:
-    return measure(case, Layout.parse(layout), _transforms(kind, TensorParallel()), CPU)
+    return measure(case, Plan.of(_transforms(kind, TensorParallel()), Layout.parse(layout)), CPU)
 
 
 @pytest.mark.parametrize(
@@ -96,21 +96,21 @@ def _measure_cut_twice(case: Case, layout: str, kind: str) -> Measurement:
 )
 def test_heads_that_are_cut_as_well(world: World, kind: str, component: Decoder) -> None:
     """Cores take the number of heads from what they are given: under tensor parallelism that is a share of the model's."""
-    whole = measure(replace(case(component), micro_batch=8), Layout(), [], CPU)
+    whole = measure(replace(case(component), micro_batch=8), Plan.of([], Layout()), CPU)
     for found in world.run(_measure_cut_twice, 4, case(component), "cp2tp2", kind):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
 
 
 def _measure_in_stages(case: Case, layout: str, kind: str) -> Measurement:
-    return measure(case, Layout.parse(layout), _transforms(kind), CPU, Pipeline(OneForwardOneBackward().build()))
+    return measure(case, Plan.of(_transforms(kind), Layout.parse(layout), Pipeline(OneForwardOneBackward().build())), CPU)
 
 
 @kinds
 def test_stages(world: World, kind: str) -> None:
     """Every stage of a pipeline gathers documents for itself."""
     staged = case(decoder(tied_embeddings=True), micro_batch=2, silent=2)
-    whole = measure(replace(staged, micro_batch=8), Layout(), [], CPU)
+    whole = measure(replace(staged, micro_batch=8), Plan.of([], Layout()), CPU)
     for found in world.run(_measure_in_stages, 4, staged, "pp2cp2", kind):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference
@@ -196,13 +196,13 @@ def test_selective_recomputation_exchanges_nothing_twice(world: World, kind: str
 
 
 def _measure_recomputed(case: Case, kind: str) -> Measurement:
-    return measure(case, Layout(cp=2), _transforms(kind, Recompute(policy="full")), CPU)
+    return measure(case, Plan.of(_transforms(kind, Recompute(policy="full")), Layout(cp=2)), CPU)
 
 
 @kinds
 def test_blocks_that_are_computed_again(world: World, kind: str) -> None:
     """With nothing kept, whatever is exchanged in a forward is exchanged again in the backward, by all ranks alike."""
-    whole = measure(case(decoder(), micro_batch=8), Layout(), [], CPU)
+    whole = measure(case(decoder(), micro_batch=8), Plan.of([], Layout()), CPU)
     for found in world.run(_measure_recomputed, 2, case(decoder(), micro_batch=8), kind):
         difference = compare(whole, found)
         assert difference.accepted("fp64"), difference

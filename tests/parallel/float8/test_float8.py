@@ -78,7 +78,7 @@ def _measure(
     with warnings.catch_warnings():
         if any(isinstance(transform, Compile) for transform in more):
             warnings.simplefilter("ignore")  # the compiler's own imports warn
-        return measure(case, at, transforms, CPU, Pipeline(schedule=schedule).build() if schedule else None)
+        return measure(case, Plan.of(transforms, at, Pipeline(schedule=schedule).build() if schedule else None), CPU)
 
 
 # ---------------------------------------------------------------------------------------------- independent references
@@ -313,7 +313,7 @@ def test_matrices_are_gathered_in_one_byte_an_element_and_their_scales_found_at_
     def flows(**fields: Any) -> tuple[int, int]:
         """Bytes of all-gathers, and number of all-reduces, of a step of three micro-batches."""
         work = Workload(DECODER.build, CASE.objective, CASE.optimizer, rows=2, length=16, micro_batches=3)
-        found = dry_run(work, Layout.parse("dp2"), [Shard(), Float8(**fields).build()]).flows
+        found = dry_run(work, Plan.of([Shard(), Float8(**fields).build()], Layout.parse("dp2"))).flows
         gathered = sum(flow.payload for flow in found if flow.kind == "all_gather")
         return gathered, sum(flow.count for flow in found if flow.kind == "all_reduce")
 

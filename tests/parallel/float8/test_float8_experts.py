@@ -241,7 +241,7 @@ def _measure(case: Case, layout: str, float8: dict[str, Any] | None, *more: Any)
         transforms.append(TensorParallel())
     if at.ep * at.etp > 1:
         transforms.append(Expert())
-    return measure(case, at, transforms, CPU)
+    return measure(case, Plan.of(transforms, at), CPU)
 
 
 def _distance(one: Measurement, other: Measurement) -> float:
@@ -322,7 +322,7 @@ def test_a_dry_run_counts_the_same_exchanges() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         only = Float8(experts=True, include=["*.experts"]).build()
-        plain, float8 = (dry_run(work, Layout.parse("dp2ep2"), [Shard(), Expert(), *more]) for more in ([], [only]))
+        plain, float8 = (dry_run(work, Plan.of([Shard(), Expert(), *more], Layout.parse("dp2ep2"))) for more in ([], [only]))
     assert float8.flows == plain.flows
 
 

@@ -167,7 +167,7 @@ def exact(world: World, layout: str, model: str, setup: Setup) -> None:
     found = world.run(_real, at.world, workload, layout, setup.transforms, setup.pipeline, micro_batches)
     # Ranks that hold other numbers than the last: of other stages, and of shards that are not all alike.
     ranks = {0, at.world - 1} if setup.pipeline or at.ep > 1 or layout == "dp3" else {at.world - 1}
-    for estimate in dry_runs(workload, at, setup.transforms, sorted(ranks), setup.pipeline):
+    for estimate in dry_runs(workload, Plan.of(setup.transforms, at, setup.pipeline), sorted(ranks)):
         real = found[estimate.rank]
         assert {key: getattr(estimate, key) for key in real} == real
 
@@ -184,7 +184,7 @@ def exact(world: World, layout: str, model: str, setup: Setup) -> None:
 def test_later_micro_batches_are_counted_without_being_run(world: World, layout: str, setup: Setup, micro_batches: int) -> None:
     workload = replace(MODELS["decoder"], micro_batches=micro_batches)
     measured = world.run(_real, 4, workload, layout, setup.transforms, setup.pipeline, micro_batches)[1]
-    estimate = dry_run(workload, Layout.parse(layout), setup.transforms, 1, setup.pipeline)
+    estimate = dry_run(workload, Plan.of(setup.transforms, Layout.parse(layout), setup.pipeline), 1)
     assert {key: getattr(estimate, key) for key in measured} == measured
 
 
@@ -202,7 +202,9 @@ def test_tokens_travel_once_to_each_rank_and_node(kind: Any, node: int | None) -
     workload = replace(MODELS["experts"], build=replace(DECODER, moe=moe).build, rows=4, length=32)
     flows = {
         flow.axis: flow
-        for flow in dry_run(workload, Layout.parse("dp8ep8"), [Expert(dispatcher=kind, ranks_per_node=node), Shard()]).flows
+        for flow in dry_run(
+            workload, Plan.of([Expert(dispatcher=kind, ranks_per_node=node), Shard()], Layout.parse("dp8ep8"))
+        ).flows
     }
     tokens, told, counts = 4 * 32, 2 * 4 * 4, 2 * 8
     row = 4 * 2 * 16 + 2 * told
@@ -225,7 +227,7 @@ def test_padding_is_counted_and_is_above_the_bound() -> None:
     padded = {name: rows[shape[0]] * prod(shape[1:]) for name, shape in shapes.items()}
     units = [sum(size for name, size in padded.items() if name.startswith(f"blocks.{layer}.")) for layer in range(LAYERS)]
     rest = padded["embed.weight"] + padded["head.weight"]
-    estimate = dry_run(TINY, Layout.parse("dp3"), [Shard()])
+    estimate = dry_run(TINY, Plan.of([Shard()], Layout.parse("dp3")))
     flows = {flow.kind: flow for flow in estimate.flows}
     assert flows["all_gather"].count == 2 * LAYERS + 1
     assert flows["all_gather"].payload == 4 * (2 * sum(units) + rest)
@@ -238,7 +240,7 @@ def test_padding_is_counted_and_is_above_the_bound() -> None:
 def test_elements_of_all_ranks_are_the_models() -> None:
     with torch.device("meta"):
         whole = sum(parameter.numel() for parameter in Tiny().parameters())
-    estimates = [dry_run(TINY, Layout.parse("dp3"), [Shard()], rank) for rank in range(3)]
+    estimates = [dry_run(TINY, Plan.of([Shard()], Layout.parse("dp3")), rank) for rank in range(3)]
     assert sum(estimate.elements for estimate in estimates) == whole
     assert len({estimate.elements for estimate in estimates}) > 1
     assert [estimate.at["dp_shard"] for estimate in estimates] == [0, 1, 2]
@@ -253,7 +255,7 @@ def test_activations_are_those_that_a_real_forward_keeps(transforms: list[Any]) 
     model = realize(Blueprint.of(workload.build), Plan.of(transforms, Layout()), Topology.of(Layout(), CPU), 0)
     step, batch = Step(model, workload.objective), workload.batch()
     _, held = held_after(lambda: step._forward(batch))
-    estimate = dry_run(workload, Layout(), transforms)
+    estimate = dry_run(workload, Plan.of(transforms, Layout()))
     kept = 2 * 16 * 16 * 4 + VOCAB * 16 * 4  # the loss head's gradients for its input and its weight
     scalars = 64
     assert estimate.head == pytest.approx(kept, abs=scalars)
@@ -274,16 +276,16 @@ def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     assert profiled.kineto_results is not None
     calls = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(calls, key=lambda event: event.start_ns())))
-    estimate = dry_run(workload, Layout(), transforms)
+    estimate = dry_run(workload, Plan.of(transforms, Layout()))
     standing = estimate.parameters + estimate.optimizer
     assert sum(estimate.peak.values()) - standing == pytest.approx(peak, rel=0.01)
 
 
 def test_the_peak_names_what_it_is_made_of() -> None:
     workload = replace(MODELS["decoder"], micro_batches=3)
-    one = dry_run(replace(workload, micro_batches=1), Layout.parse("dp2"), [Shard()]).peak
-    many = dry_run(workload, Layout.parse("dp2"), [Shard()])
-    each = dry_run(workload, Layout.parse("dp2"), [Shard(reduce="each")]).peak
+    one = dry_run(replace(workload, micro_batches=1), Plan.of([Shard()], Layout.parse("dp2"))).peak
+    many = dry_run(workload, Plan.of([Shard()], Layout.parse("dp2")))
+    each = dry_run(workload, Plan.of([Shard(reduce="each")], Layout.parse("dp2"))).peak
     assert many.peak["parameters"] == many.parameters
     assert many.peak["optimizer state"] == many.optimizer
     with torch.device("meta"):
@@ -312,7 +314,7 @@ def test_a_ledger_sees_storages_come_shrink_and_go() -> None:
 
 
 def test_compilation_is_left_out() -> None:
-    plain, compiled = (dry_run(TINY, Layout.parse("dp2"), [Shard(), *extra]) for extra in ([], [Compile()]))
+    plain, compiled = (dry_run(TINY, Plan.of([Shard(), *extra], Layout.parse("dp2"))) for extra in ([], [Compile()]))
     assert plain == compiled
 
 
@@ -320,16 +322,16 @@ def test_compilation_is_left_out() -> None:
 
 
 def test_a_dry_run_leaves_nothing_behind_and_needs_a_process_of_its_own(world: World) -> None:
-    assert dry_run(TINY, Layout.parse("dp2"), [Shard()]) == dry_run(TINY, Layout.parse("dp2"), [Shard()])
+    assert dry_run(TINY, Plan.of([Shard()], Layout.parse("dp2"))) == dry_run(TINY, Plan.of([Shard()], Layout.parse("dp2")))
     assert not dist.is_initialized()
     with pytest.raises(ForgeError, match="at least one micro-batch"):
-        dry_run(replace(TINY, micro_batches=0), Layout(), [])
+        dry_run(replace(TINY, micro_batches=0), Plan.of([], Layout()))
     assert world.run(_inside, 2) == ["alone", "alone"]
 
 
 def _inside() -> str:
     try:
-        dry_run(TINY, Layout.parse("dp2"), [Shard()])
+        dry_run(TINY, Plan.of([Shard()], Layout.parse("dp2")))
     except LayoutError as refusal:
         return "alone" if "a dry run needs a separate process" in str(refusal) else str(refusal)
     return "not refused"
@@ -339,7 +341,7 @@ def test_no_memory_is_taken_for_the_model() -> None:
     """This model has 192 GiB; the process would not survive it."""
     huge = Decoder(dim=32768, layers=2, heads=64, ffn_dim=131072, vocab_size=262144, max_length=16)
     workload = replace(MODELS["decoder"], build=huge.build, rows=1, documents=False)
-    estimate = dry_run(workload, Layout.parse("dp4"), [Shard()])
+    estimate = dry_run(workload, Plan.of([Shard()], Layout.parse("dp4")))
     assert estimate.parameters > 40 * 2**30
 
 

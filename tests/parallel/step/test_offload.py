@@ -160,21 +160,21 @@ def _offloaded(case: Case, layout: str, **settings: Any) -> Measurement:
 
     before, fully_sharded._host = fully_sharded._host, host
     try:
-        return measure(case, Layout.parse(layout), [Shard(offload=True, **settings)], CPU)
+        return measure(case, Plan.of([Shard(offload=True, **settings)], Layout.parse(layout)), CPU)
     finally:
         fully_sharded._host = before
 
 
 @pytest.mark.parametrize(("layout", "reduce"), [("1", "last"), ("hsdp2x2", "each")])
 def test_a_step_through_the_policy_equals_one_process(world: World, layout: str, reduce: str) -> None:
-    alone = measure(CASE, Layout(), [], CPU)
+    alone = measure(CASE, Plan.of([], Layout()), CPU)
     for found in world.run(_offloaded, Layout.parse(layout).world, CASE, layout, reduce=reduce, group=layout != "1"):
         difference = compare(alone, found)
         assert difference.accepted("fp64"), difference
 
 
 def test_bf16_state_through_the_policy_equals_one_process(world: World) -> None:
-    alone = measure(LOW, Layout(), [], CPU)
+    alone = measure(LOW, Plan.of([], Layout()), CPU)
     (found,) = world.run(_offloaded, 1, LOW, "1", reduce="each", group=False)
     assert compare(alone, found).accepted("bf16")
     assert all(torch.equal(found.weights[name], weight) for name, weight in alone.weights.items()), "one rank: the same bits"

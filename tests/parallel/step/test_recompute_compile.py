@@ -83,7 +83,7 @@ def test_a_block_keeps_the_bytes_that_its_policy_states(component: Recompute, st
 
 @pytest.mark.parametrize("component", [Recompute(policy="full"), Recompute(), Recompute(keep=["matmul"], every=2)])
 def test_recomputation_changes_no_bit_in_fp64(component: Recompute) -> None:
-    plain, again = measure(case(3), Layout(), [], CPU), measure(case(3), Layout(), [component.build()], CPU)
+    plain, again = measure(case(3), Plan.of([], Layout()), CPU), measure(case(3), Plan.of([component.build()], Layout()), CPU)
     assert plain.loss == again.loss
     assert all(torch.equal(plain.gradients[name], again.gradients[name]) for name in plain.gradients)
 
@@ -106,7 +106,9 @@ def compiler() -> Any:
 def test_compilation_changes_nothing(compiler: None) -> None:
     """In fp32; runs in fp64 are in the table of proven pairs."""
     setting = replace(case(), compute="fp32", state="fp32")
-    difference = compare(measure(setting, Layout(), [], CPU), measure(setting, Layout(), [Compile().build()], CPU))
+    difference = compare(
+        measure(setting, Plan.of([], Layout()), CPU), measure(setting, Plan.of([Compile().build()], Layout()), CPU)
+    )
     assert difference.accepted("fp32"), difference
     assert counters["stats"]["unique_graphs"] == 1, "all blocks share one graph"
 
@@ -118,7 +120,7 @@ def test_compilation_changes_nothing_in_wide_blocks(compiler: None) -> None:
 
     def gradient(compute: str, *transforms: Any) -> torch.Tensor:
         state = "fp64" if compute == "fp64" else "fp32"
-        found = measure(replace(setting, compute=compute, state=state), Layout(), list(transforms), CPU).gradients
+        found = measure(replace(setting, compute=compute, state=state), Plan.of(list(transforms), Layout()), CPU).gradients
         whole = torch.cat([found[name].flatten() for name in sorted(found)])
         return whole.to(DTYPES[compute])  # they were gathered in fp64
 

@@ -60,7 +60,7 @@ def _case(variant: str, **changes: Any) -> Case:
 
 
 def _measure(case: Case, layout: str, sequence: bool = True, *more: Any) -> Measurement:
-    return measure(case, Layout.parse(layout), [Shard(), Tensor(sequence_parallel=sequence), *more], CPU)
+    return measure(case, Plan.of([Shard(), Tensor(sequence_parallel=sequence), *more], Layout.parse(layout)), CPU)
 
 
 def _equal(world: World, case: Case, layout: str, *arguments: Any) -> None:

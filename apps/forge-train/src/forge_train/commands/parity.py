@@ -124,11 +124,10 @@ def rank(
     from forge_core.registry import Registry
     from forge_parallel.verify.parity import Case, measure
     from forge_train.recipe.load import load
-    from forge_train.run.assemble import pipeline_of, transforms_of
+    from forge_train.run.assemble import plan_of
 
     registry = Registry()
     job = load(recipe, overrides, None, registry).job
-    laid_out = Layout.parse(layout)
     case = Case(
         build=job.model.build,
         objective=job.objective.build(),
@@ -142,8 +141,7 @@ def rank(
         compute=mode,
         state=mode,
     )
-    transforms, pipeline = transforms_of(job, laid_out, registry), pipeline_of(job, laid_out)
-    return asdict(measure(case, laid_out, transforms, torch.device("cpu"), pipeline))
+    return asdict(measure(case, plan_of(job, Layout.parse(layout), registry), torch.device("cpu")))
 
 
 def _measurement(raw: dict[str, Any]) -> "Measurement":

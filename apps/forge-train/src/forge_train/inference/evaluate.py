@@ -15,7 +15,6 @@ from forge_core.protocols.convert import Weights
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
-from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -23,7 +22,7 @@ from forge_train.hooks.evaluate import perplexity
 from forge_train.inference.forge_weights import table_of
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.recipe.load import Resolved, load
-from forge_train.run.assemble import pipeline_of, rank_zero_first, transforms_of
+from forge_train.run.assemble import plan_of, rank_zero_first
 from forge_train.run.directory import run_directory
 from forge_train.run.initial_weights import fill_from
 
@@ -100,7 +99,7 @@ def scores(
         workspace = (weights.facts.run or run_directory(job)) / "data"
         vocab_size = getattr(job.model, "vocab_size", None)
         sets = evaluation(job.data, workspace=workspace, report=say, vocab_size=vocab_size, tokenizer=tokenizer)
-    plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
+    plan = plan_of(job, layout, registry)
     precision = (job.precision.compute, job.precision.state)
     model = realize(Blueprint.of(job.model.build), plan, topology, lambda model: fill_from(weights, model), *precision)
     model.at_step(weights.facts.step, job.train.max_steps)

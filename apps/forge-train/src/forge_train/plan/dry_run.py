@@ -11,7 +11,7 @@ from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
 from forge_train.recipe.schema import Job
-from forge_train.run.assemble import pipeline_of, transforms_of
+from forge_train.run.assemble import plan_of
 
 METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
@@ -95,13 +95,11 @@ def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: 
     Raises:
         ForgeError: what a run would refuse when it is assembled.
     """
-    transforms, pipeline, workload = transforms_of(job, layout, registry), pipeline_of(job, layout), _workload(job, layout)
-    chosen = ranks or first_ranks(layout)
-    estimates = dry_runs(workload, layout, transforms, chosen, pipeline)
-    names = tuple(transform.name for transform in sorted(transforms, key=lambda transform: transform.phase))
+    plan, workload = plan_of(job, layout, registry), _workload(job, layout)
+    estimates = dry_runs(workload, plan, ranks or first_ranks(layout))
     groups = groups_of(layout, per_node)
     step = workload.micro_batches, workload.rows, workload.length
-    return Planned(layout, per_node, names, *step, groups, tuple(estimates), getattr(job.model, "moe", None) is not None)
+    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), getattr(job.model, "moe", None) is not None)
 
 
 def first_ranks(layout: Layout) -> Sequence[int]:
@@ -115,8 +113,8 @@ def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] =
     Raises:
         ForgeError: what a run would refuse when it lays the model out.
     """
-    transforms, pipeline, workload = transforms_of(job, layout, registry), pipeline_of(job, layout), _workload(job, layout)
-    return {rank: parameters_of(workload, layout, transforms, rank, pipeline) for rank in ranks or first_ranks(layout)}
+    plan, workload = plan_of(job, layout, registry), _workload(job, layout)
+    return {rank: parameters_of(workload, plan, rank) for rank in ranks or first_ranks(layout)}
 
 
 def _workload(job: Job, layout: Layout) -> Workload:

@@ -27,7 +27,6 @@ from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
-from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.recipe.schema import Job
@@ -114,7 +113,7 @@ def assemble(
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
-        plan = Plan.of(transforms_of(job, layout, registry), layout, pipeline_of(job, layout))
+        plan = plan_of(job, layout, registry)
         factor, objective = job.schedule.build(job.train.max_steps), job.objective.build()
     optimizers: list[Any] = []
     state = State(0, 0, data.start())
@@ -203,18 +202,18 @@ def assemble(
     return run
 
 
-def transforms_of(job: Job, layout: Layout, registry: Registry) -> list[Any]:
-    """The recipe's transforms, and those that its axes pull in."""
+def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
+    """The recipe's transforms, those that its axes pull in, and its pipeline where the layout has one.
+
+    Raises:
+        PlanError: they do not fit together; see `Plan.of`.
+    """
     defaults = default_transforms(layout, job.transforms)
-    return [
+    transforms = [
         *(component.build() for component in job.transforms.values()),
         *(registry.load("forge.transforms", name)().build() for name in defaults),
     ]
-
-
-def pipeline_of(job: Job, layout: Layout) -> Pipeline | None:
-    """The recipe's pipeline, where the layout has one."""
-    return job.parallel.pipeline.build() if layout.pp > 1 else None
+    return Plan.of(transforms, layout, job.parallel.pipeline.build() if layout.pp > 1 else None)
 
 
 def _announcer(console: "Console | None") -> Callable[[str], None]:

@@ -6,7 +6,7 @@ other devices, whose kernels may keep more or less. Blocks are taken uncompiled:
 have an even load (`dryrun.even`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -28,7 +28,6 @@ from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
 from forge_parallel.dryrun.memory_trace import GRADIENTS, Ledger, held
 from forge_parallel.dryrun.traffic import Flow, Traffic
-from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.topology import Topology
@@ -112,9 +111,7 @@ class Estimate:
     bounds: tuple[Bound, ...]
 
 
-def dry_run(
-    workload: Workload, layout: Layout, transforms: Iterable[Transform], rank: int = 0, pipeline: Pipeline | None = None
-) -> Estimate:
+def dry_run(workload: Workload, plan: Plan, rank: int = 0) -> Estimate:
     """What `rank` holds and exchanges in a step, without the other ranks and without memory for any tensor.
 
     A step of at most two micro-batches is counted (in a pipeline two, of as few as its schedule takes and of twice as many);
@@ -123,56 +120,45 @@ def dry_run(
     Raises:
         ForgeError: what a real run would refuse; or this process belongs to a process group.
     """
-    return dry_runs(workload, layout, transforms, (rank,), pipeline)[0]
+    return dry_runs(workload, plan, (rank,))[0]
 
 
-def dry_runs(
-    workload: Workload,
-    layout: Layout,
-    transforms: Iterable[Transform],
-    ranks: Sequence[int],
-    pipeline: Pipeline | None = None,
-) -> list[Estimate]:
+def dry_runs(workload: Workload, plan: Plan, ranks: Sequence[int]) -> list[Estimate]:
     """`dry_run` of several ranks, one after the other."""
     if workload.micro_batches < 1:
         raise PlanError(f"a step needs at least one micro-batch, got {workload.micro_batches}")
-    kept = [transform for transform in transforms if transform.phase != Phase.COMPILE]
     done: dict[int, Estimate] = {}
     metrics: tuple[str, ...] = ()
-    if pipeline is not None:
+    if plan.pipeline is not None:
         # Ranks of other stages are told the names of the objective's metrics by the last one, so that is asked first.
-        last, stride = pipeline.placement(layout.pp)[-1], layout.world // layout.pp
+        layout = plan.layout
+        last, stride = plan.pipeline.placement(layout.pp)[-1], layout.world // layout.pp
         scoring = next((rank for rank in ranks if rank // stride == last), last * stride)
-        once = workload if scoring in ranks else replace(workload, micro_batches=_fewest(layout, pipeline))
-        done[scoring], metrics = _run(once, layout, kept, scoring, pipeline, ())
+        once = workload if scoring in ranks else replace(workload, micro_batches=_fewest(plan))
+        done[scoring], metrics = _run(once, plan, scoring, ())
     for rank in ranks:
         if rank not in done:
-            done[rank] = _run(workload, layout, kept, rank, pipeline, metrics)[0]
+            done[rank] = _run(workload, plan, rank, metrics)[0]
     return [done[rank] for rank in ranks]
 
 
-def _fewest(layout: Layout, pipeline: Pipeline | None) -> int:
+def _fewest(plan: Plan) -> int:
     """The least number of micro-batches of which a step can be made, and one twice as long, too."""
-    if pipeline is None or layout.pp == 1:
+    if plan.pipeline is None:
         return 1
-    legal = (n for n in count(1) if not any(pipeline.schedule.refusal(layout.pp, size) for size in (n, 2 * n)))
+    schedule, stages = plan.pipeline.schedule, plan.layout.pp
+    legal = (n for n in count(1) if not any(schedule.refusal(stages, size) for size in (n, 2 * n)))
     return next(legal)
 
 
-def _run(
-    workload: Workload,
-    layout: Layout,
-    transforms: Iterable[Transform],
-    rank: int,
-    pipeline: Pipeline | None,
-    metrics: Sequence[str],
-) -> tuple[Estimate, tuple[str, ...]]:
+def _run(workload: Workload, plan: Plan, rank: int, metrics: Sequence[str]) -> tuple[Estimate, tuple[str, ...]]:
     """The estimate of one rank, and the names of the metrics that it saw computed."""
-    with fake_world(layout.world, rank), ExitStack() as stack:
-        topology = Topology.of(layout, torch.device("cpu"))
-        watch = _Watch(stack, separate=layout.pp == 1, metrics=list(metrics))
-        plan = Plan.of([*transforms, watch], layout, pipeline)
-        model = realize(Blueprint.of(workload.build), plan, topology, _nothing, workload.compute, workload.state)
+    kept = [transform for transform in plan.transforms if transform.phase != Phase.COMPILE]
+    with fake_world(plan.layout.world, rank), ExitStack() as stack:
+        topology = Topology.of(plan.layout, torch.device("cpu"))
+        watch = _Watch(stack, separate=plan.layout.pp == 1, metrics=list(metrics))
+        watched = Plan.of([*kept, watch], plan.layout, plan.pipeline)
+        model = realize(Blueprint.of(workload.build), watched, topology, _nothing, workload.compute, workload.state)
         return _estimate(workload, model, watch), tuple(watch.metrics)
 
 
@@ -275,7 +261,7 @@ class _Counted:
 
 def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estimate:
     stages, wanted = model.topology.layout.pp, workload.micro_batches
-    fewest = _fewest(model.topology.layout, model.plan.pipeline)
+    fewest = _fewest(model.plan)
     optimizer = workload.optimizer(model)
     step = Step(model, watch.listening(workload.objective), watch.agreed)
     sizes = (wanted,) if wanted <= 2 * fewest else (fewest, 2 * fewest) if stages > 1 else (2,)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
@@ -17,7 +16,6 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.dryrun.estimate import Workload
 from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.memory_trace import held
-from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import detect_fake_mode
 
@@ -45,18 +43,16 @@ class Placed:
     bytes: int
 
 
-def parameters_of(
-    workload: Workload, layout: Layout, transforms: Iterable[Transform], rank: int = 0, pipeline: Pipeline | None = None
-) -> list[Placed]:
+def parameters_of(workload: Workload, plan: Plan, rank: int = 0) -> list[Placed]:
     """What `rank` holds once the model is laid out. No step runs, so it takes a second where `dry_run` takes many.
 
     Raises:
         ForgeError: what a real run would refuse; or this process belongs to a process group.
     """
-    with fake_world(layout.world, rank), ExitStack() as stack:
-        topology = Topology.of(layout, torch.device("cpu"))
-        plan = Plan.of([*transforms, _WithoutMemory(stack)], layout, pipeline)
-        model = realize(Blueprint.of(workload.build), plan, topology, _unfilled, workload.compute, workload.state)
+    with fake_world(plan.layout.world, rank), ExitStack() as stack:
+        topology = Topology.of(plan.layout, torch.device("cpu"))
+        without_memory = Plan.of([*plan.transforms, _WithoutMemory(stack)], plan.layout, plan.pipeline)
+        model = realize(Blueprint.of(workload.build), without_memory, topology, _unfilled, workload.compute, workload.state)
         return list(_placed(model))
 
 

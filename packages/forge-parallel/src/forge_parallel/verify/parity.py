@@ -6,7 +6,7 @@ parameter after updates. In fp64 the tolerance is 1e-10; in fp32 only loss, norm
 parameter's largest, since Adam turns a tiny g / |g| into a whole step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -14,12 +14,10 @@ from torch import nn
 
 from forge_core.batch import IGNORE, Batch, Sources
 from forge_core.errors import ForgeError
-from forge_core.layout import Layout
-from forge_core.protocols.model import Objective, Optimizer, Transform
+from forge_core.protocols.model import Objective, Optimizer
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
@@ -106,12 +104,9 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
     ]
 
 
-def measure(
-    case: Case, layout: Layout, transforms: Iterable[Transform], device: torch.device, pipeline: Pipeline | None = None
-) -> Measurement:
+def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     """Collective: runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
-    topology = Topology.of(layout, device)
-    plan = Plan.of(transforms, layout, pipeline)
+    topology = Topology.of(plan.layout, device)
     model = realize(Blueprint.of(case.build), plan, topology, case.seed, case.compute, case.state)
     optimizer = case.optimizer(model)
     step = Step(model, case.objective)
