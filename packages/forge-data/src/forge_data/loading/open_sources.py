@@ -9,6 +9,7 @@ from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import labels_of, used
+from forge_data.order.source_keys import max_epochs_of, weight_of
 from forge_data.store.reader import StoreSource
 
 AnySource = Source | StreamedSource
@@ -43,7 +44,7 @@ def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> So
     texts = tuple(
         found
         for source in data.sources
-        if isinstance(source, TextComponent) and getattr(source, "weight", 1.0) > 0 and (found := source.texts()) is not None
+        if isinstance(source, TextComponent) and weight_of(source) > 0 and (found := source.texts()) is not None
     )
     workers = data.workers or usable_cores()
     context = SourceContext(spec.workspace, None, data.sequence_length, report, texts, workers, **more)
@@ -75,9 +76,9 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
     return OpenedSources(
         context.tokenizer or _carried(sources),
         sources,
-        tuple(float(getattr(component, "weight", 1.0)) for component in chosen),
+        tuple(map(weight_of, chosen)),
         places,
-        tuple(getattr(component, "max_epochs", None) for component in chosen),
+        tuple(map(max_epochs_of, chosen)),
     )
 
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from forge_core.errors import ConfigError, Fault, did_you_mean
+from forge_data.order.source_keys import label_of, weight_of
 from forge_data.order.weights import Weight, exact_of
 from forge_data.section import Data, Phase
 
@@ -36,7 +37,7 @@ def labels_of(data: Data) -> list[str]:
     """The name of every source in phases and logs: its `label`, else that of its component, numbered from the second on."""
     labels: list[str] = []
     for index, component in enumerate(data.sources):
-        label = getattr(component, "label", None) or type(component).__name__.lower()
+        label = label_of(component)
         labels.append(f"{label}-{index + 1}" if label in labels else label)
     return labels
 
@@ -59,7 +60,7 @@ def stages_of(data: Data, global_batch: int) -> list[Stage]:
 
 def base_weights(data: Data) -> tuple[float, ...]:
     """Weights of the sources before the first phase."""
-    return tuple(float(getattr(component, "weight", 1.0)) for component in data.sources)
+    return tuple(map(weight_of, data.sources))
 
 
 def used(data: Data) -> list[bool]:

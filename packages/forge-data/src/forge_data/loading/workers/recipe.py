@@ -13,6 +13,7 @@ from forge_data.loading.open_sources import OpenedSources
 from forge_data.loading.sample_order import SampleOrder
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.cursor import fingerprint_of
+from forge_data.order.source_keys import weight_of
 from forge_data.store.reader import StoreSource, open_store
 
 
@@ -53,8 +54,7 @@ class WorkerRecipe:
         components: list[Any] = list(data.sources)
         for place, (label, source), most in zip(opened.places, opened.sources.items(), opened.max_epochs, strict=True):
             if isinstance(source, StoreSource):
-                weight = getattr(components[place], "weight", 1.0)
-                components[place] = PreparedSource(source.path, label, weight, most)
+                components[place] = PreparedSource(source.path, label, weight_of(components[place]), most)
         only_stores = all(isinstance(source, StoreSource) for source in opened.sources.values())
         tokenizer = None if only_stores else data.tokenizer
         for component in (*components, tokenizer):
