@@ -4,11 +4,14 @@ import glob
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from forge_core.errors import Absent, Caution, Fault
+from forge_core.layout import Layout
+from forge_core.protocols.job import Job
 from forge_data.components import sources, tokenizers
 from forge_data.order.phases import batch_faults, faults_of
+from forge_data.section import Data
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 """Ids of tiktoken's own encodings, one more than the largest."""
@@ -17,7 +20,14 @@ READABLE = 1 << 26
 """Bytes of a tokenizer's file that a check reads at most."""
 
 
-def files_exist(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+class DataJob(Job, Protocol):
+    """A recipe whose `[data]` is this package's."""
+
+    @property
+    def data(self) -> Data: ...
+
+
+def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
     """There is something to train on, and every file that is named is there."""
     data = job.data
     if not data.sources:
@@ -34,7 +44,7 @@ def files_exist(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (ever
             yield Absent(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
 
 
-def tokenizer_fits(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
     """Every id that text and sources have is one of the model's."""
     rows, tokenizer = getattr(job.model, "vocab_size", None), job.data.tokenizer
     if not isinstance(rows, int):
@@ -53,7 +63,7 @@ def tokenizer_fits(job: Any, layout: Any) -> Iterator[Fault]:  # noqa: ARG001 (e
             yield Fault(key, f"{known} ids are more than the model's vocabulary of {rows}", hint=hint)
 
 
-def phases_fit(job: Any, layout: Any) -> list[Fault]:
+def phases_fit(job: DataJob, layout: Layout) -> list[Fault]:
     """Phases fit the sources, the run, the layout and the model."""
     data, train = job.data, job.train
     found = faults_of(data, train.global_batch, train.max_steps)

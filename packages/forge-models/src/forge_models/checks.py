@@ -1,17 +1,17 @@
 """Rules across sections that concern models: pure functions of (job, layout), run before torch is imported."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from forge_core.errors import Fault
 from forge_core.layout import Layout, divisors
+from forge_core.protocols.job import Job
 from forge_models.components.moe import MoE
 
 WHOLE_ROWS = 8
 """bf16 values in 16 bytes."""
 
 
-def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
+def experts_fit(job: Job, layout: Layout) -> Iterator[Fault]:
     """Ranks that share experts hold equally many of them, each an equal part."""
     if layout.ep * layout.etp == 1:
         return
@@ -35,7 +35,7 @@ def experts_fit(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault(key, f"the expert width {width} must be a multiple of parallel.etp = {layout.etp}")
 
 
-def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
+def experts_see_other_tokens(job: Job, layout: Layout) -> Iterator[Fault]:
     """Ranks that share a row give experts different parts of it."""
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoE):
@@ -57,7 +57,7 @@ def experts_see_other_tokens(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def experts_compile(job: Any, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+def experts_compile(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
     """What a compiler takes of the products of experts: one product for all, in bf16, with rows of whole 16 bytes."""
     moe = getattr(job.model, "moe", None)
     if not isinstance(moe, MoE) or "compile" not in job.transforms:

@@ -5,18 +5,17 @@ A job is read by attribute, so that any tree with these sections can be checked.
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
-from typing import Any
 
 from forge_core.errors import Fault
 from forge_core.features import Use, undeclared
 from forge_core.layout import Layout, divisors
 from forge_core.registry import Registry
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.features import features, is_ours, strategies
+from forge_parallel.features import ParallelJob, features, is_ours, strategies
 from forge_parallel.verify.proven import unproven
 
 
-def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+def batch_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """The global batch is cut into whole micro-batches on every data rank."""
     train = job.train
     rows, left = divmod(train.global_batch, layout.data)
@@ -36,11 +35,11 @@ def batch_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def rows_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
+def rows_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Ranks that split rows hold two pieces of each, or one when heads are exchanged; all pieces are equal."""
-    length = getattr(getattr(job, "data", None), "sequence_length", None)
-    if layout.cp == 1 or length is None:
+    if layout.cp == 1:
         return
+    length = job.data.sequence_length
     pieces = layout.cp if _context_kind(job) == "ulysses" else 2 * layout.cp
     below = length - length % pieces
     if below != length:
@@ -51,17 +50,16 @@ def rows_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def float8_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+def float8_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Float8 kernels sum over the tokens of a micro-batch in steps of 16; emulated ones over any number."""
     float8 = job.transforms.get("float8")
     if float8 is None:
         return
     if job.precision.compute == "fp64":
         yield Fault("precision.compute", "'fp64' is not supported with transforms.float8", hint="use 'bf16', or 'fp32' for tests")
-    length = getattr(job.data, "sequence_length", None)
-    if length is None or getattr(float8, "emulate", "auto") is True:
+    if getattr(float8, "emulate", "auto") is True:
         return
-    tokens = job.train.micro_batch * length // layout.cp
+    tokens = job.train.micro_batch * job.data.sequence_length // layout.cp
     if tokens % 16:
         yield Fault(
             "train.micro_batch",
@@ -70,12 +68,12 @@ def float8_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def sequence_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
+def sequence_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """With sequence parallelism every tp rank has an equal part of what its cp rank holds of a row."""
-    length = getattr(getattr(job, "data", None), "sequence_length", None)
     tensor = job.transforms.get("tensor")
-    if layout.tp == 1 or length is None or (tensor is not None and not tensor.sequence_parallel):
+    if layout.tp == 1 or (tensor is not None and not tensor.sequence_parallel):
         return
+    length = job.data.sequence_length
     if length % layout.cp == 0 and length // layout.cp % layout.tp:
         pieces = layout.cp * layout.tp
         yield Fault(
@@ -85,7 +83,7 @@ def sequence_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
+def nodes_fit(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Nodes of a hierarchical dispatcher share the ranks of ep evenly, and there are several."""
     expert = job.transforms.get("expert")
     node = getattr(expert, "ranks_per_node", None)
@@ -99,7 +97,7 @@ def nodes_fit(job: Any, layout: Layout) -> Iterator[Fault]:
     )
 
 
-def compiled_recompute_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+def compiled_recompute_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Blocks that are compiled in pieces are recomputed as a whole or not at all, those of tensor parallelism not as a whole."""
     policy = getattr(job.transforms.get("recompute"), "policy", None)
     if "compile" not in job.transforms:
@@ -121,7 +119,7 @@ def compiled_recompute_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         )
 
 
-def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
+def pipeline_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Blocks can be split over the stages, and the schedule can run a step's micro-batches."""
     if layout.pp == 1:
         return
@@ -149,11 +147,11 @@ def pipeline_fits(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault("parallel.pipeline.schedule", why, hint="change train.global_batch or train.micro_batch")
 
 
-def _context_kind(job: Any) -> str:
+def _context_kind(job: ParallelJob) -> str:
     return str(getattr(job.transforms.get("context"), "kind", ContextParallel().kind))
 
 
-def options_are_declared(job: Any, layout: Layout) -> Iterator[Fault]:
+def options_are_declared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """On several ranks every option says whether it reaches a collective; ours do, a plugin's may not."""
     for key, component in strategies(job, layout).items() if layout.world > 1 else ():
         for name, values in undeclared(type(component)) if is_dataclass(component) else ():
@@ -165,7 +163,7 @@ def options_are_declared(job: Any, layout: Layout) -> Iterator[Fault]:
             )
 
 
-def optimizer_takes_parts(job: Any, layout: Layout) -> Iterator[Fault]:
+def optimizer_takes_parts(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """An optimizer that says nothing about parts of tensors is for one process, or replicas of it."""
     from forge_parallel.optim import shards
 
@@ -173,7 +171,7 @@ def optimizer_takes_parts(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault("optimizer.name", why, hint=shards.HINT)
 
 
-def compositions_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:
+def compositions_are_proven(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """A feature, or a pair of them, that no parity test covers is refused."""
     used = features(job, layout)
     missing, stale = unproven(used), ""
@@ -187,7 +185,7 @@ def compositions_are_proven(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault("parallel", f"{keys}: no test proves that it equals one process", hint=hint)
 
 
-def _without_receipts(job: Any, used: list[Use]) -> tuple[list[tuple[Use, ...]], str]:
+def _without_receipts(job: ParallelJob, used: list[Use]) -> tuple[list[tuple[Use, ...]], str]:
     """What receipts do not prove either, and which of them do not count because code changed."""
     from forge_parallel.verify import receipts
 

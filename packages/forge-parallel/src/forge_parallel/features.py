@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from forge_core.component import Component, fields_of
 from forge_core.features import Use, used
 from forge_core.layout import Layout
+from forge_core.protocols.job import Job
 from forge_parallel.build.plan import default_transforms
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.context.transform import ContextParallel
@@ -29,7 +30,16 @@ OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "dat
 """Packages whose parts are proven by the tests of this repository."""
 
 
-def features(job: Any, layout: Layout) -> list[Use]:
+class ParallelJob(Job, Protocol):
+    """A recipe whose `[parallel]` and `[precision]` are this package's."""
+
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def precision(self) -> Precision: ...
+
+
+def features(job: ParallelJob, layout: Layout) -> list[Use]:
     """What a job, or any object with its sections, uses in a layout; each feature once."""
     sizes = layout.sizes()
     found = used(Parallel, sizes, sizes, "parallel")
@@ -52,7 +62,7 @@ def features(job: Any, layout: Layout) -> list[Use]:
     return list({use.name: use for use in found}.values())
 
 
-def strategies(job: Any, layout: Layout) -> dict[str, Any]:
+def strategies(job: ParallelJob, layout: Layout) -> dict[str, Any]:
     """By key: the transforms that a job switches on or its axes pull in, and its pipeline's schedule."""
     pulled = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
     options = {f"transforms.{name}": component for name, component in {**pulled, **job.transforms}.items()}

@@ -5,24 +5,24 @@ The arithmetic is in `forge_parallel.placement.shares`, which the strategies the
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from forge_core.errors import Fault, PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Outline
 from forge_parallel.context.transform import ContextParallel
+from forge_parallel.features import ParallelJob
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement import shares
 from forge_parallel.tensor.transform import Tensor
 
 
-def outline_of(job: Any) -> Outline | None:
+def outline_of(job: ParallelJob) -> Outline | None:
     """What the recipe's model says of itself; None where it says nothing."""
     outline: Callable[[], Outline] | None = getattr(job.model, "outline", None)
     return outline() if outline is not None else None
 
 
-def tensors_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
+def tensors_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Ranks of tp share heads, widths and vocabulary, and the stream where sequences are cut."""
     if layout.tp == 1 or (model := outline_of(job)) is None:
         return
@@ -37,7 +37,7 @@ def tensors_can_be_cut(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault(_key(reason), shares.stream_refusal([reason]) or "", hint="remove it, or set parallel.tp = 1")
 
 
-def rows_can_be_shared(job: Any, layout: Layout) -> Iterator[Fault]:
+def rows_can_be_shared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Ranks of cp share rows, in the way that attention is asked to see them."""
     if layout.cp == 1 or (model := outline_of(job)) is None:
         return
@@ -50,7 +50,7 @@ def rows_can_be_shared(job: Any, layout: Layout) -> Iterator[Fault]:
         yield Fault("transforms.context.kind", why)
 
 
-def float8_can_multiply(job: Any, layout: Layout) -> Iterator[Fault]:
+def float8_can_multiply(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """Float8 finds layers to convert, of shapes that it takes on every rank."""
     float8 = job.transforms.get("float8")
     if not isinstance(float8, Float8) or (model := outline_of(job)) is None or model.matrices is None:

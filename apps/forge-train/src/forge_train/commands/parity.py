@@ -13,6 +13,7 @@ from forge_train.commands.completion import Recipe
 if TYPE_CHECKING:
     from forge_core.layout import Layout
     from forge_parallel.verify.parity import Measurement
+    from forge_train.recipe.schema import Job
 
 
 def parity(
@@ -79,7 +80,7 @@ def parity(
         raise typer.Exit(1)
 
 
-def _receipt(job: Any, layout: "Layout", mode: Any, rows: int, micro_batch: int, worst: dict[str, Any], folder: Path) -> Path:
+def _receipt(job: "Job", layout: "Layout", mode: Any, rows: int, micro_batch: int, worst: dict[str, Any], folder: Path) -> Path:
     """Writes down what was measured: the recipe in this precision, with these batches."""
     import torch
 

@@ -3,8 +3,8 @@
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
+from forge_core.batch import Batch
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
 
@@ -49,7 +49,7 @@ class EvaluateHook(Periodic):
         if run.console is not None:
             run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)
 
-    def _until_left(self, run: Run, name: str, batches: Iterable[Any]) -> Iterator[Any]:
+    def _until_left(self, run: Run, name: str, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Every rank brings the same number of batches, so all of them look, and leave, before the same one."""
         for count, batch in enumerate(batches):
             if self.leaves(run, f"the evaluation of {name!r}", count):

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from datetime import datetime
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from forge_core.protocols.job import Job
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_core.terminal.quantities import clock, count
 from forge_train.hooks.clock import Stopwatch
@@ -104,7 +105,7 @@ class _Lines:
 class _Live:
     """The same on one line that redraws itself at most ten times a second, with a bar."""
 
-    def __init__(self, console: "Console", job: Any) -> None:
+    def __init__(self, console: "Console", job: Job) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.bar: Bar = Progress(

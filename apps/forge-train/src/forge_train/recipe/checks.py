@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from forge_core.errors import Caution, Fault
 from forge_core.layout import Layout
 from forge_train.components.hooks import Evaluate, Sample, Save
+from forge_train.recipe.schema import Job
 
 
-def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+def schedule_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """A warm-up or decay that is longer than the run.
 
     Any schedule may answer `faults(steps)`; one of another distribution that does not is built without this check.
@@ -18,7 +18,7 @@ def schedule_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG0
     return faults(job.train.max_steps) if faults else []
 
 
-def mtp_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+def mtp_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Multi-token prediction: a schedule of its weight that does not fit the run, or rows too short to have labels."""
     mtp = getattr(job.model, "mtp", None)
     if mtp is None:
@@ -31,7 +31,7 @@ def mtp_fits(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (e
     return found
 
 
-def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+def evaluate_has_sets(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """A hook that evaluates, in a recipe without anything to evaluate on."""
     return [
         Fault(
@@ -44,14 +44,14 @@ def evaluate_has_sets(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: 
     ]
 
 
-def something_is_saved(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+def something_is_saved(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """A run whose weights are lost when it ends."""
     if any(isinstance(hook, Save) for hook in job.hooks):
         return []
     return [Caution("hooks", "hook 'save' is missing: no checkpoint is written", hint='add [[hooks]] name = "save"')]
 
 
-def numbers_can_be_counted(job: Any, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+def numbers_can_be_counted(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Tokens and samples of the whole run are counted in 64 bits."""
     train = job.train
     tokens = train.max_steps * train.global_batch * job.data.sequence_length
@@ -66,7 +66,7 @@ def numbers_can_be_counted(job: Any, layout: Layout | None) -> list[Fault]:  # n
     return [Fault(largest[0], f"{largest[1]} gives {tokens:.1e} tokens, more than 64 bits can count", hint="lower it")]
 
 
-def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every check is given both)
+def lengths_fit(job: Job, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """A sequence that is longer than the model can take; a model that states no `max_length` takes any."""
     longest = getattr(job.model, "max_length", None)
     if longest is None or job.data.sequence_length <= longest:
@@ -80,7 +80,7 @@ def lengths_fit(job: Any, layout: Layout) -> list[Fault]:  # noqa: ARG001 (every
     ]
 
 
-def samples_can_be_made(job: Any, layout: Layout) -> Iterator[Fault]:
+def samples_can_be_made(job: Job, layout: Layout) -> Iterator[Fault]:
     """A hook that generates text: in a layout that leaves no rank a whole model, or more text than the model can take."""
     longest = getattr(job.model, "max_length", None)
     for index, hook in enumerate(job.hooks):

@@ -42,10 +42,10 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
 
 def facts(run: "Run") -> dict[str, Any]:
     """What the data say of themselves: entropy of the corpus, bytes behind a token of each evaluation set."""
-    sized = {name: held_out for name, held_out in run.evaluations.items() if held_out.text_bytes}
+    sets = run.evaluations.items()
     return {
         "unigram_entropy": run.data.entropy(),
-        "bytes_per_token": {name: held_out.text_bytes / held_out.tokens for name, held_out in sized.items()},
+        "bytes_per_token": {name: found.text_bytes / found.tokens for name, found in sets if found.text_bytes},
     }
 
 

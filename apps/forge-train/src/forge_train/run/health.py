@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_core.protocols.run import StepResult
 from forge_train.run.loss_band import WINDOW, Band
 from forge_train.run.stop import TrainingError
 
@@ -55,7 +56,7 @@ class Health:
         first = self.band.first_outside
         return first is None or step < first - 1
 
-    def after(self, step: int, result: Any) -> None:
+    def after(self, step: int, result: StepResult) -> None:
         """Judges step number `step`, which is complete.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_core.protocols.data import Cursor, Stream
+from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
 from forge_parallel.build.parallel_model import ParallelModel
@@ -51,7 +51,7 @@ class Run:
     factor: Callable[[int], float]
     step: Step
     data: Stream
-    evaluations: Mapping[str, Any]
+    evaluations: Mapping[str, EvaluationSet]
     state: State
     console: "Console | None"
     stop: Stop

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forge_core.errors import ForgeError
+from forge_core.protocols.run import RunState, StepResult
+from forge_core.protocols.topology import Topology
 
 if TYPE_CHECKING:
     from forge_ckpt.store.fence import Fence
@@ -116,7 +118,7 @@ class Stop:
             self.asked = self.superseded()
         return self.asked or bool(self.signals.asked)
 
-    def agree(self, topology: Any) -> bool:
+    def agree(self, topology: Topology) -> bool:
         """Collective: for long work between steps, whether any rank wants the run to end. All get the same answer, and the
         loop ends before its next step."""
         import torch
@@ -141,11 +143,11 @@ class Stop:
         if self.fence is not None:
             self.fence.check()
 
-    def after(self, result: Any) -> None:
+    def after(self, result: StepResult) -> None:
         """Reads whether any rank asked for a stop: the host synchronization of the step."""
         self.agreed = result.numbers()["stop"] > 0
 
-    def reason(self, state: Any) -> str:
+    def reason(self, state: RunState) -> str:
         """Why the run ends before the next step; empty while it goes on."""
         if self.agreed:
             return STOPPED  # also after the last step: evaluations may be left

@@ -8,6 +8,7 @@ from typing import Any
 from forge_core.config.tree import Table, origin_at
 from forge_core.errors import Absent, BrokenPlugin, Caution, Fault
 from forge_core.layout import Layout
+from forge_core.protocols.job import Job
 from forge_core.registry import Entry, Registry, canonical
 
 GROUP = "forge.checks"
@@ -31,7 +32,7 @@ class Parts:
 
 
 def run_checks(
-    job: Any,
+    job: Job | Parts,
     layout: Layout | None,
     registry: Registry,
     tree: Table,
@@ -73,7 +74,7 @@ def run_checks(
     return faults, warnings
 
 
-def _run(entry: Entry, job: Any, layout: Layout | None, registry: Registry) -> list[Fault]:
+def _run(entry: Entry, job: Job | Parts, layout: Layout | None, registry: Registry) -> list[Fault]:
     check, found = registry.load_entry(entry), []
     try:
         for fault in check(job, Parts({}) if layout is None else layout):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from forge_core.features import Plane
+from forge_core.protocols.topology import Context
 from forge_core.specs import Specs
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class Transform(Protocol):
     whole_backward: bool = False
     plane: Plane = "layout"
 
-    def apply(self, part: "nn.Module", context: Any) -> "nn.Module":
+    def apply(self, part: "nn.Module", context: Context) -> "nn.Module":
         """Changes `part` (on the meta device) in place or returns its replacement."""
         ...
 
@@ -278,11 +279,11 @@ class Transform(Protocol):
         """Where parameters, their gradients and what an optimizer keeps lie, given where they do without this strategy."""
         return device
 
-    def local_batch(self, batch: "Batch", context: Any) -> "Batch":
+    def local_batch(self, batch: "Batch", context: Context) -> "Batch":
         """This rank's share of a batch that its data rank read; called before anything is counted."""
         return batch
 
-    def hidden_shape(self, shape: "tuple[int, ...]", context: Any) -> "tuple[int, ...]":
+    def hidden_shape(self, shape: "tuple[int, ...]", context: Context) -> "tuple[int, ...]":
         """Local shape of the hidden states between two parts of a pipeline, given what it is without this strategy.
 
         It starts as (B, T, embed) of the local batch.
@@ -295,5 +296,5 @@ class Transform(Protocol):
     def before_micro_batch(self, part: "nn.Module", last: bool) -> None:
         """Called before each forward in training; `last` is the one after which gradients must be complete."""
 
-    def after_backward(self, part: "nn.Module", context: Any) -> None:
+    def after_backward(self, part: "nn.Module", context: Context) -> None:
         """Called once a step, after its last backward: what is still missing from the gradients is added here."""

@@ -1,11 +1,17 @@
 """What the trainer, its hooks and its trackers agree on."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from forge_core.protocols.data import Stream
+from forge_core.batch import Batch
+from forge_core.protocols.data import EvaluationSet, Stream
+from forge_core.protocols.job import Job
 from forge_core.protocols.model import Optimizer
+from forge_core.protocols.topology import Topology
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class StepResult(Protocol):
@@ -13,6 +19,23 @@ class StepResult(Protocol):
 
     def numbers(self) -> Mapping[str, float]:
         """All numbers of the step on the host: `loss`, `grad_norm`, `tokens`, `skipped`, ..."""
+        ...
+
+
+class Evaluation(Protocol):
+    """Mean loss over all ranks, in nats per token, and the number of tokens behind it."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+class Step(Protocol):
+    """Runs the model on this rank's batches."""
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """Collective: without gradients. Every rank brings the same number of batches."""
         ...
 
 
@@ -25,21 +48,49 @@ class RunState(Protocol):
     def tokens(self) -> int: ...
 
 
+class Stop(Protocol):
+    """Whether and why the run ends."""
+
+    def agree(self, topology: Topology) -> bool:
+        """Collective: for long work between steps, whether any rank wants the run to end."""
+        ...
+
+    def reason(self, state: RunState) -> str:
+        """Why the run ends before the next step; empty while it goes on."""
+        ...
+
+
+class Watch(Protocol):
+    """Is told what the rank is doing, so that a rank that hangs can be named."""
+
+    def enter(self, doing: str) -> None:
+        """Every rank passes the same marks in the same order."""
+        ...
+
+
+class Health(Protocol):
+    """Counts skipped steps, and warns when the loss leaves its band."""
+
+    def summary(self) -> Sequence[str]:
+        """Warnings so far, one sentence each."""
+        ...
+
+
 class Run(Protocol):
     """The run that a hook or a tracker is given (`forge_train.run.run.Run`).
 
     Attributes:
-        job: the typed recipe (`forge_train.recipe.schema.Job`).
+        job: the typed recipe.
         config: the resolved recipe as plain values; may hold secrets.
         directory: of the run.
-        topology: this rank's place and the collectives (`forge_parallel.placement.topology.Topology`).
+        topology: this rank's place and the collectives.
         model: the trained model (`forge_parallel.build.parallel_model.ParallelModel`).
-        step: runs a step or an evaluation (`forge_parallel.step.step.Step`).
+        step: evaluates the model.
         evaluations: held-out sets by name.
         console: the terminal of rank 0; None elsewhere.
-        stop: whether and why the run ends (`forge_train.run.stop.Stop`).
-        watch: told what the rank is doing, so that a rank that hangs can be named (`forge_parallel.launch.watch.Watch`).
-        health: counts skipped steps (`forge_train.run.health.Health`).
+        stop: whether and why the run ends.
+        watch: told what the rank is doing, so that a rank that hangs can be named.
+        health: counts skipped steps, and watches the loss.
         lr: learning rate of the newest step, where the optimizer has a single one.
         paused: seconds that were not training, such as evaluation.
     """
@@ -47,37 +98,37 @@ class Run(Protocol):
     paused: float
 
     @property
-    def job(self) -> Any: ...
+    def job(self) -> Job: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
     @property
     def directory(self) -> Path: ...
     @property
-    def topology(self) -> Any: ...
+    def topology(self) -> Topology: ...
     @property
     def model(self) -> Any: ...
     @property
     def optimizer(self) -> Optimizer: ...
     @property
-    def step(self) -> Any: ...
+    def step(self) -> Step: ...
     @property
     def data(self) -> Stream: ...
     @property
-    def evaluations(self) -> Mapping[str, Any]: ...
+    def evaluations(self) -> Mapping[str, EvaluationSet]: ...
     @property
     def state(self) -> RunState: ...
     @property
-    def console(self) -> Any: ...
+    def console(self) -> "Console | None": ...
     @property
-    def stop(self) -> Any: ...
+    def stop(self) -> Stop: ...
     @property
-    def watch(self) -> Any: ...
+    def watch(self) -> Watch: ...
     @property
-    def health(self) -> Any: ...
+    def health(self) -> Health: ...
     @property
     def lr(self) -> float | None: ...
     @property
-    def save(self) -> Any:
+    def save(self) -> Callable[[], Any]:
         """Collective: saves a checkpoint of the current step."""
         ...
 

@@ -23,7 +23,7 @@ from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.shares import ring_refusal, ulysses_refusal, whole_rows_refusal
 
 if TYPE_CHECKING:
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
 
 
 def replace_cores(part: nn.Module, context: "Context", kind: str, order: SequenceOrder) -> None:

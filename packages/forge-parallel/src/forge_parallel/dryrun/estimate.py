@@ -20,6 +20,7 @@ from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
+from forge_core.protocols.topology import Context
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -199,7 +200,7 @@ class _Watch(Transform):
     phase: int = max(Phase) + 1
     axes: frozenset[str] = frozenset()
 
-    def apply(self, part: nn.Module, context: Any) -> nn.Module:
+    def apply(self, part: nn.Module, context: Context) -> nn.Module:
         if detect_fake_mode() is None:  # another part of a pipeline was here before
             # All transforms that make a mesh came before: meshes are made of real integers.
             self.stack.enter_context(Weightless())

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forge_core.protocols.model import Transform
+from forge_core.protocols.topology import Context
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -65,7 +65,7 @@ class _WithoutMemory(Transform):
     phase: int = max(Phase) + 1
     axes: frozenset[str] = field(default_factory=frozenset)
 
-    def apply(self, part: nn.Module, context: Any) -> nn.Module:
+    def apply(self, part: nn.Module, context: Context) -> nn.Module:
         if detect_fake_mode() is None:  # another part of a pipeline was here before
             self.stack.enter_context(Weightless())
         return part

@@ -4,25 +4,22 @@ Ranks are borrowed from data, context and tensor parallelism, and keep reading t
 back. What is left of these axes shards the experts like data ranks (`efsdp`); `shard`, which this needs, does that.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import ExpertDispatcher
+from forge_core.protocols.topology import Context, Topology
 from forge_parallel.experts.dispatchers import Everyone, Exchange
 from forge_parallel.experts.stack import stack_class
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.shares import chunk
-from forge_parallel.placement.topology import Topology
-
-if TYPE_CHECKING:
-    from forge_parallel.build.context import Context
 
 
-def share_experts(part: nn.Module, context: "Context", *, dispatcher: str, ranks_per_node: int | None, overlap: bool) -> None:
+def share_experts(part: nn.Module, context: Context, *, dispatcher: str, ranks_per_node: int | None, overlap: bool) -> None:
     """Works on every module of `part` that holds stacked experts.
 
     Raises:
@@ -70,7 +67,7 @@ def _per_node(ep: int, node: int | None) -> int:
     return node
 
 
-def _cut(module: nn.Module, path: str, context: "Context") -> None:
+def _cut(module: nn.Module, path: str, context: Context) -> None:
     """Makes every stacked parameter a DTensor over (ep, etp) with the share of this rank, on the meta device."""
     topology = context.topology
     axes = [axis for axis in ("ep", "etp") if topology.layout.size(axis) > 1]

@@ -20,7 +20,7 @@ from forge_parallel.placement.shares import collapsed
 from forge_parallel.tensor.rules import Role, ancestors, rules
 
 if TYPE_CHECKING:
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
     from forge_parallel.float8.linear import Casting
 
 

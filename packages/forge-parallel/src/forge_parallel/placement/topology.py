@@ -53,16 +53,20 @@ class Topology:
         """Into how many shares the global batch is cut."""
         return self.layout.data
 
-    @cached_property
+    @property
     def coordinates(self) -> dict[str, int]:
         """This rank's coordinate on every axis of both views."""
         return self.layout.coordinates(self.rank)
 
-    @cached_property
+    @property
     def dense(self) -> DeviceMesh:
         """Mesh on which dense parameters live: (pp, dp_replicate, dp_shard, tp) without axes of size 1, but for dp_shard:
         replication without sharding is (dp_replicate, dp_shard = 1), since FSDP2 shards over the last dimension that it is
         given. Ranks that split a sequence shard parameters, too: dp_shard is then `dp_shard+cp`."""
+        return self._dense
+
+    @cached_property
+    def _dense(self) -> DeviceMesh:
         sizes = {name: self.layout.size(name) for name in DENSE}
         if sizes.pop("cp") > 1:
             sizes = {SHARD_AND_CP if name == "dp_shard" else name: size for name, size in sizes.items()}
@@ -76,10 +80,14 @@ class Topology:
         shard = SHARD_AND_CP if self.layout.cp > 1 else "dp_shard"
         return self.dense["dp_replicate", shard] if self.layout.dp_replicate > 1 else self.dense[shard]
 
-    @cached_property
+    @property
     def sparse(self) -> DeviceMesh:
         """Mesh of the same ranks on which experts live: (pp, dp_replicate, efsdp, ep, etp) without axes of size 1, but for
         efsdp."""
+        return self._sparse
+
+    @cached_property
+    def _sparse(self) -> DeviceMesh:
         kept = {name: size for name in SPARSE if (size := self.layout.size(name)) > 1 or name == "efsdp"}
         return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from forge_core.errors import PlanError
+from forge_core.protocols.topology import Context, Topology
 from forge_core.specs import Specs
-from forge_parallel.build.context import Context
 from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk, rows_refusal
-from forge_parallel.placement.topology import Topology
 from forge_parallel.step.reduce import local_gradient
 from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies

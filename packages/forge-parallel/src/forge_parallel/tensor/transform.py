@@ -11,8 +11,8 @@ from forge_parallel.build.plan import Phase
 if TYPE_CHECKING:
     from torch import nn
 
+    from forge_core.protocols.topology import Context
     from forge_core.specs import Specs
-    from forge_parallel.build.context import Context
     from forge_parallel.tensor.rules import Rules
 
 

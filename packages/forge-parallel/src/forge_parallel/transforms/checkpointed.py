@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from forge_core.errors import PlanError
 
 if TYPE_CHECKING:
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
 
 aten = torch.ops.aten
 

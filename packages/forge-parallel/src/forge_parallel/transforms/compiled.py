@@ -19,7 +19,7 @@ from forge_parallel.torch_private import within_budget
 from forge_parallel.transforms.checkpointed import inside
 
 if TYPE_CHECKING:
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
 
 
 def compile_blocks(part: nn.Module, context: "Context", *, fullgraph: bool, mode: str, budget: float) -> None:

@@ -24,7 +24,7 @@ from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.torch_private import before_backward
 
 if TYPE_CHECKING:
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
 
 
 def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average: bool, offload: bool) -> None:

@@ -13,7 +13,7 @@ from forge_parallel.build.plan import Phase
 if TYPE_CHECKING:
     from torch import nn
 
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from forge_parallel.build.context import Context
+    from forge_core.protocols.topology import Context
 
 
 @dataclass(frozen=True, kw_only=True)
