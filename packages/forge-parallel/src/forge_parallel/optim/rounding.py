@@ -5,7 +5,7 @@ stochastically it is taken once in a few hundred steps (Gupta et al., 2015). The
 (key, step, flat index in the global tensor), so every layout draws the same noise and nothing needs to be stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from math import prod
 
@@ -14,7 +14,7 @@ import torch
 from forge_parallel.placement.boxes import Box
 
 CHUNK = 1 << 22
-"""Elements that are worked on at a time: the extra memory is some tens of MiB for any tensor."""
+"""Elements that are worked on at a time where operators run one by one: the extra memory is some tens of MiB for any tensor."""
 
 
 def key_of(name: str, state: str) -> int:
@@ -22,8 +22,9 @@ def key_of(name: str, state: str) -> int:
     return int.from_bytes(blake2b(f"{state}/{name}".encode(), digest_size=4).digest(), "little") >> 1
 
 
-def noise(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tensor:
-    """Uniform 16-bit integers, int32, one for each flat `index` (int64); `step` is an integer scalar on the device.
+def noise(index: torch.Tensor, key: int | torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Uniform 16-bit integers, int32, one for each flat `index` (int64). `step`, and `key` unless it is a number, are int64
+    scalars on the device.
 
     Three rounds of the murmur3 finalizer (Appleby, 2011) over 32-bit words held in int64.
     """
@@ -45,20 +46,26 @@ def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(value), cut.view(torch.float32), value).to(torch.bfloat16)
 
 
-def chunks(box: Box) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """Regions of a box of at most about `CHUNK` elements, each with the flat global index of its elements."""
+def regions(box: Box, elements: int | None) -> Iterator[tuple[tuple[slice, ...], list[int]]]:
+    """Parts of a box of at most about `elements`, or all of it: each with its place, which is the flat global index of its first
+    element, and of each dimension how far apart neighbors are in the global tensor."""
     shape = tuple(box.local.shape)
     if box.local.numel() == 0:
         return
+    strides = [prod(box.shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(box.offset, strides, strict=True))
     if not shape:
-        yield (), torch.zeros((), dtype=torch.int64, device=box.local.device)
+        yield (), [0]
         return
-    rows = max(1, CHUNK // max(1, prod(shape[1:])))
+    rows = shape[0] if elements is None else max(1, elements // max(1, prod(shape[1:])))
     for start in range(0, shape[0], rows):
-        stop = min(start + rows, shape[0])
-        index = torch.zeros((), dtype=torch.int64, device=box.local.device)
-        for dim, size in enumerate((stop - start, *shape[1:])):
-            first = box.offset[dim] + (start if dim == 0 else 0)
-            places = torch.arange(first, first + size, device=box.local.device) * prod(box.shape[dim + 1 :])
-            index = index + places.view(-1, *[1] * (len(shape) - dim - 1))
-        yield (slice(start, stop),), index
+        yield (slice(start, min(start + rows, shape[0])),), [first + start * strides[0], *strides]
+
+
+def flat_index(shape: Sequence[int], place: torch.Tensor) -> torch.Tensor:
+    """Global indices of the elements of a part of this shape, int64; `place` as of `regions`, on the device."""
+    index = place[0]
+    for dim, size in enumerate(shape):
+        places = torch.arange(size, device=place.device) * place[1 + dim]
+        index = index + places.view(-1, *[1] * (len(shape) - dim - 1))
+    return index
