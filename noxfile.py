@@ -44,7 +44,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Everything that needs no accelerator and no patience, two at a time; `-- -n 0` runs one by one."""
-    _pytest(session, "not gpu and not slow", "-n", "2", "--dist", "worksteal")
+    _pytest(session, "not gpu and not slow and not rehearsal", "-n", "2", "--dist", "worksteal")
 
 
 @nox.session(venv_backend="none")
@@ -52,6 +52,12 @@ def slow(session: nox.Session) -> None:
     """The tests that take minutes."""
     none_collected = 5
     _pytest(session, "slow and not gpu", success=(0, none_collected))
+
+
+@nox.session(venv_backend="none")
+def rehearsal(session: nox.Session) -> None:
+    """What runs on GPUs only, on CUDA devices made of host memory; builds them with g++ the first time."""
+    _pytest(session, "rehearsal and not gpu")
 
 
 @nox.session(venv_backend="none")
@@ -73,7 +79,7 @@ def newest(session: nox.Session) -> None:
     install = (python, "-m", "pip", "install", "-qq", "--upgrade", "-c", loose, "torch", *_editable(), *TOOLS, *LIBRARIES)
     session.run(*install, external=True)
     session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
-    _pytest(session, "not gpu and not slow", "-n", "2", "--dist", "worksteal", python=python)
+    _pytest(session, "not gpu and not slow and not rehearsal", "-n", "2", "--dist", "worksteal", python=python)
     _isolated(session, PROJECTS, interpreter)
 
 

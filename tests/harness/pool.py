@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -83,8 +83,10 @@ class _Worker:
 
 @dataclass
 class World:
-    """The pool. Starts at the first call, grows when a call needs more ranks, ends with `close` or with this process."""
+    """The pool. Starts at the first call, grows when a call needs more ranks, ends with `close` or with this process. Its
+    processes have `environment` besides the variables of this one."""
 
+    environment: Mapping[str, str] = field(default_factory=dict)
     _directory: Path | None = None
     _listener: wire.Listener | None = None
     _forker: "subprocess.Popen[bytes] | None" = None
@@ -269,6 +271,7 @@ class World:
             "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": os.environ.get("FORGE_TEST_THREADS", "1"),
             "HF_HUB_OFFLINE": "1",
+            **self.environment,
         }
         self._forker = subprocess.Popen(
             [sys.executable, "-m", "harness.forker", str(path)],

@@ -91,22 +91,25 @@ class Recording:
         return self.step.evaluate(batches)
 
 
-def prepared(recipe: Path, overrides: list[str]) -> tuple[Run, Recorder]:
+CPU = torch.device("cpu")
+
+
+def prepared(recipe: Path, overrides: list[str], device: torch.device = CPU) -> tuple[Run, Recorder]:
     """The assembled run of this rank, recording."""
     registry = Registry()
     where = read_launcher(os.environ) if torch.distributed.is_initialized() else Launch()
     resolved = load(recipe, overrides, where.size, registry)
     directory = run_directory(resolved.job)
-    run = assemble(resolved, directory, where, torch.device("cpu"), registry, None)
+    run = assemble(resolved, directory, where, device, registry, None)
     recorder = Recorder()
     run.hooks = [*run.hooks, recorder]
     run.step = Recording(run.step, recorder.samples)  # type: ignore[assignment]
     return run, recorder
 
 
-def train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
+def train(recipe: Path, overrides: list[str], device: torch.device = CPU) -> dict[str, Any]:
     """Trains to the end; what every rank saw."""
-    run, recorder = prepared(recipe, overrides)
+    run, recorder = prepared(recipe, overrides, device)
     reason = fit(run)
     return {
         "reason": reason,

@@ -1,0 +1,49 @@
+// The device as one library and one module of Python; each header has one part of it.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/Storage.h>
+
+#include "collectives.h"
+#include "fallback.h"
+#include "guard.h"
+#include "hooks.h"
+#include "memory.h"
+#include "operators.h"
+#include "waits.h"
+
+namespace {
+
+PyObject* told = nullptr;  // called with the kind of a wait
+
+void tell_python(const char* kind) {
+  if (!Py_IsInitialized()) return;
+  py::gil_scoped_acquire held;
+  if (told) py::reinterpret_borrow<py::object>(told)(kind);
+}
+
+void tell(py::object callable) {
+  Py_XDECREF(told);
+  told = callable.is_none() ? nullptr : callable.release().ptr();
+  rehearsal::wait_listener = told ? &tell_python : nullptr;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using Backend = c10::intrusive_ptr<c10d::Backend>;
+  py::class_<rehearsal::Collectives, c10::intrusive_ptr<rehearsal::Collectives>>(
+      module, "Collectives", py::module::import("torch._C._distributed_c10d").attr("Backend"))
+      .def(py::init([](Backend gloo) { return c10::make_intrusive<rehearsal::Collectives>(std::move(gloo)); }));
+  module.def("listen", &tell);
+  module.def("set_count", [](int count) { rehearsal::device_count = static_cast<c10::DeviceIndex>(count); });
+  module.def("count", [] { return static_cast<int>(rehearsal::device_count.load()); });
+  module.def("current", [] { return static_cast<int>(rehearsal::current_device); });
+  module.def("set_current", [](int device) { rehearsal::current_device = static_cast<c10::DeviceIndex>(device); });
+  module.def("synchronize", [] { rehearsal::host_waits("synchronize"); });
+  module.def("default_generator", [](int device) { return at::detail::getCUDAHooks().getDefaultGenerator(device); });
+  module.def("allocated", [] { return rehearsal::counters.allocated.load(); });
+  module.def("peak", [] { return rehearsal::counters.peak.load(); });
+  module.def("reset_peak", [] { rehearsal::counters.peak = rehearsal::counters.allocated.load(); });
+  module.def("resize_storage", [](const at::Tensor& whole, size_t bytes) {
+    rehearsal::resize_storage(*whole.storage().unsafeGetStorageImpl(), bytes);
+  });
+}

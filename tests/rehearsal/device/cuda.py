@@ -1,0 +1,172 @@
+"""What `torch.cuda` says of the devices: the functions that a build with CUDA has in C, under torch's names, and streams."""
+
+from collections.abc import Callable
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+CAPABILITY = (9, 0)
+GIGABYTES = 80
+
+
+class Stream:
+    """One for all: operators are over when their calls return."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        import torch
+
+        self.device, self.priority = torch.device("cuda", torch.cuda.current_device()), priority
+        self.stream_id = self.cuda_stream = 0
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: "Event") -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """The event, or a new one."""
+        return event or Event()
+
+    def query(self) -> bool:
+        """Whether all is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        from forge_rehearsal_device import synchronize  # type: ignore[import-not-found]
+
+        synchronize()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Event:
+    """A mark in a stream that has nothing to do."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Whether all before it is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        Stream().synchronize()
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds; a device without time."""
+        return 1.0
+
+
+class InStream:
+    """The context of a stream."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """In place of `torch.compile`, whose kernels need a real device: what it is given."""
+    return (lambda function: function) if model is None else model
+
+
+def install(device: Any) -> None:
+    """Makes `torch.cuda` that of a machine with these devices."""
+    import torch
+
+    def exchange(index: int) -> int:
+        before = device.current()
+        if index >= 0:
+            device.set_current(index)
+        return before
+
+    def start() -> None:
+        torch.cuda.default_generators = tuple(device.default_generator(index) for index in range(device.count()))
+
+    def statistics(_: int) -> dict[str, Any]:
+        bytes_ = {"current": device.allocated(), "peak": device.peak(), "allocated": 0, "freed": 0}
+        return {name: {"all": bytes_} for name in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")}
+
+    in_c: dict[str, Callable[..., Any]] = {
+        "init": start,
+        "isInBadFork": lambda: False,
+        "getArchFlags": lambda: f"sm_{CAPABILITY[0]}{CAPABILITY[1]}",
+        "getDeviceCount": device.count,
+        "getDevice": device.current,
+        "setDevice": device.set_current,
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "synchronize": device.synchronize,
+        "getCurrentRawStream": lambda _: 0,
+        "memoryStats": statistics,
+        "resetPeakMemoryStats": lambda _: device.reset_peak(),
+        "resetAccumulatedMemoryStats": lambda _: None,
+        "emptyCache": lambda: None,
+    }
+    for name, function in in_c.items():
+        setattr(torch._C, f"_cuda_{name}", function)
+    properties = _properties()
+    free = lambda _=None: (properties.total_memory - device.allocated(), properties.total_memory)  # noqa: E731
+    in_python: dict[str, Any] = {
+        "_cudart": SimpleNamespace(),
+        "_get_device_properties": lambda _: properties,
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": exchange,
+        "_device_count_nvml": lambda: -1,
+        "is_current_stream_capturing": lambda: False,
+        "current_stream": Stream,
+        "default_stream": Stream,
+        "set_stream": lambda stream: None,
+        "stream": InStream,
+        "StreamContext": InStream,
+        "Stream": Stream,
+        "Event": Event,
+        "mem_get_info": free,
+    }
+    vars(torch.cuda).update(in_python)
+    torch.version.cuda = "12.8"
+    torch.compile = uncompiled
+    _resize(torch.UntypedStorage, device)
+
+
+def _properties() -> SimpleNamespace:
+    return SimpleNamespace(
+        name="NVIDIA H100 (rehearsal)",
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=GIGABYTES << 30,
+        multi_processor_count=132,
+        warp_size=32,
+        gcnArchName="",
+    )
+
+
+def _resize(storage_class: Any, device: Any) -> None:
+    """torch's own resizes memory of CUDA only where it is built with it."""
+    import torch
+
+    of_torch = storage_class.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return of_torch(storage, size)
+        with torch.no_grad():
+            device.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+        return storage
+
+    storage_class.resize_ = resize_
+    storage_class.is_cuda = property(lambda storage: storage.device.type == "cuda")

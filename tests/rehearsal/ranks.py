@@ -1,0 +1,35 @@
+"""What a function on a rank of the rehearsal needs: the device that Forge gives it, and weights that a CPU would draw."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from forge_parallel.build import initial_weights
+from forge_parallel.launch.environment import read_launcher
+from forge_parallel.launch.process_group import start, stop
+
+
+@contextmanager
+def own_device() -> Iterator[torch.device]:
+    """Collective: as a run begins and ends. On a CPU where this process has no device."""
+    try:
+        yield start(read_launcher(os.environ), timeout=120)
+    finally:
+        stop()
+
+
+@contextmanager
+def draws_of_a_cpu() -> Iterator[None]:
+    """Initial weights come from the streams of a CPU on every device; CUDA has others."""
+    of_device = initial_weights._stream
+
+    def stream(seed: int, name: str, device: torch.device) -> initial_weights.Draw:
+        draw = of_device(seed, name, torch.device("cpu"))
+        return lambda first, last: draw(first, last).to(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial_weights, "_stream", stream)
+        yield

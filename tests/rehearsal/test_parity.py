@@ -1,0 +1,63 @@
+"""The gate on CUDA devices: a run there gives the numbers of one process on a CPU, in fp64, from the same initial weights."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.layout import Layout
+from forge_parallel.verify.parity import Case, Measurement, compare
+from forge_parallel.verify.proven import rows
+from harness.pool import World
+from parallel.compositions.rows import LOW, case_of, measured
+from parallel.compositions.test_compositions import equals_one_process
+from parallel.one_process import alone
+from rehearsal.ranks import draws_of_a_cpu, own_device
+
+pytestmark = pytest.mark.rehearsal
+FAST = [row for row in rows()["fast"] if row.isdisjoint(LOW | {"compile"})]
+AXES = ({"dp_shard"}, {"dp_shard", "dp_replicate"}, {"tp"}, {"cp_ring"}, {"dp_shard", "experts", "ep_all_to_all"}, {"pp_1f1b"})
+
+
+def measured_where_it_runs(case: Case, layout: str, row: frozenset[str]) -> Measurement:
+    """On a device where the process has one: in the pool of `devices`. Weights are drawn as on a CPU in both."""
+    with own_device() as device, draws_of_a_cpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without")  # it is compiled where there is a compiler
+        return measured(case, layout, row, device)
+
+
+@pytest.mark.parametrize("row", [frozenset[str](), frozenset({"experts"})], ids=["dense", "experts"])
+def test_one_process_gives_the_bits_of_a_cpu(devices: World, row: frozenset[str]) -> None:
+    """But for attention, in which the two use different kernels: last bits of fp64 may differ."""
+    case = replace(case_of(row | {"accumulate"}), steps=3)
+    expected = alone(measured_where_it_runs, case, "1", row)
+    (found,) = devices.run(measured_where_it_runs, 1, case, "1", row, group=False)
+    difference = compare(expected, found)
+    assert difference.initial
+    assert max(difference.loss, difference.norm, difference.gradients, difference.weights) <= 1e-12, difference
+    assert found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("row", AXES, ids=lambda row: "+".join(sorted(row)))
+def test_each_axis_equals_one_process(devices: World, row: Any) -> None:
+    equals_one_process(devices, frozenset(row) | {"accumulate"}, measured_where_it_runs, group=False)
+
+
+@pytest.mark.parametrize("row", FAST, ids=lambda row: "+".join(sorted(row)))
+def test_a_composition_equals_one_process(devices: World, row: frozenset[str]) -> None:
+    equals_one_process(devices, row, measured_where_it_runs, group=False)
+
+
+def _with_the_streams_of_the_device(case: Case, layout: str, row: frozenset[str]) -> Measurement:
+    with own_device() as device:
+        return measured(case, layout, row, device)
+
+
+def test_initial_weights_of_the_device_are_the_same_in_every_layout(devices: World) -> None:
+    case, row = replace(case_of(frozenset({"dp_shard", "tp"})), steps=0), frozenset({"dp_shard", "tp"})
+    (whole,) = devices.run(_with_the_streams_of_the_device, 1, case, "1", row, group=False)
+    layout = Layout(dp_shard=2, tp=2)
+    for found in devices.run(_with_the_streams_of_the_device, 4, case, str(layout), row, group=False):
+        assert all(torch.equal(tensor, found.initial[name]) for name, tensor in whole.initial.items())

@@ -1,0 +1,94 @@
+"""`forge-train` on CUDA devices: trains, evaluates, samples, saves and resumes, with the weights of a run on a CPU."""
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.registry import Registry
+from forge_train.cli import main
+from forge_train.inference.open import open_weights
+from harness.pool import World
+from rehearsal.ranks import own_device
+from train.runs import TINY, train
+from train.whole_runs.test_moe_run import SPARSE
+
+pytestmark = pytest.mark.rehearsal
+RECIPES = {"dense": TINY, "experts": SPARSE}
+EXACT = ["--precision.compute=fp64", "--precision.state=fp64", "--schedule.name=constant"]
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPES[request.param])
+    return path
+
+
+def trained_where_it_runs(recipe: Path, overrides: list[str]) -> dict[str, Any]:
+    """Trains to the end on the device that Forge finds."""
+    with own_device() as device, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without")
+        return {**train(recipe, overrides, device), "device": device.type}
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    weights = open_weights(run, Registry())
+    return weights.read(list(weights.tensors))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_from_a_checkpoint_and_ends_with_the_weights_of_a_cpu(
+    devices: World, recipe: Path, tmp_path: Path, ranks: int
+) -> None:
+    """One step on a CPU, four more on either; the devices save and resume once on their way."""
+
+    def until(steps: int, run: Path) -> list[str]:
+        return [f"--job.dir={run}", f"--train.max_steps={steps}", *EXACT]
+
+    first, there, here = tmp_path / "first", tmp_path / "there", tmp_path / "here"
+    trained_where_it_runs(recipe, until(1, first))
+    for run in (there, here):
+        shutil.copytree(first, run)
+    expected = trained_where_it_runs(recipe, until(5, here))
+    layout = [f"--parallel.dp_shard={ranks}"]
+    found = [devices.run(trained_where_it_runs, ranks, recipe, until(steps, there) + layout, group=False) for steps in (3, 5)]
+    assert {rank["device"] for part in found for rank in part} == {"cuda"} and expected["device"] == "cpu"
+    assert found[0][0]["losses"] + found[1][0]["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    before, after, ours = _weights(first), _weights(here), _weights(there)
+    assert ours.keys() == after.keys()
+    for name, weight in after.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+    assert any(not torch.equal(before[name], weight) for name, weight in after.items())
+
+
+def _command(*arguments: str) -> dict[str, Any]:
+    """The exit code of `forge-train`, and the most memory of the device that it held."""
+    code = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return {"code": code, "peak": torch.cuda.max_memory_allocated()}
+
+
+@pytest.mark.parametrize("preset", ["debug", "debug-moe"])
+def test_the_presets_train_evaluate_and_sample(
+    devices: World, preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    short = ["--train.max_steps=3", "--schedule.name=constant", "--data.evaluation={}"]
+    (found,) = devices.run(_command, 1, "run", preset, f"--job.dir={run}", *short, group=False, timeout=400)
+    assert found["code"] == 0 and found["peak"] > 0
+    losses = [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    assert losses and all(map(math.isfinite, losses)) and losses[-1] < 6.0
+    assert (run / "samples.json").is_file()
+    (again,) = devices.run(_command, 1, "generate", str(run), "--prompt", "def ", "--max-tokens", "4", group=False)
+    assert again["code"] == 0 and again["peak"] > 0
