@@ -1,7 +1,6 @@
 """`forge-train` on CUDA devices: trains, evaluates, samples, saves and resumes, with the weights of a run on a CPU."""
 
 import json
-import math
 import shutil
 import warnings
 from pathlib import Path
@@ -12,14 +11,16 @@ import torch
 
 from forge_core.registry import Registry
 from forge_train.cli import main
+from forge_train.inference.evaluate import Score, recipe_for, scores
 from forge_train.inference.open import open_weights
 from harness.pool import World
 from rehearsal.ranks import own_device
+from train.commands.test_evaluate_command import HELD_OUT
 from train.runs import TINY, train
 from train.whole_runs.test_moe_run import SPARSE
 
 pytestmark = pytest.mark.rehearsal
-RECIPES = {"dense": TINY, "experts": SPARSE}
+RECIPES = {"dense": TINY + HELD_OUT, "experts": SPARSE + HELD_OUT}
 EXACT = ["--precision.compute=fp64", "--precision.state=fp64", "--schedule.name=constant"]
 
 
@@ -35,6 +36,16 @@ def trained_where_it_runs(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     with own_device() as device, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without")
         return {**train(recipe, overrides, device), "device": device.type}
+
+
+def evaluated_where_it_runs(run: Path) -> Score:
+    """The score of the one held-out set."""
+    registry = Registry()
+    with own_device() as device:
+        weights = open_weights(run, registry)
+        resolved = recipe_for(weights, None, [], 1, registry)
+        (score,) = scores(weights, resolved, device, registry, lambda _: None)
+    return score
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
@@ -60,6 +71,8 @@ def test_a_run_goes_on_from_a_checkpoint_and_ends_with_the_weights_of_a_cpu(
     found = [devices.run(trained_where_it_runs, ranks, recipe, until(steps, there) + layout, group=False) for steps in (3, 5)]
     assert {rank["device"] for part in found for rank in part} == {"cuda"} and expected["device"] == "cpu"
     assert found[0][0]["losses"] + found[1][0]["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    (score,), exact = devices.run(evaluated_where_it_runs, 1, there, group=False), evaluated_where_it_runs(here)
+    assert score.loss == pytest.approx(exact.loss, rel=1e-9) and score.tokens == exact.tokens > 0
     before, after, ours = _weights(first), _weights(here), _weights(there)
     assert ours.keys() == after.keys()
     for name, weight in after.items():
@@ -80,15 +93,14 @@ def _command(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", ["debug", "debug-moe"])
-def test_the_presets_train_evaluate_and_sample(
-    devices: World, preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_presets_train_evaluate_and_sample(devices: World, preset: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    short = ["--train.max_steps=3", "--schedule.name=constant", "--data.evaluation={}"]
+    short = ["--train.max_steps=3", "--schedule.name=constant"]
     (found,) = devices.run(_command, 1, "run", preset, f"--job.dir={run}", *short, group=False, timeout=400)
     assert found["code"] == 0 and found["peak"] > 0
-    losses = [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
-    assert losses and all(map(math.isfinite, losses)) and losses[-1] < 6.0
+    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line[key] for key in ("loss", "evaluation/held_out/loss") for line in logged if key in line]
+    assert len(losses) >= 2 and all(4 < loss < 6 for loss in losses), "about log 320 nats at the start"
     assert (run / "samples.json").is_file()
     (again,) = devices.run(_command, 1, "generate", str(run), "--prompt", "def ", "--max-tokens", "4", group=False)
     assert again["code"] == 0 and again["peak"] > 0

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -15,7 +16,16 @@ CACHE = "FORGE_REHEARSAL_CACHE"
 
 MODULE = "forge_rehearsal_device"
 SOURCES = sorted((Path(__file__).parent / "csrc").iterdir())
-OPTIONS = ("-O0", "-w", "-std=c++20", "-shared", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", f"-DTORCH_EXTENSION_NAME={MODULE}")
+OPTIONS = (
+    "-O0",
+    "-w",
+    "-std=c++20",
+    "-shared",
+    "-fPIC",
+    "-DUSE_DISTRIBUTED",
+    "-DUSE_C10D_GLOO",
+    f"-DTORCH_EXTENSION_NAME={MODULE}",
+)
 
 
 class NoCompiler(Exception):
@@ -35,7 +45,7 @@ def library() -> Path:
     Raises:
         NoCompiler: there is no g++, or it fails.
     """
-    if version("torch").partition("+")[2] != "cpu":
+    if runpy.run_path(str(torch_directory() / "version.py"))["cuda"] is not None:
         raise NoCompiler(f"the rehearsal takes the place of CUDA in a torch built without it; this is torch {version('torch')}")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

@@ -38,7 +38,7 @@ def counted() -> Iterator[Counter[Site]]:
     found: Counter[Site] = Counter()
 
     def waits(kind: str) -> None:
-        found[_site(sys._getframe(1), kind)] += 1
+        found[_site(sys._getframe().f_back, kind)] += 1
 
     listen(waits)
     try:
