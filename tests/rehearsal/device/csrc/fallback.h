@@ -135,7 +135,7 @@ class Call {
     const auto& name = schema_.name();
     if (needs_numbers(name)) host_waits(name.c_str() + 6);
     if (name == "aten::repeat_interleave" && given_.back().isNone()) host_waits("repeat_interleave");
-    if (!is_indexing(name) || given_.size() < 3) return;  // `index` moves its indices by operators that are counted
+    if (!is_indexing(name) || name.find("put") == std::string::npos) return;  // `index` moves its own by operators that count
     const bool fills = given_[2].toTensor().numel() == 1 && !on_device(given_[2].toTensor());
     for (const auto& index : tensors_in(given_[1])) {
       if (!index.defined()) continue;
