@@ -18,14 +18,14 @@ pytestmark = pytest.mark.rehearsal
 
 def _found() -> dict[str, Any]:
     before = torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.is_initialized()
-    torch.empty(1, device="cuda")
     torch.cuda.set_device(3)
+    after = torch.cuda.is_initialized()
     here = torch.cuda.current_device(), str(torch.zeros(1, device="cuda").device)
     with torch.cuda.device(1):
         inside = str(torch.zeros(1, device="cuda").device)
     return {
         "before": before,
-        "after": torch.cuda.is_initialized(),
+        "after": after,
         "here": here,
         "inside": inside,
         "nccl": dist.is_nccl_available(),

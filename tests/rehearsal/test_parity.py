@@ -51,9 +51,24 @@ def test_each_axis_equals_one_process(devices: World, row: Any) -> None:
     equals_one_process(devices, frozenset(row) | {"accumulate"}, measured_where_it_runs, group=False)
 
 
-@pytest.mark.parametrize(
-    "row", [{"cp_ring"}, {"cp_ring", "tp", "experts", "ep_all_gather"}], ids=lambda row: "+".join(sorted(row))
+NARROW = (
+    {"dp_shard", "bf16"},
+    {"dp_shard", "tp", "bf16", "bf16_state"},
+    {"dp_shard", "float8"},
+    {"dp_shard", "bf16", "float8", "float8_rowwise"},
 )
+
+
+@pytest.mark.parametrize("row", NARROW, ids=lambda row: "+".join(sorted(row)))
+def test_fewer_digits_are_as_near_as_those_of_a_cpu(devices: World, row: Any) -> None:
+    """In bf16 attention is flex attention; products in float8 are those that a GPU with them has."""
+    equals_one_process(devices, frozenset(row) | {"accumulate"}, measured_where_it_runs, group=False)
+
+
+RINGS = ({"cp_ring"}, {"cp_ring", "tp", "experts", "ep_all_gather"})
+
+
+@pytest.mark.parametrize("row", RINGS, ids=lambda row: "+".join(sorted(row)))
 def test_a_ring_equals_one_process(devices: World, row: Any) -> None:
     row = frozenset(row) | {"accumulate"}
     case = replace(case_of(row), compute="fp32", state="fp32", steps=1)

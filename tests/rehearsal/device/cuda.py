@@ -94,6 +94,10 @@ def install(device: Any) -> None:
             device.set_current(index)
         return before
 
+    def set_device(index: int) -> None:
+        torch.cuda._lazy_init()
+        device.set_current(index)
+
     def start() -> None:
         torch.cuda.default_generators = tuple(device.default_generator(index) for index in range(device.count()))
 
@@ -107,7 +111,7 @@ def install(device: Any) -> None:
         "getArchFlags": lambda: f"sm_{CAPABILITY[0]}{CAPABILITY[1]}",
         "getDeviceCount": device.count,
         "getDevice": device.current,
-        "setDevice": device.set_current,
+        "setDevice": set_device,
         "exchangeDevice": exchange,
         "maybeExchangeDevice": exchange,
         "synchronize": device.synchronize,
