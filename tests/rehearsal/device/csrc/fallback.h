@@ -49,7 +49,7 @@ class Call {
         if (on_device(tensor)) {
           TORCH_CHECK(
               !device_ || *device_ == tensor.device().index(),
-              "Expected all tensors to be on the same device, but found cuda:", *device_, " and ", tensor.device(), " in ",
+              "Expected all tensors to be on the same device, but found ", at::Device(CUDA, *device_), " and ", tensor.device(), " in ",
               schema.name());
           device_ = tensor.device().index();
         }
@@ -128,7 +128,7 @@ class Call {
       for (const auto& tensor : tensors_in(argument))
         TORCH_CHECK(
             !device_ || !tensor.defined() || on_device(tensor) || tensor.dim() == 0 || tensor.numel() == 0,
-            "Expected all tensors to be on the same device, but found cuda:", *device_, " and cpu in ", schema_.name());
+            "Expected all tensors to be on the same device, but found ", at::Device(CUDA, *device_), " and cpu in ", schema_.name());
   }
 
   void count_waits() const {
