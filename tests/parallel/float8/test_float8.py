@@ -309,6 +309,7 @@ def _with_local_scales() -> Measurement:
     return _measure(CASE, "tp2")
 
 
+@pytest.mark.slow
 def test_matrices_are_gathered_in_one_byte_an_element_and_their_scales_found_at_once() -> None:
     def flows(**fields: Any) -> tuple[int, int]:
         """Bytes of all-gathers, and number of all-reduces, of a step of three micro-batches."""

@@ -316,6 +316,7 @@ def test_parameters_stay_and_patterns_choose() -> None:
     assert [name for name, _ in only.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_same_exchanges() -> None:
     """It needs no data: how many rows there are is known before any token is."""
     work = Workload(DECODER.build, CASE.objective, CASE.optimizer, rows=2, length=16, micro_batches=2)

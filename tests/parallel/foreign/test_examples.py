@@ -67,6 +67,7 @@ def test_the_plain_script_verifies_itself(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out == "every axis gives the step of one process\n"
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """As the script's first line says."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -124,6 +124,7 @@ def test_recomputation(world: World, more: list[Any]) -> None:
     _equal(world, "plain", "dp2tp2", False, more)
 
 
+@pytest.mark.slow
 def test_compilation(world: World) -> None:
     _equal(world, "plain", "dp2tp2", False, [Compile()])
 

@@ -31,7 +31,7 @@ def _wires(estimate: Estimate) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(("layout", "micro_batches"), [("dp4", 3), ("hsdp2x8", 1)])
+@pytest.mark.parametrize(("layout", "micro_batches"), [pytest.param("dp4", 3, marks=pytest.mark.slow), ("hsdp2x8", 1)])
 def test_sharding_exchanges_what_it_must_and_no_more(layout: str, micro_batches: int, reshard: bool) -> None:
     """Every dimension of this decoder divides, so nothing is padded and counted bytes are the closed form's."""
     even = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=32, vocab_size=64, max_length=32)
@@ -72,11 +72,11 @@ def _attention(kind: str, cp: int, heads: int, kv_heads: int) -> dict[str, int]:
     ("layout", "kind"),
     [
         ("cp2", "all_gather"),
-        ("dp2cp8", "all_gather"),
+        pytest.param("dp2cp8", "all_gather", marks=pytest.mark.slow),
         ("cp8", "ring"),
-        ("cp2tp2", "ring"),
+        pytest.param("cp2tp2", "ring", marks=pytest.mark.slow),
         ("cp8", "ulysses"),
-        ("dp2cp2tp4", "ulysses"),
+        pytest.param("dp2cp2tp4", "ulysses", marks=pytest.mark.slow),
     ],
 )
 def test_attention_exchanges_what_it_must_and_no_more(layout: str, kind: Kind) -> None:

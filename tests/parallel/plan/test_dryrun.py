@@ -150,7 +150,11 @@ SLOW_CASES: dict[str, tuple[str, str, Setup]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST_CASES = ("1", "hsdp2x2", "tp2cp2", "pp2")
+"""An axis of each kind; the others take minutes together."""
+
+
+@pytest.mark.parametrize("case", [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_bytes_are_those_of_a_real_run(world: World, case: str) -> None:
     exact(world, *CASES[case])
 
@@ -337,6 +341,7 @@ def _inside() -> str:
     return "not refused"
 
 
+@pytest.mark.slow
 def test_no_memory_is_taken_for_the_model() -> None:
     """This model has 192 GiB; the process would not survive it."""
     huge = Decoder(dim=32768, layers=2, heads=64, ffn_dim=131072, vocab_size=262144, max_length=16)

@@ -113,6 +113,7 @@ def test_compilation_changes_nothing(compiler: None) -> None:
     assert counters["stats"]["unique_graphs"] == 1, "all blocks share one graph"
 
 
+@pytest.mark.slow
 def test_compilation_changes_nothing_in_wide_blocks(compiler: None) -> None:
     """In fp32, at the width of the 125M preset, where sums are long enough to round: the whole gradient, also against fp64."""
     wide = Decoder(dim=768, layers=1, heads=12, ffn_dim=2048, vocab_size=VOCAB, max_length=256)
