@@ -12,6 +12,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Precision
+from forge_parallel.optim import rounding
 from forge_parallel.optim.adamw_bf16 import AdamWBf16, _parts, _update
 from forge_parallel.optim.rounding import flat_index, noise, regions, rounded
 from forge_parallel.placement.boxes import Box
@@ -181,6 +182,24 @@ def test_on_an_accelerator_a_parameter_is_one_compiled_kernel_with_its_noise(mon
     for name, tensor in expected.items():
         assert (tensor != found[name]).double().mean() < 0.02, name
         torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=0, msg=name)
+
+
+def test_a_shortened_step_updates_one_part_of_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a dry run, in which the two thousand parts of 8B parameters would take minutes."""
+    monkeypatch.setattr(rounding, "CHUNK", 100)
+    model = Several()
+    before = {name: tensor.detach().clone() for name, tensor in model.named.items()}
+    optimizer = AdamWBf16(model, 1.0, (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
+    optimizer.shorten()
+    found = _steps(optimizer, model)
+    moved = {name: int((found[name] != old).sum()) for name, old in before.items()}
+    assert {name: round(share, -1) for name, share in moved.items()} == {
+        "scale": 0,
+        "norm": 80,
+        "matrix": 100,
+        "wide": 60,
+        "experts": 90,
+    }
 
 
 def test_it_learns() -> None:

@@ -21,8 +21,13 @@ EVERY = sorted(path.stem for path in FOLDER.glob("*.toml"))
 SIZED = sorted(set(EVERY) - {"debug", "debug-moe", "demo"})
 
 PUBLISHED = {"1b": 1_235_814_400, "7b": 8_030_261_248, "13b": 13_015_864_320, "30b": 32_528_943_616, "70b": 70_553_706_496}
-PUBLISHED |= {"8x7b": 46_702_792_704}
-"""Of Llama-3.2-1B, Llama-3-8B, Llama-2-13B, LLaMA-30B, Llama-3-70B and Mixtral-8x7B, as their model cards' tensors add up."""
+PUBLISHED |= {"8x7b": 46_702_792_704, "30b-a3b-8xh100": 30_532_122_624}
+PUBLISHED |= dict.fromkeys(("8b-h100", "8b-h200", "8b-h200-fp8"), PUBLISHED["7b"])
+"""Of Llama-3.2-1B, Llama-3-8B, Llama-2-13B, LLaMA-30B, Llama-3-70B, Mixtral-8x7B and Qwen3-30B-A3B, as their model cards' tensors
+add up."""
+
+MEMORY = {name: 141e9 if "h200" in name else 80e9 for name in SIZED}
+"""Bytes of the GPU that a preset is for."""
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +43,20 @@ def stated(name: str, what: str) -> list[int]:
 
 
 def closed_form(model: dict[str, Any], active: bool = False) -> int:
-    """Weights of a decoder of the Llama family, term by term; with experts, of the Mixtral family."""
-    dim, layers, heads, ffn = (model[key] for key in ("dim", "layers", "heads", "ffn_dim"))
-    head_dim = dim // heads
+    """Weights of a decoder of the Llama family, term by term; with experts, of the Mixtral and Qwen3-MoE families."""
+    dim, layers, heads = (model[key] for key in ("dim", "layers", "heads"))
+    head_dim = model.get("head_dim", dim // heads)
     attention = dim * heads * head_dim * 2 + dim * model.get("kv_heads", heads) * head_dim * 2
+    attention += 2 * head_dim if model.get("attention", {}).get("qk_norm") == "head" else 0
     tables = 1 if model.get("tied_embeddings") else 2
-    each = 3 * dim * ffn
+    each = 3 * dim * model.get("moe", {}).get("ffn_dim", model["ffn_dim"])
     chosen = each if "moe" not in model else model["moe"]["top_k" if active else "experts"] * each + model["moe"]["experts"] * dim
     return tables * model["vocab_size"] * dim + layers * (attention + chosen + 2 * dim) + dim
 
 
 def test_the_sizes_that_are_promised_exist() -> None:
-    assert set(SIZED) == {"20m", "125m", "350m", "1b", "7b", "8x7b", "13b", "30b", "70b"}
+    sizes = {"20m", "125m", "350m", "1b", "7b", "8x7b", "13b", "30b", "70b"}
+    assert set(SIZED) == sizes | {"8b-h100", "8b-h200", "8b-h200-fp8", "30b-a3b-8xh100"}
 
 
 @pytest.mark.parametrize("name", SIZED)
@@ -81,11 +88,12 @@ def test_check_takes_the_stated_worlds_and_refuses_others(name: str, registry: R
 
 @pytest.mark.parametrize("name", SIZED)
 def test_state_fits_from_the_smallest_stated_world_on(name: str, registry: Registry) -> None:
-    """fp32 weights, gradients and two moments: 16 bytes a parameter, in half of 80 GB; half as many GPUs would not do."""
+    """Weights, gradients and two moments, in fp32 16 bytes a parameter and in bf16 8, in half of a GPU's memory; half as many
+    GPUs would not do, or are not a node."""
     (parameters,), worlds = stated(name, "Parameters"), stated(name, "GPUs")
-    each = 16 * parameters / worlds[0]
-    assert each <= 40e9
-    assert worlds[0] == 1 or 2 * each > 40e9
+    each = {"fp32": 16, "bf16": 8}[load(name, registry=registry).job.precision.state] * parameters / worlds[0]
+    assert each <= MEMORY[name] / 2
+    assert worlds[0] == 1 or 2 * each > MEMORY[name] / 2 or (name.startswith("8b-") and worlds[0] == 8)
 
 
 @pytest.mark.parametrize("name", SIZED)

@@ -237,7 +237,11 @@ class TrainableModel(Protocol):
 
 
 class Optimizer(Protocol):
-    """Updates parameters from their `.grad`. All its state exists from construction on."""
+    """Updates parameters from their `.grad`. All its state exists from construction on.
+
+    One that works through its parameters in parts may have `shorten()`, which a dry run calls: steps may then leave out parts
+    that take no more memory than those that are updated.
+    """
 
     def step(self, skip: "Tensor | None" = None) -> None:
         """One update. `skip`: scalar fp32 on the device; where it is 1 the step is a bitwise no-op."""

@@ -264,6 +264,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     stages, wanted = model.topology.layout.pp, workload.micro_batches
     fewest = _fewest(model.plan)
     optimizer = workload.optimizer(model)
+    getattr(optimizer, "shorten", lambda: None)()
     step = Step(model, watch.listening(workload.objective), watch.agreed)
     sizes = (wanted,) if wanted <= 2 * fewest else (fewest, 2 * fewest) if stages > 1 else (2,)
     # The first step of a run does more than the others: stages meet, and layouts of operators are worked out.

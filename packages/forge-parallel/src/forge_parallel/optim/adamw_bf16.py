@@ -64,6 +64,10 @@ class AdamWBf16:
                 views = [each[region] for each in held]
                 self._update(*views, place, keys, self._step, taken, rate, self._decays[group], self._betas, self._eps)
 
+    def shorten(self) -> None:
+        """From here on a step updates one part of each parameter: all a dry run needs, as every part takes the same memory."""
+        self._parts = {name: parts[:1] for name, parts in self._parts.items()}
+
     def set_factor(self, factor: float) -> None:
         """Sets the learning rate to `factor` times its peak."""
         self.lr = self._peak * factor
