@@ -49,6 +49,25 @@ def test_eager_configurations_of_experts_train_and_agree(script):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)  # bf16 products in another order
 
 
+def test_a_roofline_counts_the_products_that_published_shapes_have(script):
+    """Llama-3-8B: 32 blocks of 218,103,808 weights in matrices and a head of 128,256 x 4,096; of Qwen3-30B-A3B 48 layers in which
+    8 of 128 experts take part. And every preset has a verdict."""
+    roofline = script("gpu", "roofline")
+    gpu = roofline.Gpu()
+    seconds = {}
+    for name, (world, _) in roofline.PRESETS.items():
+        job = roofline.load(name, world=world).job
+        seconds[name] = {part.name: part.seconds for part in roofline.parts(job, gpu, world)}
+    assert seconds["8b-h200"]["products of blocks (bf16)"] == pytest.approx(6 * 32 * 218_103_808 / gpu.bf16)
+    assert seconds["8b-h200-fp8"]["products of blocks (float8)"] == pytest.approx(6 * 32 * 218_103_808 / gpu.float8)
+    assert seconds["8b-h200"]["products of the head"] == pytest.approx(6 * 128_256 * 4096 / gpu.bf16)
+    experts = 6 * 48 * 8 * 3 * 2048 * 768 / (roofline.EXPERTS * gpu.bf16)
+    assert seconds["30b-a3b-8xh100"]["products of experts"] == pytest.approx(experts)
+    attention = 6 * 32 * 32 * 2 * 128 * (8192 + 1) / 2 / gpu.attention
+    assert seconds["8b-h100"]["attention"] == pytest.approx(attention)
+    assert len(run(BENCHMARKS / "gpu" / "roofline.py").split("tokens/s of a GPU: ")) == 1 + len(roofline.PRESETS)
+
+
 def test_layers_of_experts_run_on_every_side(script):
     moe = script("gpu", "moe")
     one = next(one for one in moe.CONFIGURATIONS if isinstance(one, moe.LayerOf) and not one.compiled)
