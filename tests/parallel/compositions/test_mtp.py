@@ -56,6 +56,7 @@ def test_depth_two_is_refused_with_split_backwards() -> None:
     assert "mtp" not in names(load("debug", [], 1, Registry()).job, Layout())
 
 
+@pytest.mark.slow
 def test_a_dry_run_knows_every_use_of_the_head() -> None:
     """What heads keep are gradients: of each one's input (rows x length x width), and of the weight (vocabulary x width)."""
     workload = Workload(

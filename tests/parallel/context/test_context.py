@@ -116,7 +116,7 @@ def test_stages(world: World, kind: str) -> None:
         assert difference.accepted("fp64"), difference
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("kind", ["all_gather", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ring", "ulysses"))])
 def test_a_capped_decoder(world: World, kind: str) -> None:
     _same(world, case(decoder(attention=GQA(soft_cap=1.5, qk_norm="head"))), "cp2", kind)
 

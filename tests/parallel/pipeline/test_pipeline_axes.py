@@ -12,6 +12,7 @@ from harness.pool import World
 from parallel.pipelines import decoder_case, measured, realized
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "packed"), [("1f1b", True), ("zbv", True), ("1f1b", False)])
 def test_hidden_states_that_are_cut_along_the_sequence_travel_as_they_are(world: World, schedule: str, packed: bool) -> None:
     """Tensor parallelism leaves each rank a part of the sequence; the rest of what stages read, and the ties, are whole."""

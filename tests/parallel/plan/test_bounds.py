@@ -101,6 +101,7 @@ def test_attention_exchanges_what_it_must_and_no_more(layout: str, kind: Kind) -
         assert counted[key] == size, key
 
 
+@pytest.mark.slow
 def test_where_no_closed_form_is_known_none_is_given() -> None:
     """A block that is computed again exchanges again; what shares the axis with that has no bound either."""
     full: list[Any] = [Shard(), ContextParallel(kind="ring"), Recompute(policy="full")]

@@ -176,6 +176,7 @@ def exact(world: World, layout: str, model: str, setup: Setup) -> None:
         assert {key: getattr(estimate, key) for key in real} == real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "setup", "micro_batches"),
     [

@@ -154,14 +154,17 @@ def _recompiles(layout: str, recompute: bool) -> int:
     return graphs
 
 
+@pytest.mark.slow
 def test_no_recompilation_after_warm_up(compiler: None) -> None:
     assert _recompiles("1", False) == 1
 
 
+@pytest.mark.slow
 def test_no_recompilation_after_warm_up_when_sharded_and_recomputed(world: World) -> None:
     assert world.run(_recompiles, 2, "dp2", True, timeout=300) == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_budget_makes_the_compiler_keep_less(compiler: None) -> None:
     def kept(budget: float) -> int:
         torch._dynamo.reset()

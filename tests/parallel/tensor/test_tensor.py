@@ -88,6 +88,7 @@ def test_experts_are_left_to_ranks_of_their_own_and_refused_where_those_see_the_
         rules(specs, 2, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", DENSE)
 def test_every_block_equals_one_process(world: World, variant: str) -> None:
     _equal(world, _case(variant), "tp2")
@@ -98,6 +99,7 @@ def test_without_sequence_parallelism(world: World, variant: str) -> None:
     _equal(world, _case(variant), "tp2", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", CHOSEN)
 @pytest.mark.parametrize("layout", ["tp4", "dp2tp2", "hsdp2x1tp2"])
 def test_layouts_with_more_axes(world: World, layout: str, variant: str) -> None:
