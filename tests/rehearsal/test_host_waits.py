@@ -20,6 +20,14 @@ from train.whole_runs.test_moe_run import SPARSE
 
 pytestmark = pytest.mark.rehearsal
 ALLOWED = json.loads((Path(__file__).parent / "host_waits.json").read_text())
+BY_HASH = (
+    TINY
+    + """
+[model.moe]
+experts = 4
+router = { name = "hash" }
+"""
+)
 RUNS = {
     "dense": (TINY, 1, []),
     "experts": (SPARSE, 1, []),
@@ -27,6 +35,10 @@ RUNS = {
     "experts on ep = 2, all_to_all": (SPARSE, 2, ["--parallel.dp_shard=2", "--parallel.ep=2"]),
     "experts on ep = 2, all_gather": (
         SPARSE, 2, ["--parallel.dp_shard=2", "--parallel.ep=2", "--transforms.expert.dispatcher=all_gather"],
+    ),
+    "experts by hash": (BY_HASH, 1, []),
+    "dense in float8 on dp_shard = 2": (
+        TINY, 2, ["--parallel.dp_shard=2", "--model.dim=64", "--model.ffn_dim=64", "--transforms.float8.recipe=tensorwise"],
     ),
     "dense in bf16 state": (TINY, 1, ["--precision.compute=bf16", "--precision.state=bf16"]),
 }  # fmt: skip

@@ -100,10 +100,10 @@ class ExpertLayer(nn.Module):
             y = attach(y, loss, self._scale)
             pooled_sums = [sums.sum(0).double()] if shape.losses.pooled else []
         with torch.no_grad():
-            seen = flat.shape[0] if mask is None else mask.sum()
+            seen = torch.full((), flat.shape[0], device=x.device) if mask is None else mask.sum()
             load = counts.sum(0)
             dropped = load - loads(kept, 1, shape.experts)[0] if drops else torch.zeros_like(load)
-            scalars = [torch.as_tensor(seen, device=x.device), entropy(routing, mask), loss if loss is not None else load[0] * 0]
+            scalars = [seen, entropy(routing, mask), loss if loss is not None else load[0] * 0]
             router_stats = torch.cat([load.double(), dropped.double(), torch.stack([value.double() for value in scalars])])
         return y, torch.cat([router_stats, *pooled_sums]) if pooled_sums else router_stats
 

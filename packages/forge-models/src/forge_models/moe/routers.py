@@ -163,7 +163,8 @@ class Hash(nn.Module):
         """
         if tokens is None:
             raise ValueError("the hash router needs token ids; pass `tokens` to a pipeline stage that starts from hidden states")
-        salt = _mix(torch.tensor(self.seed * 1_000_003 + self.context.layer, device=tokens.device))
+        # Filled in by the device; a tensor made from a number on the host would wait for it.
+        salt = _mix(torch.full((), self.seed * 1_000_003 + self.context.layer, device=tokens.device))
         experts = _mix(torch.arange(self.context.experts, device=tokens.device) + salt)
         chosen = _mix(_mix(tokens.long() ^ salt).unsqueeze(-1) ^ experts).topk(self.context.top_k, dim=-1).indices
         weights = x.new_full(chosen.shape, 1 / self.context.top_k, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -78,9 +78,7 @@ class Everyone:
         overlap_with: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See `ExpertDispatcher`; `run` gets the experts of this rank."""
-        # Ranks may have different numbers of tokens, and of slots that are dropped.
-        mine = torch.tensor([[len(x), -1 if slots is None else slots]], device=x.device)
-        lengths, known = all_gather(mine, self.ranks, 0).mT.tolist()
+        lengths, known = self._agreed(x, -1 if slots is None else slots)
         more = (0, 0, 0, max(lengths) - len(x))
         rows = GatherWide.apply(F.pad(x, more), self.ranks)
         arrived, chosen = _read(GatherWide.apply(_told(F.pad(experts, more, value=-1), F.pad(weights, more)), self.ranks))
@@ -96,6 +94,13 @@ class Everyone:
         wide = torch.promote_types(x.dtype, torch.float32)
         y = sums.sum(0, dtype=wide).to(x.dtype)[: len(x)]
         return y if overlap_with is None else y + overlap_with()
+
+    def _agreed(self, x: Tensor, slots: int) -> tuple[list[int], list[int]]:
+        """Tokens and slots of every rank: ranks may have different numbers of them. The host waits for the result, once."""
+        # Filled in by the device: a tensor made from numbers on the host would be a second wait.
+        mine = torch.cat([torch.full((1, 1), number, device=x.device) for number in (len(x), slots)], 1)
+        lengths, known = all_gather(mine, self.ranks, 0).mT.tolist()
+        return lengths, known
 
 
 def _told(experts: Tensor, weights: Tensor) -> Tensor:

@@ -72,10 +72,9 @@ class Gathering:
 
     def scales(self, parts: Sequence[Tensor]) -> Tensor:
         """(n,) fp32: the scale of each whole weight, from this rank's parts. One all-reduce per group."""
-        largest = torch.zeros(len(parts), dtype=parts[0].dtype, device=parts[0].device)
-        filled = [index for index, part in enumerate(parts) if part.numel()]
-        if filled:
-            largest[filled] = torch.stack([*foreach_norm([parts[index] for index in filled], inf)])
+        filled = [part for part in parts if part.numel()]
+        norms, nothing = iter(foreach_norm(filled, inf) if filled else ()), parts[0].new_zeros(())
+        largest = torch.stack([next(norms) if part.numel() else nothing for part in parts])
         for group in self.groups:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         # Rounding keeps order: the largest one rounded is the largest of the rounded ones.
