@@ -65,7 +65,7 @@ def lay_out(
     refuse_axes(layout)
     place = torch.device(device) if device is not None else _default_device()
     topology = Topology.of(layout, place)
-    skeleton = of_module(source) if isinstance(source, nn.Module) else of_builder(source, seed)
+    skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:

@@ -66,8 +66,8 @@ class Skeleton:
                         module._buffers[slot] = self.buffers[name].to(model.topology.device)
 
 
-def of_module(module: nn.Module) -> Skeleton:
-    """The skeleton of a materialized module, which is consumed. All ranks call this.
+def of_module(module: nn.Module, device: torch.device) -> Skeleton:
+    """The skeleton of a materialized module, which is consumed. All ranks call this; they compare weights on `device`.
 
     Raises:
         PlanError: the module has tensors without memory, or ranks hold different weights; names the first such tensor.
@@ -76,7 +76,7 @@ def of_module(module: nn.Module) -> Skeleton:
     if hollow := [name for name, tensor in truth.items() if tensor.is_meta]:
         raise PlanError(f"parallelize: {hollow[0]} has no memory; give the function that builds the module instead")
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    _same_everywhere(truth | buffers)
+    _same_everywhere(truth | buffers, device)
     _to_meta(module)
     return Skeleton(module, buffers, lambda: iter([truth]))
 
@@ -111,17 +111,14 @@ def _to_meta(module: nn.Module) -> None:
                 part._parameters[slot] = made[id(parameter)]
 
 
-def _same_everywhere(tensors: Mapping[str, torch.Tensor]) -> None:
+def _same_everywhere(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     mine = torch.stack([_digest(tensor) for tensor in tensors.values()])
-    first = mine.clone()
-    if dist.get_backend() == "nccl":
-        first = first.cuda()
+    # On the rank's device, which its group serves however it was opened; a CPU not every group does.
+    first = mine.clone().to(device)
     dist.broadcast(first, 0)
-    differ = (first.cpu() != mine).any(1).to(torch.int32)
-    if dist.get_backend() == "nccl":
-        differ = differ.cuda()
+    differ = (first.cpu() != mine).any(1).to(torch.int32).to(device)
     dist.all_reduce(differ, dist.ReduceOp.MAX)
     if differ.any():
         name = list(tensors)[int(differ.cpu().nonzero()[0])]
