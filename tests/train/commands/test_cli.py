@@ -213,3 +213,29 @@ def test_help_and_check_import_no_torch(here: Path) -> None:
         command = [sys.executable, "-c", WITHOUT_TORCH.format(words=words)]
         done = subprocess.run(command, cwd=here, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+ALLOCATOR = """
+import os, sys
+from forge_train.cli import main
+assert "torch" not in sys.modules
+try:
+    main(["check", "tiny.toml"])
+except SystemExit as end:
+    assert not end.code, end.code
+print({name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")})
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+    ],
+)
+def test_the_allocator_of_gpus_grows_unless_it_is_set(here: Path, own: dict[str, str], expected: dict[str, str]) -> None:
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.endswith("ALLOC_CONF")} | own
+    done = subprocess.run([sys.executable, "-c", ALLOCATOR], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == str(expected), done.stderr

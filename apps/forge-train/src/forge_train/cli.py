@@ -29,11 +29,15 @@ from forge_train.commands.completion import OverridesCommand
 GROUP = "forge.commands"
 COMPLETE = "_FORGE_TRAIN_COMPLETE"
 """Environment variable by which a shell asks what could follow."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where a user sets the allocator of GPUs, under its names of today and before. torch reads them when it is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `forge-train`; a refusal is printed without a traceback and ends the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # less of a GPU's memory lies idle between tensors of odd sizes
     try:
         options = (
             not given or given[0].startswith("-") or COMPLETE in os.environ
