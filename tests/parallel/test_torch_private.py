@@ -1,10 +1,12 @@
 """Every private name of torch that strategies use is there in the version that runs, and does what it is used for."""
 
 import importlib.util
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor.placement_types as placements
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -117,3 +119,13 @@ def test_without_strided_shards_nothing_is_one(monkeypatch: pytest.MonkeyPatch) 
 def test_without_a_way_to_see_bodies_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._library.custom_ops._maybe_get_opdef")
     assert private.python_body(torch.ops.aten.mul.Tensor) is None
+
+
+def test_limits_of_open_groups() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        private.set_timeouts(timedelta(seconds=7))
+        found = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert found.options._timeout == timedelta(seconds=7)  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()

@@ -12,7 +12,7 @@ from forge_core.layout import Layout
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.process_group import limit, start, stop
 from forge_parallel.launch.watch import PeerFailure
 from forge_parallel.placement.owner import owns
 from forge_parallel.placement.topology import Topology
@@ -78,6 +78,31 @@ def _from_the_environment() -> tuple[int, float]:
 
 def test_a_process_group_from_a_launchers_variables(world: World) -> None:
     assert world.run(_from_the_environment, 2, group=False) == [(0, 1.0), (1, 1.0)]
+
+
+def _late() -> tuple[float, str]:
+    """Seconds until rank 0 gives up on rank 1 in a group that was opened with a longer limit, and what it says."""
+    where = read_launcher(os.environ)
+    device = start(where, timeout=60)
+    group = torch.distributed.new_group([0, 1])
+    torch.distributed.barrier(group)
+    limit(1, device)
+    began, said = time.monotonic(), ""
+    try:
+        if where.rank == 0:
+            torch.distributed.all_reduce(torch.zeros(1), group=group)
+        else:
+            time.sleep(4)
+    except RuntimeError as error:
+        said = str(error)
+    passed = time.monotonic() - began
+    stop()
+    return passed, said
+
+
+def test_a_new_limit_holds_for_groups_that_are_open(world: World) -> None:
+    (passed, said), _ = world.run(_late, 2, group=False, fresh=True)
+    assert "imed out" in said and 0.5 < passed < 4
 
 
 def _wrong_address() -> str:

@@ -6,6 +6,7 @@ Tests call all of them.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -160,3 +161,9 @@ def overlap_tensor_parallelism(group: dist.ProcessGroup) -> None:
 
     enable_symm_mem_for_group(group.group_name)
     inductor._micro_pipeline_tp = True
+
+
+def set_timeouts(limit: timedelta) -> None:
+    """Of every group of this process. The public way is to open a group with it; mesh groups cannot be given one at all."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(limit, group)

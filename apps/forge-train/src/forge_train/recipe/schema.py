@@ -45,6 +45,9 @@ class Train:
     """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
     max_skipped: Annotated[int, Gt(0)] = 10
     """Steps with a loss or gradient that is not finite, among the last 100, that end the run; each one is skipped."""
+    collect_every: Annotated[int, Gt(0)] | None = 50
+    """Steps after which Python looks for garbage in cycles, on all ranks at once: one that does so alone keeps others waiting.
+    Unset (`"none"`), each process does so when it likes."""
     threads: Annotated[int, Gt(0)] | None = None
     """CPU threads per process. By default OMP_NUM_THREADS; without it, the cores that this process may use (affinity, control
     group's quota) divided by the processes on the machine."""

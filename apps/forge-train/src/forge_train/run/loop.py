@@ -1,5 +1,9 @@
 """The training loop, read from top to bottom. What happens around a step is a hook; what happens in one is `Step`."""
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from forge_train.run.run import Run
 
 
@@ -12,23 +16,53 @@ def fit(run: Run) -> str:
     """
     for hook in run.hooks:
         hook.start(run)
-    for batches, cursor in run.data.from_cursor(run.state.cursor):
-        if run.stop.reason(run.state):
-            break
-        run.begin_step()
-        for hook in run.hooks:
-            hook.before_step(run)
-        result = run.step(batches, stop=run.stop.wanted())
-        for hook in run.hooks:
-            hook.before_update(run, result)
-        run.update(result)
-        run.state.advance(cursor, run.tokens_per_step)
-        run.stop.after(result)
-        run.health.after(run.state.step, result)
-        for hook in run.hooks:
-            hook.after_step(run, result)
+    with planned(run.job.train.collect_every) as collect:
+        for batches, cursor in run.data.from_cursor(run.state.cursor):
+            if run.stop.reason(run.state):
+                break
+            run.begin_step()
+            for hook in run.hooks:
+                hook.before_step(run)
+            result = run.step(batches, stop=run.stop.wanted())
+            for hook in run.hooks:
+                hook.before_update(run, result)
+            run.update(result)
+            run.state.advance(cursor, run.tokens_per_step)
+            run.stop.after(result)
+            run.health.after(run.state.step, result)
+            for hook in run.hooks:
+                hook.after_step(run, result)
+            run.settle()
+            collect(run.state.step)
     run.stop.check()
     run.check()
     for hook in run.hooks:
         hook.finish(run)
     return run.stop.reason(run.state) or "data exhausted"
+
+
+@contextmanager
+def planned(every: int | None) -> Iterator[Callable[[int], None]]:
+    """Python looks for garbage at the same steps on all ranks; one that does so alone keeps all others waiting.
+
+    Inside, garbage in cycles is collected by the function that this gives, called with the number of each complete step: at
+    multiples of `every`. What was made before is not looked at again until the end. With None, Python chooses by itself.
+    """
+    if every is None:
+        yield lambda _: None
+        return
+
+    def collect(step: int) -> None:
+        if step % every == 0:
+            gc.collect()
+
+    chosen_by_python = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if chosen_by_python:
+            gc.enable()

@@ -12,6 +12,7 @@ from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
 from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
@@ -92,6 +93,14 @@ class Run:
         self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step))
         self.optimizer.step(result.skip)
         self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """After a step of this start: its groups are connected and its kernels compiled, so ranks need not wait for each other as
+        long as at the start."""
+        seconds = self.job.parallel.step_timeout
+        if seconds is not None and self.watch.timeout != seconds:
+            self.watch.timeout = seconds
+            limit(seconds, self.topology.device)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Writes values of the current step to every tracker, unless a newer job does so in the same directory."""

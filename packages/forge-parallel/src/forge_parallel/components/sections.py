@@ -62,6 +62,11 @@ class Parallel:
     timeout: Annotated[float, Ge(1), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 600.0
     """Seconds after which a collective that some rank never entered is an error. At the start, ranks wait for each other for as
     long, five minutes at most."""
+    step_timeout: Annotated[
+        Annotated[float, Ge(1)] | None, Neutral("how long ranks wait; what they exchange is the same"), FREE
+    ] = None
+    """The same from the end of the first step on, when all are connected and compiled; evaluations and saves count, too. Unset:
+    as `timeout`."""
     patience: Annotated[float, Gt(0), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 30.0
     """Seconds after which a rank that waits says for which one, and where that one is."""
 

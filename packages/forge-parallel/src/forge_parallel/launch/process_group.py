@@ -13,12 +13,20 @@ import torch.distributed as dist
 from forge_core.errors import LayoutError
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
+from forge_parallel.torch_private import set_timeouts
 
 _MEETING_SECONDS = 300.0
 """How long ranks wait for each other at the start, at most: processes of one job start together."""
 
 _HURRY_SECONDS = 10.0
 """How long a rank that was asked to stop waits for the others, so that they learn of it."""
+
+_NCCL = (
+    (("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), "3"),  # it ends, and takes nothing down, which could hang
+    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+)
+"""Variables by which NCCL is told what to do about a failure, under their names and former ones, and what they are set to."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,11 +56,13 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
         torch.cuda.set_device(device)
     if where.size == 1:
         return device
-    # NCCL ends the process at its limit; the watch, which names who is late, has to come first.
-    limit = timedelta(seconds=timeout + (60 if device.type == "cuda" else 0))
+    if device.type == "cuda":
+        _tell_nccl()
     try:
         store = _meet(where, _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry))
-        dist.init_process_group(_backend(device), store=store, rank=where.rank, world_size=where.size, timeout=limit)
+        dist.init_process_group(
+            _backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
+        )
     except (dist.DistError, OSError, RuntimeError, ValueError) as cause:
         told = (
             f"rank {where.rank} of {where.size} (started by {where.launcher}) could not meet the others at {_at(where)}: {cause}"
@@ -141,6 +151,24 @@ def alone(device: torch.device) -> None:
 
 def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def limit(timeout: float, device: torch.device) -> None:
+    """From here on, a collective that some rank never entered is an error after `timeout` seconds, in every open group."""
+    if dist.is_initialized():
+        set_timeouts(_limit(timeout, device))
+
+
+def _limit(timeout: float, device: torch.device) -> timedelta:
+    # NCCL ends the process at its limit; the watch, which names who is late, has to come first.
+    return timedelta(seconds=timeout + (60 if device.type == "cuda" else 0))
+
+
+def _tell_nccl() -> None:
+    """A failed collective ends the process, and leaves a record of the last ones, unless variables that are set say otherwise."""
+    for names, value in _NCCL:
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
 
 
 def stop() -> None:
