@@ -53,6 +53,20 @@ def test_what_a_person_reads(here: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 160
 
 
+def test_a_gpu_can_be_asked_about(here: Path) -> None:
+    """Windows of attention: masks and scores of T x T on a CPU, none on a GPU; weights and traffic are the same."""
+    keys = ("--world", "2", "--model.attention.window=4", "--data.sequence_length=512", "--model.max_length=512", "--json")
+    done = [forge(here, "plan", "tiny.toml", *keys, *device) for device in ((), ("--device", "h200"))]
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    (cpu, gpu) = (json.loads(one.stdout) for one in done)
+    assert cpu["device"] == {"name": "cpu"} and gpu["device"] == {"name": "h200", "memory": 141 << 30}
+    for name in ("parameters", "gradients", "optimizer", "flows"):
+        assert cpu["ranks"][0][name] == gpu["ranks"][0][name]
+    assert cpu["ranks"][0]["activations"] > gpu["ranks"][0]["activations"] + 512 * 512
+    refused = forge(here, "plan", "tiny.toml", "--device", "tpu")
+    assert refused.returncode == 2 and "h100" in refused.stderr
+
+
 def test_ranks_can_be_chosen(here: Path) -> None:
     done = forge(here, "plan", "tiny.toml", "--world", "4", "--rank", "3", "--rank", "0", "--json")
     assert [rank["rank"] for rank in json.loads(done.stdout)["ranks"]] == [3, 0]

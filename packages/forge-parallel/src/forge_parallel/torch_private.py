@@ -54,6 +54,10 @@ functional = torch.ops._c10d_functional
 flash_attention_cpu = aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_cpu_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Attention of CUDA, of which a dry run asks the shapes: by the kernel of cuDNN, and written out.
+attention_cudnn = aten._scaled_dot_product_cudnn_attention
+attention_math = aten._scaled_dot_product_attention_math
+
 # Operators that wrappers of tensors have to know by name.
 TO_COPY = aten._to_copy.default
 LOCAL_SCALAR = aten._local_scalar_dense.default

@@ -1,6 +1,6 @@
 """`forge-train plan RECIPE --world N`: what a run would hold and exchange, from one process without memory for any tensor."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,6 +23,10 @@ def plan(
         list[int] | None,
         typer.Option("--rank", help="A rank to show; may be given several times. Default: one per pipeline stage."),
     ] = None,
+    device: Annotated[
+        Literal["cpu", "a100", "h100", "h200", "b200"],
+        typer.Option("--device", help="Whose attention to plan for; a GPU's keeps no scores or masks."),
+    ] = "cpu",
     modules: Annotated[
         bool, typer.Option("--modules", help="Show each parameter instead: its path, classes, placement and bytes.")
     ] = False,
@@ -34,7 +38,7 @@ def plan(
     activations, and of every collective next to its lower bound. The recipe's own model, transforms and optimizer
     run for a step, on tensors without memory: no GPU, no data, a few hundred MiB, seconds to a minute.
 
-    Try layouts before you rent: forge-train plan 7b --world 64 --parallel.dp_replicate=8
+    Try layouts before you rent: forge-train plan 7b --world 64 --device h100 --parallel.dp_replicate=8
     """
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
@@ -55,9 +59,10 @@ def plan(
     if modules:
         _show_modules(resolved, registry, chosen, recipe, console, as_json)
         return
+    from forge_parallel.dryrun.accelerators import ACCELERATORS
     from forge_train.plan.dry_run import planned
 
-    found = planned(resolved.job, resolved.layout, registry, per_node, chosen)
+    found = planned(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))
     if as_json:
         console.document({"recipe": recipe, **found.as_json()})
         return

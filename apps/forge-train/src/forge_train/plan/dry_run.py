@@ -7,6 +7,7 @@ from typing import Any
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.registry import Registry
+from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
@@ -15,9 +16,14 @@ from forge_train.run.assemble import plan_of
 
 METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
-    "that is not there. Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less, and "
-    "its allocator takes some more. Blocks are taken uncompiled, and rows as single documents."
+    "that is not there. "
 )
+ON_CPU = "Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less (see --device), and "
+ON_GPU = (
+    "Memory within a step is that of attention as a GPU keeps it, its output and log-sum-exp, and what a CPU asks for elsewhere: "
+    "other kernels of a GPU may keep more or less, and "
+)
+BLOCKS = "its allocator takes some more. Blocks are taken uncompiled, and rows as single documents."
 EVEN = (
     " Experts are taken to be chosen with equal chance: with a router that prefers some, their ranks receive and keep more, so "
     "what travels to experts, and what they keep, is an estimate, too."
@@ -47,6 +53,7 @@ class Planned:
         groups: for each axis larger than 1.
         ranks: estimates, one rank of each pipeline stage unless others were asked for.
         experts: whether the model has some.
+        accelerator: the GPU that was asked about; None for a CPU.
     """
 
     layout: Layout
@@ -58,6 +65,7 @@ class Planned:
     groups: tuple[Group, ...]
     ranks: tuple[Estimate, ...]
     experts: bool = False
+    accelerator: Accelerator | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, bytes as integers."""
@@ -75,6 +83,7 @@ class Planned:
             "step": step,
             "axes": [asdict(group) | {"first": list(group.first)} for group in self.groups],
             "ranks": ranks,
+            "device": {"name": "cpu"} if self.accelerator is None else asdict(self.accelerator),
             "method": self.method,
         }
 
@@ -86,20 +95,30 @@ class Planned:
     @property
     def method(self) -> str:
         """What is exact in the numbers, and what is not."""
-        return METHOD + (EVEN if self.experts else "")
+        return METHOD + (ON_CPU if self.accelerator is None else ON_GPU) + BLOCKS + (EVEN if self.experts else "")
 
 
-def planned(job: Job, layout: Layout, registry: Registry, per_node: int, ranks: Sequence[int] = ()) -> Planned:
+def planned(
+    job: Job,
+    layout: Layout,
+    registry: Registry,
+    per_node: int,
+    ranks: Sequence[int] = (),
+    accelerator: Accelerator | None = None,
+) -> Planned:
     """Runs `job` dry on some ranks of `layout`: by default on the first one of each pipeline stage, which hold the most.
+
+    What their attention keeps is that of `accelerator`, or of a CPU.
 
     Raises:
         ForgeError: what a run would refuse when it is assembled.
     """
     plan, workload = plan_of(job, layout, registry), _workload(job, layout)
-    estimates = dry_runs(workload, plan, ranks or first_ranks(layout))
+    estimates = dry_runs(workload, plan, ranks or first_ranks(layout), accelerator=accelerator)
     groups = groups_of(layout, per_node)
     step = workload.micro_batches, workload.rows, workload.length
-    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), getattr(job.model, "moe", None) is not None)
+    experts = getattr(job.model, "moe", None) is not None
+    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator)
 
 
 def first_ranks(layout: Layout) -> Sequence[int]:

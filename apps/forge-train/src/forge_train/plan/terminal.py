@@ -129,7 +129,16 @@ def listed(ranks: Sequence[int]) -> str:
 def _ranks(plan: Planned) -> Iterator[list[Table | Text]]:
     many = plan.ranks if len(plan.ranks) <= SHOWN else (*plan.ranks[: SHOWN - 1], plan.ranks[-1])
     left_out = len(plan.ranks) - len(many)
-    yield [_memory(many, plan.layout), *([Text(f"{left_out} more with --json", style="dim")] if left_out else [])]
+    memory = _memory(many, plan.layout)
+    if plan.accelerator is not None:
+        of = size(plan.accelerator.memory)
+        memory.add_row(
+            f"memory of {plan.accelerator.name}",
+            *[of for _ in many],
+            *((f"{plan.accelerator.memory:,}",) if len(many) == 1 else ()),
+            Text("in all", style="dim"),
+        )
+    yield [memory, *([Text(f"{left_out} more with --json", style="dim")] if left_out else [])]
     fullest = max(plan.ranks, key=lambda estimate: sum(estimate.peak.values()))
     yield [Text(f"The peak of rank {fullest.rank}, {size(sum(fullest.peak.values()))}", style="bold"), _peak(fullest)]
     for estimate in many:

@@ -41,7 +41,7 @@ def _evenly(dispatcher: ExpertDispatcher, experts: int, present: int, count: int
         return replace(dispatcher, inner=inner, route=_EvenRoute(experts, present, share))
     if isinstance(dispatcher, Everyone):
         share = count // dispatcher.ranks.size if dispatcher.divided else count
-        return replace(dispatcher, inner=_evenly(dispatcher.inner, experts, present, share))
+        return _AsMany(replace(dispatcher, inner=_evenly(dispatcher.inner, experts, present, share)))
     return _EvenLoad(experts, present, dispatcher)
 
 
@@ -61,6 +61,27 @@ class _EvenRoute:
         rows = round(tokens * chance(experts, self.share, top_k) / chance(experts, self.present, top_k))
         counts = [[rows] * ranks.size, [_slots(tokens, experts, self.present, self.share, top_k)] * ranks.size]
         return Route.of(owners, ranks, lambda _: (counts, counts))
+
+
+@dataclass(frozen=True)
+class _AsMany:
+    """Every rank brings as many tokens and slots as this one: what ranks tell each other cannot be read without memory."""
+
+    everyone: Everyone
+
+    def __call__(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        run: Run,
+        count: int,
+        slots: int | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """See `ExpertDispatcher`."""
+        numbers = [[number] * self.everyone.ranks.size for number in (len(x), -1 if slots is None else slots)]
+        return replace(self.everyone, read=lambda _: numbers)(x, experts, weights, run, count, slots, overlap_with)
 
 
 @dataclass(frozen=True)
@@ -86,6 +107,14 @@ class _EvenLoad:
 
         def run_evenly(rows: Tensor, _: Any) -> Tensor:
             total = min(kept, len(rows))
-            return run(rows, torch.tensor([total // count + (expert < total % count) for expert in range(count)]))
+            return run(rows, _told([total // count + (expert < total % count) for expert in range(count)], rows.device))
 
         return self.local(x, experts, weights, run_evenly, count, slots, overlap_with)
+
+
+def _told(numbers: list[int], device: torch.device) -> Tensor:
+    """Numbers of tokens where the experts' products look for them, which the host can read: those without memory as well."""
+    counts = torch.tensor(numbers, device=device)
+    if device.type != "cpu":
+        counts.tolist = lambda: numbers  # type: ignore[method-assign]
+    return counts

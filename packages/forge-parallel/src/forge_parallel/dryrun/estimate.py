@@ -2,13 +2,14 @@
 
 So bytes of parameters, gradients, optimizer state and collectives are those of a real run, exactly. What activations and
 temporaries take is read from the same step: exact for the tensors that operators of a CPU ask for, hence an estimate for
-other devices, whose kernels may keep more or less. Blocks are taken uncompiled: a compiler keeps at most as much. Experts
-have an even load (`dryrun.even`).
+other devices, whose kernels may keep more or less; attention of a GPU is told (`dryrun.accelerators`). Blocks are taken
+uncompiled: a compiler keeps at most as much. Experts have an even load (`dryrun.balanced_routing`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,6 +25,7 @@ from forge_core.protocols.topology import Context
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.dryrun.accelerators import Accelerator, FusedAttention
 from forge_parallel.dryrun.balanced_routing import evenly
 from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
@@ -31,10 +33,13 @@ from forge_parallel.dryrun.memory_trace import GRADIENTS, Ledger, held
 from forge_parallel.dryrun.traffic import Flow, Traffic
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.expert_stacks import stacks
+from forge_parallel.placement.shares import FLOAT8_MULTIPLE
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import detect_fake_mode
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Workload:
         micro_batches: per step and rank.
         compute: `bf16`, `fp32` or `fp64`: format of forward and backward.
         state: format of parameters, gradients and optimizer state.
-        documents: rows hold several documents. A CPU's attention then keeps a mask of length x length, which a GPU's does not.
+        documents: rows hold several documents. A CPU's attention then keeps a mask of length x length, an accelerator's does not.
     """
 
     build: Callable[[], nn.Module]
@@ -64,15 +69,15 @@ class Workload:
     documents: bool = False
 
     def shortened(self, layout: Layout) -> "Workload":
-        """The same with rows as short as ranks can share them."""
-        least = 2 * layout.cp * layout.tp
+        """The same with rows as short as ranks can share them; float8 products take tokens in sixteens."""
+        least = FLOAT8_MULTIPLE * layout.cp * layout.tp
         return replace(self, length=least) if self.length % least == 0 else self
 
-    def batch(self) -> Batch:
+    def batch(self, device: torch.device = CPU) -> Batch:
         """A micro-batch of zeros; which tokens they are changes no size."""
         shape = (self.rows, self.length)
-        words = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
-        places = [torch.zeros(shape, dtype=torch.int32) if self.documents else None for _ in range(2)]
+        words = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2)]
+        places = [torch.zeros(shape, dtype=torch.int32, device=device) if self.documents else None for _ in range(2)]
         return Batch(words[0], words[1], places[0], places[1])
 
 
@@ -112,22 +117,39 @@ class Estimate:
     bounds: tuple[Bound, ...]
 
 
-def dry_run(workload: Workload, plan: Plan, rank: int = 0) -> Estimate:
+def dry_run(
+    workload: Workload, plan: Plan, rank: int = 0, *, accelerator: Accelerator | None = None, device: torch.device = CPU
+) -> Estimate:
     """What `rank` holds and exchanges in a step, without the other ranks and without memory for any tensor.
 
     A step of at most two micro-batches is counted (in a pipeline two, of as few as its schedule takes and of twice as many);
     each further micro-batch exchanges what one of these did.
 
+    Args:
+        workload: what every rank does.
+        plan: how it is laid out.
+        rank: which one is asked.
+        accelerator: whose attention is taken; None = that of `device`.
+        device: where tensors pretend to be. "cuda" needs a torch that has devices of that kind; `accelerator` does not.
+
     Raises:
         ForgeError: what a real run would refuse; or this process belongs to a process group.
     """
-    return dry_runs(workload, plan, (rank,))[0]
+    return dry_runs(workload, plan, (rank,), accelerator=accelerator, device=device)[0]
 
 
-def dry_runs(workload: Workload, plan: Plan, ranks: Sequence[int]) -> list[Estimate]:
+def dry_runs(
+    workload: Workload,
+    plan: Plan,
+    ranks: Sequence[int],
+    *,
+    accelerator: Accelerator | None = None,
+    device: torch.device = CPU,
+) -> list[Estimate]:
     """`dry_run` of several ranks, one after the other."""
     if workload.micro_batches < 1:
         raise PlanError(f"a step needs at least one micro-batch, got {workload.micro_batches}")
+    run = partial(_run, accelerator=accelerator, device=device)
     done: dict[int, Estimate] = {}
     metrics: tuple[str, ...] = ()
     if plan.pipeline is not None:
@@ -136,10 +158,10 @@ def dry_runs(workload: Workload, plan: Plan, ranks: Sequence[int]) -> list[Estim
         last, stride = plan.pipeline.placement(layout.pp)[-1], layout.world // layout.pp
         scoring = next((rank for rank in ranks if rank // stride == last), last * stride)
         once = workload if scoring in ranks else replace(workload, micro_batches=_fewest(plan))
-        done[scoring], metrics = _run(once, plan, scoring, ())
+        done[scoring], metrics = run(once, plan, scoring, ())
     for rank in ranks:
         if rank not in done:
-            done[rank] = _run(workload, plan, rank, metrics)[0]
+            done[rank] = run(workload, plan, rank, metrics)[0]
     return [done[rank] for rank in ranks]
 
 
@@ -152,13 +174,16 @@ def _fewest(plan: Plan) -> int:
     return next(legal)
 
 
-def _run(workload: Workload, plan: Plan, rank: int, metrics: Sequence[str]) -> tuple[Estimate, tuple[str, ...]]:
+def _run(
+    workload: Workload, plan: Plan, rank: int, metrics: Sequence[str], *, accelerator: Accelerator | None, device: torch.device
+) -> tuple[Estimate, tuple[str, ...]]:
     """The estimate of one rank, and the names of the metrics that it saw computed."""
     kept = [transform for transform in plan.transforms if transform.phase != Phase.COMPILE]
+    told = [] if accelerator is None else [FusedAttention()]
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
-        topology = Topology.of(plan.layout, torch.device("cpu"))
+        topology = Topology.of(plan.layout, device)
         watch = _Watch(stack, separate=plan.layout.pp == 1, metrics=list(metrics))
-        watched = Plan.of([*kept, watch], plan.layout, plan.pipeline)
+        watched = Plan.of([*told, *kept, watch], plan.layout, plan.pipeline)
         model = realize(Blueprint.of(workload.build), watched, topology, _nothing, workload.compute, workload.state)
         return _estimate(workload, model, watch), tuple(watch.metrics)
 
@@ -305,14 +330,15 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
 
 def _step(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> None:
     watch.steps.append(_Notes(Traffic(step.model.topology.layout)))
-    result = step([workload.batch() for _ in range(micro_batches)])
+    result = step([workload.batch(step.model.topology.device) for _ in range(micro_batches)])
     clip(step.model, result.norm, 1.0)
     optimizer.step(result.skip)
     optimizer.zero_grad()
 
 
 def _counted(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> _Counted:
-    model, batches = step.model, [workload.batch() for _ in range(micro_batches)]
+    model = step.model
+    batches = [workload.batch(model.topology.device) for _ in range(micro_batches)]
     notes = _Notes(Traffic(model.topology.layout))
     watch.steps.append(notes)
     ledger, traffic = notes.ledger, notes.traffic

@@ -60,12 +60,14 @@ class Exchange:
 class Everyone:
     """Brings all tokens to all ranks. `divided`: each rank has other experts; else each has a part of every expert's matrices.
 
-    More bytes than `Exchange` unless tokens have experts on most ranks, but every rank's share is of one size.
+    More bytes than `Exchange` unless tokens have experts on most ranks, but every rank's share is of one size. `read` brings the
+    numbers of all ranks' tokens and slots (2, ranks) to the host.
     """
 
     ranks: Ranks
     inner: ExpertDispatcher
     divided: bool = True
+    read: Callable[[Tensor], list[list[int]]] = Tensor.tolist
 
     def __call__(
         self,
@@ -99,7 +101,7 @@ class Everyone:
         """Tokens and slots of every rank: ranks may have different numbers of them. The host waits for the result, once."""
         # Filled in by the device: a tensor made from numbers on the host would be a second wait.
         mine = torch.cat([torch.full((1, 1), number, device=x.device) for number in (len(x), slots)], 1)
-        lengths, known = all_gather(mine, self.ranks, 0).mT.tolist()
+        lengths, known = self.read(all_gather(mine, self.ranks, 0).mT)
         return lengths, known
 
 
