@@ -23,11 +23,8 @@ H100 = ACCELERATORS["h100"]
 
 
 def _workload(row: frozenset[str]) -> Workload:
-    """Rows of 128 tokens: float8 takes tokens in sixteens on every rank, and flex attention blocks of 128."""
+    """Rows of 128 tokens: float8 takes tokens in sixteens on every rank."""
     precision, experts = precision_of(row), "experts" in row
-    compute, state = (
-        ("fp32", "fp32") if precision.compute == "fp64" and "cp_ring" in row else (precision.compute, precision.state)
-    )
     built = replace(decoder_of(row), max_length=128)
     objective = CrossEntropy(z_loss=1e-2).build()
     pieces = 8 if layout_of(row).pp > 1 or experts else 2

@@ -2,10 +2,12 @@
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
@@ -17,6 +19,8 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
+from forge_parallel.torch_private import TorchDispatchMode
+from forge_parallel.transforms.checkpointed import checkpoint_blocks, operators
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
@@ -79,6 +83,36 @@ def test_a_block_keeps_the_bytes_that_its_policy_states(component: Recompute, st
     expected = stated if stated is not None else (INPUT + everything) // 2
     assert held_by_a_block(component.build()) == expected
     assert expected < everything
+
+
+def test_kernels_of_attention_on_cuda_are_kept() -> None:
+    from torch.nn.attention import flex_attention, varlen  # noqa: F401  # which registers its operator
+
+    kept = operators(("attention",))
+    assert flex_attention.flex_attention_hop in kept
+    assert torch.ops.torch_attn._varlen_attn.default in kept
+    for name in ("cudnn_attention", "flash_attention", "fused_attention_overrideable", "efficient_attention"):
+        assert getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default in kept
+    assert flex_attention.flex_attention_hop not in operators(("matmul",))
+
+
+class _Chosen(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.topk.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("keep", "times"), [(None, 2), ((), 1), (("matmul",), 1)])
+def test_what_a_router_chose_is_not_chosen_again(keep: tuple[str, ...] | None, times: int) -> None:
+    """Ties could be broken otherwise the second time. Where nothing is kept but the input, it is."""
+    block = nn.Linear(4, 4)
+    block.forward = lambda x: (x * x).topk(2).values.square()  # type: ignore[method-assign]
+    checkpoint_blocks(nn.ModuleList([block]), SimpleNamespace(specs=SimpleNamespace(blocks=["0"])), keep=keep, every=1)  # type: ignore[arg-type]
+    with _Chosen() as chosen:
+        block(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert chosen.count == times
 
 
 @pytest.mark.parametrize("component", [Recompute(policy="full"), Recompute(), Recompute(keep=["matmul"], every=2)])

@@ -4,6 +4,7 @@ The wrapper sits on a block's `forward`, inside all that is attached to the call
 parameters before its backward begins, which is when the forward runs again, and no module or parameter changes its name.
 """
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,16 @@ KEPT = {
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
         "_flash_attention_forward",
         "_efficient_attention_forward",
+        "torch_attn::_varlen_attn",
     ),
 }
-"""Operators whose outputs `selective` may keep, by the name that a recipe uses."""
+"""Operators whose outputs `selective` may keep, by the name that a recipe uses; without a namespace they are of aten."""
+
+CHOICES = frozenset({aten.topk.default})
+"""Operators that choose. `selective` always keeps their results: ties broken otherwise would send tokens to other experts."""
 
 COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "forge_parallel"})
 """Namespaces of operators that exchange data. `selective` always keeps their results: no byte crosses ranks twice."""
@@ -73,11 +79,21 @@ def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: 
 
 def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
     """The operators of some kinds that this version of torch has."""
-    packets = (getattr(aten, name, None) for kind in kinds for name in KEPT[kind])
-    return frozenset(getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
+    packets = (_packet(name) for kind in kinds for name in KEPT[kind])
+    found = {getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()}
+    if "attention" in kinds:
+        found.add(torch.ops.higher_order.flex_attention)
+    return frozenset(found)
+
+
+def _packet(name: str) -> Any:
+    namespace, _, operator = name.rpartition("::")
+    if namespace == "torch_attn":
+        importlib.import_module("torch.nn.attention.varlen")  # registers it
+    return getattr(getattr(torch.ops, namespace or "aten"), operator, None)
 
 
 def _policy(kept: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator in kept or operator.namespace in COLLECTIVES:
+    if operator in kept or operator in CHOICES or operator.namespace in COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

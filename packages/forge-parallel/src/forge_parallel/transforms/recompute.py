@@ -33,7 +33,8 @@ class Recompute(Component, Transform):
     policy: Annotated[Literal["full", "selective"], Feature("recompute_full", when="full", plane="graph")] = "selective"
     """`full` keeps the input of a block only; `selective` keeps the results of the operators named by `keep`, too."""
     keep: Annotated[
-        list[Literal["matmul", "attention"]], Neutral("results of collectives are kept in any case, and made once")
+        list[Literal["matmul", "attention"]],
+        Neutral("results of collectives and choices of routers are kept in any case, and made once"),
     ] = field(default_factory=lambda: ["matmul", "attention"])
     """Operators whose results `selective` keeps: what is expensive to compute again."""
     every: Annotated[int, Gt(0), Neutral("each block is wrapped by itself")] = 1
