@@ -1,7 +1,7 @@
 """The report as HTML: curves, final numbers, samples, checkpoints, machine and recipe in one file."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -37,13 +37,18 @@ def page(summary: Mapping[str, Any], entries: Entries) -> str:
         _section("Model, machine and versions", _tables(summary)),
         _section("Recipe", _recipe(summary.get("config"))),
     ]
+    return document(name, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A page of HTML parts that fetches nothing; empty parts are left out."""
     style = files("forge_train.report").joinpath("style.css").read_text(encoding="utf-8")
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(name)}</title>\n<style>\n{style}</style>\n</head>\n<body>",
+            f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>",
             *(part for part in parts if part),
             "</body>\n</html>\n",
         ]

@@ -1,0 +1,77 @@
+"""`forge-train doctor`: what is wrong, or slow, with this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from forge_core.terminal.console import Console
+    from forge_train.doctor.step import Result
+
+
+def doctor(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A preset or a TOML file; 350m on a GPU, else debug.", show_default=False)] = "",
+    acceptance: Annotated[bool, typer.Option("--acceptance", help="Every step: a node's first minutes.")] = False,
+    only: Annotated[str, typer.Option("--only", help="Steps, separated by commas: matmul,disk.", show_default=False)] = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for doctor.json and doctor.html; ./doctor with --acceptance.")
+    ] = None,
+    directory: Annotated[Path, typer.Option("--directory", help="Where runs will write: its disk is measured.")] = Path(),
+    minutes: Annotated[float, typer.Option("--minutes", min=0, help="Train for so long; 0 leaves it out.")] = 0.0,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", help="An earlier doctor.json: more than 3 % worse counts as slow.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Find what is wrong with this machine before a run does; with --acceptance, measure it.
+
+    Exit code 0: all is right; 1: something is slower than it should be; 2: something is wrong. Every finding says what to do.
+    """
+    from dataclasses import replace
+
+    from forge_core.errors import ForgeError
+    from forge_core.terminal.console import Console
+    from forge_train.commands.single_process import require_single_process
+    from forge_train.doctor.compare import read
+    from forge_train.doctor.plan import ACCEPTANCE, QUICK
+    from forge_train.doctor.report import Report
+    from forge_train.doctor.runner import chosen, examine
+    from forge_train.doctor.step import Settings, exit_code
+    from forge_train.doctor.steps.build import sees_gpu
+    from forge_train.recipe.load import load
+
+    require_single_process("doctor")
+    console = Console(as_json=as_json)
+    if not directory.is_dir():
+        raise ForgeError(f"--directory {directory}: this folder does not exist; make it first")
+    old = read(compare) if compare else None
+    recipe = recipe or ("350m" if sees_gpu() else "debug")
+    load(recipe, context.args)  # refused here, in one message, rather than in every step
+    settings = Settings(recipe, tuple(context.args), str(directory.resolve()), minutes, acceptance)
+    steps = chosen(ACCEPTANCE if acceptance or only else QUICK, only)
+    steps = [replace(step, seconds=step.seconds + 60 * minutes) if step.name == "endurance" else step for step in steps]
+    folder = out if out is not None else Path("doctor") if acceptance else None
+    report = Report(recipe, folder)
+    results = examine(steps, settings, lambda found: _told(found, report, console))
+    document = report.end(old)
+    if as_json:
+        console.document(document)
+    for line in document.get("regressions", []):
+        console.text(f"worse than before: {line}")
+    if folder is not None:
+        console.text(f"report: {folder / 'doctor.html'}; to ask for help, attach {folder / 'doctor.json'} to the issue")
+    raise typer.Exit(max(exit_code(results), 1 if document.get("regressions") else 0))
+
+
+def _told(found: "list[Result]", report: Any, console: "Console") -> None:
+    """Writes down and prints what the last step found."""
+    report.write(found)
+    last = found[-1]
+    console.text(f"{last.verdict:7}  {last.name} ({last.seconds:.0f} s)")
+    for check in last.checks:
+        expected = f" (expected: {check.expected})" if check.expected and check.verdict in ("SLOW", "FAIL") else ""
+        console.text(f"  {check.verdict:7}  {check.name}: {check.value()}{expected}")
+        if check.remedy and check.verdict != "PASS":
+            console.text(f"           -> {check.remedy}")

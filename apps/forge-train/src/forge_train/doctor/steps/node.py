@@ -1,0 +1,147 @@
+"""What a node must offer besides GPUs: limits, shared memory, room on the disk, a compiler, extras. `judge` needs no machine."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from forge_core.machine.cores import usable_cores
+from forge_core.machine.processor import slow_bf16
+from forge_core.terminal.quantities import size
+from forge_train.doctor.step import Check, Settings
+from forge_train.doctor.steps.build import sees_gpu
+
+_SHARED = 1 << 30
+_ROOM = 1 << 30
+_EXTRAS = {"torchao": "forge-parallel[float8]", "tensorboard": "forge-train[tensorboard]", "wandb": "forge-train[wandb]"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node offers.
+
+    Attributes:
+        gpu: whether the system shows a GPU.
+        infiniband: whether it shows network cards that read memory by themselves.
+        locked: bytes of memory that a process may lock; None is without a limit.
+        shared: bytes of /dev/shm; None where there is none.
+        free: bytes free where the run writes.
+        wanted: bytes that it will want there, at least.
+        triton: whether it is installed.
+        compiler: path of a C compiler; None where there is none.
+        missing: modules of extras that are not installed.
+        cores: that this process may use.
+        slow_bf16: a sentence where a processor without bf16 units would have to train.
+    """
+
+    gpu: bool
+    infiniband: bool
+    locked: int | None
+    shared: int | None
+    free: int
+    wanted: int
+    triton: bool
+    compiler: str | None
+    missing: tuple[str, ...]
+    cores: int
+    slow_bf16: str | None = None
+
+
+def examine(settings: Settings) -> Iterator[Check]:
+    """The step: facts, judged."""
+    return judge(facts(settings))
+
+
+def facts(settings: Settings, root: Path = Path("/")) -> Facts:
+    """What this node is."""
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    shared, cards = root / "dev/shm", root / "sys/class/infiniband"
+    return Facts(
+        gpu=sees_gpu(root),
+        infiniband=cards.is_dir() and any(cards.iterdir()),
+        locked=None if locked == resource.RLIM_INFINITY else locked,
+        shared=shutil.disk_usage(shared).total if shared.is_dir() else None,
+        free=shutil.disk_usage(settings.directory).free,
+        wanted=checkpoints(settings) if settings.acceptance else _ROOM,
+        triton=find_spec("triton") is not None,
+        compiler=_compiler(),
+        missing=tuple(name for name in _EXTRAS if find_spec(name) is None),
+        cores=usable_cores(root),
+        slow_bf16=slow_bf16(root),
+    )
+
+
+def checkpoints(settings: Settings) -> int:
+    """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes.
+    Weights and both moments of AdamW, 4 bytes each."""
+    from forge_models.flops import count
+    from forge_train.recipe.load import load
+
+    job = load(settings.recipe, settings.overrides).job
+    shape = getattr(job.model, "shape", None)
+    return _ROOM if shape is None else _ROOM + (job.checkpoint.keep + 1) * 12 * count(shape).parameters
+
+
+def _compiler() -> str | None:
+    """The one that Triton would take."""
+    return os.environ.get("CC") or next(filter(None, map(shutil.which, ("clang", "gcc"))), None)
+
+
+def judge(found: Facts) -> Iterator[Check]:
+    """What is missing, and what to do."""
+    yield Check("cores", "PASS", f"{found.cores} usable")
+    if found.slow_bf16:
+        yield Check("bf16 on the processor", "SKIPPED", found.slow_bf16, remedy="precision.compute = 'fp32' on this machine")
+    yield _room(found)
+    yield _shared(found)
+    yield _locked(found)
+    yield _triton(found)
+    if found.missing:
+        wanted = " ".join(f'"{_EXTRAS[name]}"' for name in found.missing)
+        told = f"{', '.join(found.missing)} not installed"
+        yield Check("extras", "SKIPPED", told, remedy=f"where a recipe names them: pip install {wanted}")
+    else:
+        yield Check("extras", "PASS", "all installed")
+
+
+def _room(found: Facts) -> Check:
+    name, told, expected = "room on the disk", f"{size(found.free)} free", f"{size(found.wanted)} for checkpoints and logs"
+    if found.free >= found.wanted:
+        return Check(name, "PASS", told, expected=expected)
+    remedy = "free some, or point job.dir (here: --directory) at a larger disk, or set checkpoint.keep lower"
+    return Check(name, "FAIL", told, expected=expected, remedy=remedy)
+
+
+def _shared(found: Facts) -> Check:
+    name, expected = "/dev/shm", f"{size(_SHARED)}: NCCL and loaders pass tensors through it"
+    if found.shared is None:
+        return Check(name, "SKIPPED", "this system has none", expected=expected)
+    if found.shared >= _SHARED:
+        return Check(name, "PASS", size(found.shared), expected=expected)
+    remedy = "start the container with --shm-size=16g or --ipc=host; without it runs end by SIGBUS"
+    return Check(name, "FAIL" if found.gpu else "SKIPPED", size(found.shared), expected=expected, remedy=remedy)
+
+
+def _locked(found: Facts) -> Check:
+    name, expected = "memory that can be locked (ulimit -l)", "unlimited where there are InfiniBand cards"
+    told = "unlimited" if found.locked is None else size(found.locked)
+    if found.locked is not None and found.infiniband:
+        remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK of slurmd, or --ulimit memlock=-1): NCCL cannot register memory"
+        return Check(name, "FAIL", told, expected=expected, remedy=remedy)
+    return Check(name, "PASS", told, expected=expected)
+
+
+def _triton(found: Facts) -> Check:
+    name, expected = "compiler for Triton", "a C compiler: torch.compile and flex attention build their launchers with it"
+    if not found.gpu:
+        return Check(name, "SKIPPED", "no GPU is seen", expected=expected)
+    if not found.triton:
+        return Check(
+            name, "FAIL", "triton is not installed", expected=expected, remedy="pip install triton, or leave out compile"
+        )
+    if found.compiler is None:
+        return Check(name, "FAIL", "neither $CC, clang nor gcc", expected=expected, remedy="apt-get install gcc, or set CC")
+    return Check(name, "PASS", found.compiler, expected=expected)

@@ -1,0 +1,83 @@
+"""Does the device train to the same numbers? Tiny models, some optimizer steps, against fp64 on a CPU."""
+
+from collections.abc import Iterator
+
+import torch
+
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_parallel.verify.parity import Case, Measurement, compare, measure
+from forge_parallel.verify.tolerance import TOLERANCE
+from forge_train.doctor.step import Check, Settings
+from forge_train.doctor.steps.measure import device
+from forge_train.recipe.load import load
+from forge_train.run.assemble import plan_of
+
+_TINY = {"dense": "debug", "experts": "debug-moe"}
+_SMALL = ("--model.dim=32", "--model.layers=2", "--hooks=[]")
+_ROUNDED = {"fp32": 1e-4, "bf16": 3e-2}
+"""How far the loss may be from fp64's, relative."""
+
+
+def examine(_: Settings) -> Iterator[Check]:
+    """The step. The device takes all rows at once and the CPU one at a time, so the two agree on no sum by chance."""
+    here = device()
+    for label, preset in _TINY.items():
+        exact = _measured(preset, torch.device("cpu"), 1, "fp64")
+        yield _exact(label, exact, _measured(preset, here, 8, "fp64"))
+        for precision, limit in _ROUNDED.items():
+            found = _measured(preset, here, 8, precision)
+            yield _rounded(f"{label}, {precision}", exact, found, limit)
+    yield from _float8(here)
+
+
+def _measured(preset: str, here: torch.device, micro_batch: int, precision: str, float8: str = "") -> Measurement:
+    registry = Registry()
+    transforms = (f"--transforms.float8.emulate={float8}",) if float8 else ()
+    job = load(preset, [*_SMALL, *transforms], None, registry).job
+    case = Case(
+        build=job.model.build,
+        objective=job.objective.build(),
+        optimizer=job.optimizer.build,
+        vocab_size=getattr(job.model, "vocab_size"),  # noqa: B009 (a plugin's model may call it otherwise)
+        micro_batch=micro_batch,
+        steps=3,
+        compute=precision,
+        state="fp64" if precision == "fp64" else "fp32",
+    )
+    return measure(case, plan_of(job, Layout(), registry), here)
+
+
+def _exact(label: str, exact: Measurement, found: Measurement) -> Check:
+    difference = compare(exact, found)
+    worst = max(difference.loss, difference.norm, difference.gradients, difference.weights)
+    expected = f"loss, gradients and weights within {TOLERANCE['fp64']} of a CPU, after 3 steps"
+    if difference.accepted("fp64"):
+        return Check(f"{label}, fp64", "PASS", worst, "relative", expected)
+    told = f"{worst:.1e}, worst: {difference.worst}" if difference.initial else "initial weights differ"
+    remedy = "this installation computes wrong numbers: do not train; report it with this file"
+    return Check(f"{label}, fp64", "FAIL", told, "", expected, remedy)
+
+
+def _rounded(label: str, exact: Measurement, found: Measurement, limit: float) -> Check:
+    worst = max(abs(one - other) / abs(one) for one, other in zip(exact.loss, found.loss, strict=True))
+    expected = f"loss within {limit} of fp64"
+    if worst <= limit:  # a number that is not finite is not
+        return Check(label, "PASS", worst, "relative", expected)
+    return Check(label, "FAIL", worst, "relative", expected, "report it with this file; train in fp32 until then")
+
+
+def _float8(here: torch.device) -> Iterator[Check]:
+    from importlib.util import find_spec
+
+    label = "float8, native against emulated"
+    if find_spec("torchao") is None:
+        yield Check(label, "SKIPPED", "torchao is not installed", remedy='pip install "forge-parallel[float8]"')
+        return
+    from forge_parallel.float8.library import NATIVE
+
+    if here.type != "cuda" or torch.cuda.get_device_capability(here) < NATIVE:
+        yield Check(label, "SKIPPED", "this device has no float8 products", remedy="recipes for it leave out transforms.float8")
+        return
+    native, emulated = (_measured("debug", here, 8, "bf16", emulate) for emulate in ("false", "true"))
+    yield _rounded(label, emulated, native, 1e-2)
