@@ -5,7 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from forge_core.layout import Layout
+from forge_core.protocols.model import Optimizer
 from forge_core.registry import Registry
+from forge_parallel.build.initial_weights import fill
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.placement.boxes import local_box
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from forge_parallel.verify.tolerance import TOLERANCE
 from forge_train.doctor.step import Check, Settings
@@ -31,14 +35,27 @@ def examine(_: Settings) -> Iterator[Check]:
     yield from _float8(here)
 
 
+def _as_on_a_cpu(model: ParallelModel, seed: int) -> None:
+    """Draws the initial weights again, from the streams of a CPU: each kind of device has others."""
+    with torch.no_grad():
+        for name, tensor, _ in model.trainable():
+            fill(local_box(tensor), model.specs.tensors[name], name, seed, torch.device("cpu"))
+
+
 def _measured(preset: str, here: torch.device, micro_batch: int, precision: str, float8: str = "") -> Measurement:
     registry = Registry()
     transforms = (f"--transforms.float8.emulate={float8}",) if float8 else ()
     job = load(preset, [*_SMALL, *transforms], None, registry).job
+
+    def optimizer(model: ParallelModel) -> Optimizer:
+        # Made before anything is measured; it keeps no copy of weights until its first step.
+        _as_on_a_cpu(model, seed=0)
+        return job.optimizer.build(model)
+
     case = Case(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=job.optimizer.build,
+        optimizer=optimizer,
         vocab_size=getattr(job.model, "vocab_size"),  # noqa: B009 (a plugin's model may call it otherwise)
         micro_batch=micro_batch,
         steps=3,
