@@ -116,7 +116,7 @@ def test_stages(world: World, kind: str) -> None:
         assert difference.accepted("fp64"), difference
 
 
-@pytest.mark.parametrize("kind", ["all_gather", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ring", "ulysses"))])
+@pytest.mark.parametrize("kind", ["all_gather", "ulysses"])
 def test_a_capped_decoder(world: World, kind: str) -> None:
     _same(world, case(decoder(attention=GQA(soft_cap=1.5, qk_norm="head"))), "cp2", kind)
 
@@ -158,7 +158,7 @@ def _odd_numbers(which: str, layout: str, kind: str) -> tuple[dict[str, float], 
     return numbers, results[0], evaluation.loss, results[1]
 
 
-@kinds
+@pytest.mark.parametrize("kind", ["all_gather", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 @pytest.mark.parametrize(
     "which",
     [
