@@ -64,7 +64,7 @@ def check_taken(component: Any) -> None:
 
 
 def check_interrupted(component: Any) -> None:
-    """What stops in the middle is not read as a model, and does not stand in the way of another try."""
+    """What stops in the middle is not read as a model, and another try works."""
     from forge_core.errors import ForgeError
     from forge_models.conformance import weights
 

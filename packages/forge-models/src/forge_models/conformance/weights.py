@@ -1,6 +1,6 @@
 """Weights for the checks of converters: those of a small decoder in memory, and the same that fail while they are read."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ class InMemory:
         specs = module.specs()
         filled = trial.filled(module, specs.tensors, specs.ties).float()
         self._tensors = {name: tensor.detach() for name, tensor in filled.named_parameters()}
-        self.tensors = {name: Stored(tuple(tensor.shape), "float32") for name, tensor in self._tensors.items()}
+        self.tensors: Mapping[str, Stored] = {
+            name: Stored(tuple(tensor.shape), "float32") for name, tensor in self._tensors.items()
+        }
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole tensors."""

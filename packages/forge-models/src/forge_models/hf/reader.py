@@ -104,7 +104,7 @@ class Folder:
         tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
         for key in TOKENS:
             ids_of(values, key, where)
-        # null is kept: it says that there is no such token, where a key that is absent has the family's default.
+        # null is kept: the model does not have that token. A key that is absent has the default of the family.
         tokens = {key: values[key] for key in TOKENS if key in values}
         self.facts = Facts(
             special_tokens=tokens,
