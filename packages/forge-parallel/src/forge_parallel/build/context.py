@@ -10,15 +10,7 @@ from forge_parallel.placement.topology import Topology
 
 @dataclass(frozen=True)
 class Context:
-    """One part of the model on one rank.
-
-    Attributes:
-        specs: of the part; its names are global.
-        topology: this rank's place.
-        compute: dtype of parameters and activations in forward and backward.
-        state: dtype of what the optimizer updates.
-        whole: of the whole model, of which the part may be a pipeline's stage; None where it is all of it.
-    """
+    """One part of the model on one rank, as `forge_core.protocols.topology.Context` describes it."""
 
     specs: Specs
     topology: Topology
