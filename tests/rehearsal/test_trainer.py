@@ -101,6 +101,7 @@ def test_the_presets_train_evaluate_and_sample(devices: World, preset: str, tmp_
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line[key] for key in ("loss", "evaluation/held_out/loss") for line in logged if key in line]
     assert len(losses) >= 2 and all(4 < loss < 6 for loss in losses), "about log 320 nats at the start"
+    assert all(line["device_memory"] > 0 for line in logged if "grad_norm" in line), "not the memory of the process"
     assert (run / "samples.json").is_file()
     (again,) = devices.run(_command, 1, "generate", str(run), "--prompt", "def ", "--max-tokens", "4", group=False)
     assert again["code"] == 0 and again["peak"] > 0

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from forge_core.layout import Layout
@@ -68,7 +69,7 @@ class ScriptedRun:
 
     def __post_init__(self) -> None:
         self.state = SimpleNamespace(step=0, tokens=0)
-        self.topology = SimpleNamespace(rank=self.rank, size=1, data_rank=self.rank, data_size=2)
+        self.topology = SimpleNamespace(rank=self.rank, size=1, data_rank=self.rank, data_size=2, device=torch.device("cpu"))
         self.watch = Watch()
         self.job = SimpleNamespace(
             train=SimpleNamespace(max_steps=self.total, micro_batch=4, global_batch=8),

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
+from forge_parallel.placement.device import take_peaks
 from forge_train.hooks.clock import Stopwatch
 
 
@@ -18,7 +19,9 @@ class LogHook(Hook):
     and `source/LABEL/tokens` (of that step, where it has any) of each source of a mixture; `data/LABEL/tokens` and
     `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and asked for by the weights); `tokens` (seen by
     the run so far), `step_tokens` (with loss, in this step), `tokens_per_second` and `step_seconds` (means since the last line,
-    all ranks together, without evaluation and saving), `peak_memory` (bytes, resident memory of rank 0's process).
+    all ranks together, without evaluation and saving), `peak_memory` (bytes, resident memory of rank 0's process). On an
+    accelerator also `device_memory`, `device_memory_reserved` and `device_memory_retries` of rank 0 since the last line, as
+    `forge_parallel.placement.device.take_peaks` has them.
     """
 
     watch: Stopwatch
@@ -50,9 +53,8 @@ class LogHook(Hook):
         if seconds > 0 and steps > 0:
             numbers["tokens_per_second"] = tokens / seconds
             numbers["step_seconds"] = seconds / steps
-        run.log(
-            {**numbers, **mixture(getattr(run, "data", None), step), "tokens": run.state.tokens, "peak_memory": peak_memory()}
-        )
+        numbers |= mixture(getattr(run, "data", None), step) | take_peaks(run.topology.device)
+        run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})
 
 
 def mixture(data: Any, step: int) -> dict[str, float]:

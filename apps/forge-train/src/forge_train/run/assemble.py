@@ -27,6 +27,7 @@ from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
+from forge_parallel.placement.device import name
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.recipe.schema import Job
@@ -133,7 +134,7 @@ def assemble(
         model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
         optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
     parameters = model.parameter_count()
-    say(f"model: {parameters:,} parameters, layout {layout}, {device.type}, transforms: {', '.join(plan.names()) or 'none'}")
+    say(f"model: {parameters:,} parameters, layout {layout}, {name(device)}, transforms: {', '.join(plan.names()) or 'none'}")
 
     run = Run(
         job=job,

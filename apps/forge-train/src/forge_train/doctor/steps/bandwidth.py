@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from forge_parallel.placement.device import name
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings
-from forge_train.doctor.steps.measure import device, fastest, name
+from forge_train.doctor.steps.measure import device, fastest
 
 _GPU_BYTES, _CPU_BYTES = 1 << 28, 1 << 25
 _LINK = 10e9

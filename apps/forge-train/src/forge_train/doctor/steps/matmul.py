@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from forge_parallel.placement.device import name
 from forge_train.doctor.peaks import Peak, peak
 from forge_train.doctor.step import Check, Settings
-from forge_train.doctor.steps.measure import device, fastest, name
+from forge_train.doctor.steps.measure import device, fastest
 from forge_train.recipe.load import load
 
 _SQUARE = 8192

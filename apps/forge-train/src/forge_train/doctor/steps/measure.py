@@ -14,11 +14,6 @@ def device() -> torch.device:
     return _CPU if found is None else found
 
 
-def name(of: torch.device) -> str:
-    """What the device calls itself."""
-    return torch.cuda.get_device_name(of) if of.type == "cuda" else of.type
-
-
 def wait(of: torch.device) -> None:
     """Returns when the device has done all work."""
     if of.type != "cpu":

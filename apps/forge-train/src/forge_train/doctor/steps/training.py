@@ -14,9 +14,10 @@ from forge_core.protocols.run import Hook, StepResult
 from forge_core.registry import Registry
 from forge_core.terminal.quantities import size
 from forge_parallel.launch.environment import Launch
+from forge_parallel.placement.device import name
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
-from forge_train.doctor.steps.measure import device, name, wait
+from forge_train.doctor.steps.measure import device, wait
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.assemble import assemble
 from forge_train.run.directory import run_directory
@@ -128,8 +129,8 @@ def _trained(settings: Settings, here: torch.device, steps: int, limit: float = 
                 torch.cuda.reset_peak_memory_stats(here)
                 torch.cuda.set_sync_debug_mode("warn")
             fit(run)
-        for tracker in run.trackers:
-            tracker.close()
+            for tracker in run.trackers:
+                tracker.close()
     return resolved, watching
 
 
