@@ -1,5 +1,7 @@
 """What a device says of itself: of a CPU nothing, of an accelerator its name and its memory since it was last asked."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,3 +47,13 @@ def test_names(module: SimpleNamespace) -> None:
 
 def test_a_cpu_has_no_memory_of_its_own(module: SimpleNamespace) -> None:
     assert take_peaks(torch.device("cpu")) == {}
+
+
+def test_nothing_turns_tf32_on() -> None:
+    """`precision.compute = "fp32"` says what it is; torch's default is exact, and no line of the packages changes it but one that
+    measures products of every kind in a process of its own."""
+    root = Path(__file__).parents[3]
+    sources = [file for folder in ("packages", "apps") for file in root.glob(f"{folder}/*/src/**/*.py")]
+    lowers = re.compile(r"allow_tf32|set_float32_matmul_precision|fp32_precision\s*=")
+    assert len(sources) > 100 and [file.name for file in sources if lowers.search(file.read_text())] == ["matmul.py"]
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -84,7 +84,8 @@ class Precision:
         Neutral("as fp64, with fewer digits: no cast between parameters and computation", when="fp32"),
         FREE,
     ] = "bf16"
-    """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32."""
+    """Format of parameters and activations in forward and backward; losses and reductions stay at least fp32. Products in fp32
+    are fp32 on a GPU, too: Forge never turns TF32 on."""
     state: Annotated[
         Literal["fp32", "fp64", "bf16"],
         Feature("bf16_state", when="bf16", plane="numerics"),
