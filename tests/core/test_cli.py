@@ -20,7 +20,7 @@ from forge_train.recipe.schema import Job
 
 Result = subprocess.CompletedProcess[str]
 PRESETS = [entry.name for entry in installed() if entry.group == "forge.presets"]
-SHARED = {"8x7b": ("8", "dp8ep8")}
+SHARED = {"8x7b": ("8", "dp8ep8"), "30b-a3b-8xh100": ("8", "dp8ep8")}
 """Presets whose experts do not fit on one process: the smallest world, and its layout."""
 
 PROBE = """

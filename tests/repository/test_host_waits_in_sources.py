@@ -23,7 +23,7 @@ ALLOWED = {
     "forge_models/blocks/attention_core.py _boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
     "forge_models/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/moe/experts.py _products: tolist": (1, "the kernel `loop`, where no grouped product takes precision or width"),
-    "forge_parallel/experts/dispatchers.py Everyone._agreed: tolist": (1, "ranks may have different numbers of tokens"),
+    "forge_parallel/experts/dispatchers.py Everyone: tolist": (1, "ranks may have different numbers of tokens"),
     "forge_parallel/experts/route.py on_host: tolist": (1, "rows that travel are counted on the host by the collective"),
     "forge_parallel/optim/adamw_bf16.py _parts: torch.tensor": (2, "once, with the optimizer; no step makes one"),
     "forge_parallel/pipeline/runner.py Runner._told: torch.tensor": (1, "in the first step only"),
@@ -35,16 +35,14 @@ ALLOWED = {
 
 
 def waits(tree: ast.AST, where: str = "") -> Iterator[str]:
-    """`function: call` of every call that waits, in the order of the file."""
+    """`function: call` of every call that waits, or names a function that does, in the order of the file."""
     for node in ast.iter_child_nodes(tree):
         named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         inside = f"{where}.{node.name}".removeprefix(".") if named else where
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name = ast.unparse(node.func)
-            if node.func.attr in READS:
-                yield f"{where}: {node.func.attr}"
-            elif name in COPIES and any(keyword.arg == "device" for keyword in node.keywords):
-                yield f"{where}: {name}"
+        if isinstance(node, ast.Attribute) and node.attr in READS:
+            yield f"{where}: {node.attr}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in COPIES and "device" in {key.arg for key in node.keywords}:
+            yield f"{where}: {ast.unparse(node.func)}"
         yield from waits(node, inside)
 
 
@@ -71,6 +69,7 @@ def test_lines_that_wait_are_those_that_are_listed() -> None:
         ("x.detach().cpu().numpy()", "cpu"),
         ("x.flatten().nonzero()", "nonzero"),
         ("torch.nonzero(x)", "nonzero"),
+        ("sorted(x, key=Tensor.tolist)", "tolist"),
     ],
 )
 def test_each_of_them_is_seen(line: str, call: str) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
@@ -28,6 +29,7 @@ VALUES = {"loss": 2.5, "evaluation/held_out/loss": 3.0}
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> SimpleNamespace:
     """What trackers look at, with everything of W&B kept inside of the test's directory."""
+    wandb.teardown()  # it keeps the settings of its first use in a process
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "elsewhere"))
