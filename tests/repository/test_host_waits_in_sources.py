@@ -52,7 +52,7 @@ def test_lines_that_wait_are_those_that_are_listed() -> None:
         source = PACKAGES / package.replace("_", "-") / "src" / package
         for room in rooms:
             files = sorted((source / room).rglob("*.py"))
-            assert files, f"{package}/{room} is no longer there"
+            assert files, f"{package}/{room} does not exist"
             for file in files:
                 name = file.relative_to(source.parent).as_posix()
                 found.update(f"{name} {wait}" for wait in waits(ast.parse(file.read_text())))

@@ -1,4 +1,4 @@
-"""A special token that a model does not have is not there in what transformers opens, whatever the family's default is."""
+"""A special token that a model does not have stays absent in transformers, also where the family has a default for it."""
 
 import json
 from pathlib import Path

@@ -56,6 +56,15 @@ def test_heads_that_share_keys_are_written_out_in_fp32() -> None:
     assert kept(shared, LENGTH, compute="fp32") >= kept(shared, LENGTH, compute="fp32", gpu=False) + scores
 
 
+def test_in_fp64_scores_are_written_out() -> None:
+    """No fused kernel of CUDA takes it."""
+    short, long = (
+        dry_run(replace(workload(MODEL, "fp64", length), state="fp64"), Plan.of([], Layout()), accelerator=H100).activations
+        for length in (LENGTH, 2 * LENGTH)
+    )
+    assert long - 2 * short >= MODEL.layers * HEADS * 2 * LENGTH * LENGTH * 8
+
+
 def test_selective_recomputation_keeps_what_a_gpu_attended_to() -> None:
     """Output in bf16 and log-sum-exp in fp32, of each block."""
     full, selective = (kept(WINDOWED, LENGTH, Recompute(policy=policy, keep=["attention"])) for policy in ("full", "selective"))

@@ -51,7 +51,7 @@ def test_a_cpu_has_no_memory_of_its_own(module: SimpleNamespace) -> None:
 
 def test_nothing_turns_tf32_on() -> None:
     """`precision.compute = "fp32"` says what it is; torch's default is exact, and no line of the packages changes it but one that
-    measures products of every kind in a process of its own."""
+    measures products of every kind in a separate process."""
     root = Path(__file__).parents[3]
     sources = [file for folder in ("packages", "apps") for file in root.glob(f"{folder}/*/src/**/*.py")]
     lowers = re.compile(r"allow_tf32|set_float32_matmul_precision|fp32_precision\s*=")
