@@ -20,7 +20,7 @@ READS = frozenset({"item", "tolist", "cpu", "nonzero"})
 COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 
 ALLOWED = {
-    "forge_models/blocks/attention_core.py _boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
+    "forge_models/blocks/fused_attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
     "forge_models/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/moe/experts.py _products: tolist": (1, "the kernel `loop`, where no grouped product takes precision or width"),
     "forge_parallel/experts/dispatchers.py Everyone: tolist": (1, "ranks may have different numbers of tokens"),

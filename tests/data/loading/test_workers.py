@@ -110,6 +110,13 @@ def test_memory_of_consumed_batches_is_used_again_and_workers_do_not_run_ahead(d
     assert len(places) <= 4
 
 
+def starts_by_hand(documents: list[list[int]]) -> list[int]:
+    flat = [(row, document) for row, line in enumerate(documents) for document in line]
+    starts = [place for place, here in enumerate(flat) if place == 0 or here != flat[place - 1]]
+    size = next(size for size in (64, 128, 256, 512) if size > len(starts))
+    return starts + [len(flat)] * (size - len(starts))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy to the device may still run when a batch is let go: only torch's own allocator knows when it has ended."""
@@ -120,14 +127,18 @@ def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, 
         pinned.append(tensor.clone())
         return pinned[-1]
 
-    monkeypatch.setattr("forge_data.loading.stream._on_cuda", lambda: True)
+    monkeypatch.setattr("forge_data.loading.stream.on_cuda", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     stream = opened(dataclasses.replace(data, loader_workers=workers, prefetch=1), batch=G, micro=4)
     reading = stream.from_cursor(stream.start())
     found = [batches for batches, _ in itertools.islice(reading, 6)]  # all are kept
     reading.close()
     assert [rows_of(batches) for batches in found] == expected
-    assert len(pinned) == 5 * 6  # tokens, labels, positions, documents and sources of a step
+    # tokens, labels, positions, documents and sources of a step, and where documents start in each of its micro-batches
+    assert len(pinned) == (5 + G // 4) * 6
+    for batch in itertools.chain(*found):
+        assert batch.document_starts is not None and batch.documents is not None
+        assert batch.document_starts.tolist() == starts_by_hand(batch.documents.tolist())
     assert found[0][1].tokens.untyped_storage().data_ptr() in {tensor.data_ptr() for tensor in pinned[:4]}
 
 

@@ -5,8 +5,10 @@ import torch
 from torch.nn.attention import flex_attention, varlen
 
 from forge_core.protocols.model import Placed
-from forge_models.blocks import attention_core as module
-from forge_models.blocks.attention_core import Boundaries, LocalAttention
+from forge_models.blocks import fused_attention as module
+from forge_models.blocks.attention_core import LocalAttention
+from forge_models.blocks.fused_attention import Boundaries
+from forge_models.blocks.visible import mask, placed_mask
 from forge_models.components.attentions import GQA, MLA
 from harness.closeness import assert_no_farther
 
@@ -66,7 +68,7 @@ def test_sdpa_and_written_out(documents, window, soft_cap):
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 def test_flex(plain, documents, window, soft_cap):
     q, k, v = qkv()
-    shared = module._block_mask(documents, 9, window, CPU)
+    shared = module.block_mask(documents, 9, window, CPU)
     assert isinstance(shared, flex_attention.BlockMask)
     with torch.no_grad():
         found = LocalAttention("flex")(q, k, v, shared, 0.7, soft_cap)
@@ -87,22 +89,24 @@ def test_varlen(monkeypatch, documents, window):
         parts = []
         for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             q, k, v = (x[first:last].transpose(0, 1)[None] for x in (query, key, value))
-            mask = module._mask(None, last - first, None if window_size[0] < 0 else window_size[0] + 1, CPU)
+            seen = mask(None, last - first, None if window_size[0] < 0 else window_size[0] + 1, CPU)
             assert window_size[1] == 0
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts)
 
     monkeypatch.setattr(varlen, "varlen_attn", reference)
     q, k, v = qkv(torch.float64)
-    shared = module._boundaries(documents, 9, window, CPU)
+    shared = module.boundaries(documents, 9, window, CPU)
     found = LocalAttention("varlen")(q, k, v, shared, 0.7)
     torch.testing.assert_close(found, by_hand(q, k, v, documents, window, 0.7, None), rtol=1e-10, atol=1e-12)
 
 
 def test_which_kernel_is_chosen_where(plain, monkeypatch):
     """`prepare` for CUDA, with the device check alone played: masks are then made on this machine."""
-    monkeypatch.setattr(module.torch, "device", lambda name: type("Device", (), {"type": "cuda"})())
+    monkeypatch.setattr(module.torch, "device", lambda name: type("Device", (), {"type": "cuda", "index": 0})())
+    monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda index: (8, 0))
+    module._order.cache_clear()
     auto, capped = LocalAttention(), LocalAttention(capped=True)
     block = flex_attention.BlockMask
     assert auto.prepare(None, 9, None, "cpu") is None  # causal flash
@@ -113,6 +117,49 @@ def test_which_kernel_is_chosen_where(plain, monkeypatch):
     assert isinstance(LocalAttention("flex").prepare(None, 9, None, "cpu"), block)
     assert isinstance(LocalAttention("sdpa").prepare(DOCUMENTS, 9, None, "cpu"), torch.Tensor)
     assert isinstance(LocalAttention("varlen").prepare(DOCUMENTS, 9, None, "cpu"), Boundaries)
+
+
+@pytest.fixture
+def order_of(monkeypatch):
+    """(compute capability, whether FlashAttention-3 is installed) -> the order of kernels, and what was activated."""
+
+    def order(capability, installed):
+        activated = []
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
+        monkeypatch.setattr(module.attention, "activate_flash_attention_impl", activated.append)
+        module._order.cache_clear()
+        return module.causal("cuda:0"), activated
+
+    yield order
+    module._order.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_keep_the_order_of_torch(order_of, capability):
+    assert order_of(capability, installed=True) == (None, [])
+
+
+def test_on_hopper_the_kernels_that_were_made_for_it_come_first(order_of):
+    order, activated = order_of((9, 0), installed=False)
+    assert (order.kernels[0].name, activated) == ("CUDNN_ATTENTION", [])
+    order, activated = order_of((9, 0), installed=True)
+    assert (order.kernels[0].name, activated) == ("FLASH_ATTENTION", ["FA3"])
+    assert {kernel.name for kernel in order.kernels} == {"FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_order_of_kernels_changes_no_number_and_compiles_whole(order_of):
+    q, k, v = qkv(torch.float64)
+    order, _ = order_of((9, 0), installed=False)
+    core = LocalAttention()
+    expected = by_hand(q, k, v, None, None, 0.7, None)
+    torch.testing.assert_close(core(q, k, v, order, 0.7), expected, rtol=1e-10, atol=1e-12)
+    capped = by_hand(q, k, v, None, None, 0.7, 1.5)
+    torch.testing.assert_close(core(q, k, v, order, 0.7, 1.5), capped, rtol=1e-10, atol=1e-12)
+    compiled = torch.compile(core.__call__, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, order, 0.7), expected, rtol=1e-10, atol=1e-12)
+    assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)[0].name != "CUDNN_ATTENTION"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -126,7 +173,7 @@ def test_queries_and_keys_in_any_order(plain, documents, window, soft_cap, make_
     rows, columns = torch.tensor([7, 0, 3, 8]), torch.tensor([4, 8, 0, 3, 1, 7, 2, 5, 6])
     queries, keys = (Placed(at, None if documents is None else documents[:, at]) for at in (rows, columns))
     core = LocalAttention(capped=soft_cap is not None)
-    shared = getattr(module, f"_placed_{make_mask}")(queries, keys, window)
+    shared = (placed_mask if make_mask == "mask" else module.placed_block_mask)(queries, keys, window)
     assert isinstance(shared, torch.Tensor) == (make_mask == "mask")
     if make_mask == "mask":
         assert torch.equal(core.prepare_placed(queries, keys, window), shared)

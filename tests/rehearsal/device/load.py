@@ -52,7 +52,8 @@ def _after(library: str, devices: int) -> None:
     loader.exec_module(device)
     sys.modules[MODULE] = device
     device.set_count(devices)
-    from rehearsal.device import cuda, nccl
+    from rehearsal.device import cuda, flash, nccl
 
     cuda.install(device)
+    flash.install()
     nccl.install(device)

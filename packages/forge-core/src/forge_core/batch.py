@@ -1,9 +1,9 @@
 """What a loader hands to a step. Plain data: importing it needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,9 @@ class Batch:
         samples: global sample number of each row, for provenance.
         sources: of each row, where a run mixes several; a step then counts its loss by source. On all ranks or on none.
         mtp_targets: for a model with multi-token prediction; a step adds them (`with_mtp_targets`).
+        document_starts: (n,) int32, ascending: where documents begin in the flattened whole rows, each row's first place among
+            them, then B * T until the end, at least once. So a kernel of variable length knows its sequences, some of them
+            empty, and no host has to ask a device how many there are. None where the loader did not count.
     """
 
     tokens: "Tensor"
@@ -71,10 +74,33 @@ class Batch:
     samples: tuple[int, ...] = ()
     sources: Sources | None = None
     mtp_targets: MTPTargets | None = None
+    document_starts: "Tensor | None" = None
 
     def __getstate__(self) -> "Mapping[str, object]":
         """For pickle and copies, so that a DataLoader's worker can send it: a read-only view of a mapping cannot be pickled."""
         return vars(self) | {"extras": dict(self.extras)}
+
+    def inputs(self, needs: Iterable[str]) -> "dict[str, Any]":
+        """What a forward is given besides tokens, labels and an objective. `needs` are those of the model's `Specs`."""
+        given: dict[str, Any] = {"positions": self.positions, "documents": self.documents, **self.extras}
+        if self.document_starts is not None and "document_starts" in needs:
+            given["document_starts"] = self.document_starts
+        return given
+
+    def with_document_starts(self) -> "Batch":
+        """The same batch with `document_starts`, counted from `documents`, which lie on the host, in whole rows.
+
+        Their number is rounded up to a power of two of at least 64, so that kernels meet few lengths.
+        """
+        documents = self.documents
+        if documents is None:
+            return replace(self, document_starts=None)
+        begins = documents.isfinite()  # all true, without importing torch
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        places = begins.flatten().nonzero().squeeze(1)
+        starts = documents.new_full((max(64, 1 << len(places).bit_length()),), documents.numel())
+        starts[: len(places)] = places
+        return replace(self, document_starts=starts)
 
     def with_mtp_targets(self, n: int) -> "Batch":
         """The same batch with `mtp_targets` of depth n; whole rows are needed, so before anything cuts them.
@@ -111,6 +137,7 @@ class Batch:
             extras={name: move(tensor) for name, tensor in self.extras.items()},
             sources=None if self.sources is None else replace(self.sources, rows=move(self.sources.rows)),
             mtp_targets=None if self.mtp_targets is None else MTPTargets(*map(move, self.mtp_targets)),
+            document_starts=None if self.document_starts is None else move(self.document_starts),
         )
 
 

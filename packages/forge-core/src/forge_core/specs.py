@@ -105,7 +105,8 @@ class Specs:
         exit: paths of the modules that run after the last block; a pipeline keeps them on its last part. Blocks inside of them
             stay there too.
         mtp_depth: how many tokens beyond the next one the model predicts in training; it is given `Batch.mtp_targets` then.
-        needs: inputs in addition to hidden states that later parts of a pipeline take, by the names of these arguments.
+        needs: inputs beyond those that every model takes, by the names of these arguments: `tokens`, which later parts of a
+            pipeline are given beside hidden states, and `document_starts` of a batch, for all parts, where it has them.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
         whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
     """
@@ -120,4 +121,4 @@ class Specs:
     whole_rows: tuple[str, ...] = ()
     whole_stream: tuple[str, ...] = ()
     mtp_depth: int = 0
-    needs: tuple[Literal["tokens"], ...] = ()
+    needs: tuple[Literal["tokens", "document_starts"], ...] = ()

@@ -59,6 +59,7 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        document_starts: Tensor | None = None,
         labels: Tensor | None = None,
         objective: Objective | None = None,
         cache: KVCache | None = None,
@@ -74,6 +75,7 @@ class Decoder(nn.Module):
             positions: (B, T) position of each token in its document; None = 0 .. T - 1, or the cache's next ones.
             documents: (B, T) document of each token; attention stays inside. None = each row is one document. `PADDING`
                 marks a position without a token, which no expert sees.
+            document_starts: (n,) int32 where they begin, as in `Batch`: spares attention on a GPU a wait.
             labels: (B, T) int64, already shifted; needed by an objective.
             objective: the loss to minimize.
             cache: keys and values of earlier tokens, which this call extends.
@@ -88,7 +90,7 @@ class Decoder(nn.Module):
         self._check(x, documents, labels, objective, cache, mtp_targets, extras)
         depths = {} if mtp_targets is None or self.mtp is None else dict(self.mtp.depths.items())
         mtp_blocks = [depth.block for depth in depths.values()]
-        x, rotations, masks, token_mask = self._stream(x, positions, documents, cache, tokens, mtp_blocks)
+        x, rotations, masks, token_mask = self._stream(x, positions, documents, document_starts, cache, tokens, mtp_blocks)
         stream = x
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
@@ -106,6 +108,7 @@ class Decoder(nn.Module):
         x: Tensor,
         positions: Tensor | None,
         documents: Tensor | None,
+        starts: Tensor | None,
         cache: KVCache | None,
         tokens: Tensor | None,
         mtp_blocks: list[Any],
@@ -124,10 +127,10 @@ class Decoder(nn.Module):
             positions = torch.arange(length, device=x.device)
         blocks = [*self.blocks.values(), *mtp_blocks]
         rotations = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
-        masks = self._attention_masks(blocks, documents, length, x.device, cache)
         token_mask = None if documents is None else documents != PADDING
         if self.embed is not None:
             tokens, x = x, self._embedded(self.embed, x)
+        masks = self._attention_masks(blocks, documents, starts, length, x, cache)
         return (
             self._run_blocks(x, rotations, masks, cache, {"token_mask": token_mask, "tokens": tokens}),
             rotations,
@@ -139,7 +142,7 @@ class Decoder(nn.Module):
         """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `draft`
         goes on from."""
         self._check(tokens, None, None, None, cache, None, {})
-        return self._stream(tokens, positions, None, cache, None, [])[0]
+        return self._stream(tokens, positions, None, None, cache, None, [])[0]
 
     def draft(
         self, depth: str, x: Tensor, tokens: Tensor, cache: KVCache, positions: Tensor | None = None
@@ -158,7 +161,7 @@ class Decoder(nn.Module):
         module: Any = self.mtp.depths[depth]
         positions = cache.advance(positions, tokens.shape[1])
         rotation = self._rotary(module.block)(positions)
-        attention_mask = self._attention_masks([module.block], None, tokens.shape[1], x.device, cache).get(_window(module.block))
+        attention_mask = self._attention_masks([module.block], None, None, tokens.shape[1], x, cache).get(_window(module.block))
         x, hidden, _ = module(x, self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
         return x, hidden
 
@@ -226,7 +229,13 @@ class Decoder(nn.Module):
             return tap("residual", x) if self.head is not None else x
 
     def _attention_masks(
-        self, blocks: list[Any], documents: Tensor | None, length: int, device: torch.device, cache: KVCache | None
+        self,
+        blocks: list[Any],
+        documents: Tensor | None,
+        starts: Tensor | None,
+        length: int,
+        x: Tensor,
+        cache: KVCache | None,
     ) -> dict[int | None, Any]:
         """Per window, what the attention cores share for this batch: built once, used by every layer."""
         masks: dict[int | None, Any] = {}
@@ -237,8 +246,10 @@ class Decoder(nn.Module):
             core = getattr(_attention(block), "core", None)
             if core is None:
                 continue
-            if cache is None:
-                masks[window] = core.prepare(documents, length, window, device)
+            if cache is None and hasattr(core, "prepare_packed"):
+                masks[window] = core.prepare_packed(documents, starts, length, window, x)
+            elif cache is None:
+                masks[window] = core.prepare(documents, length, window, x.device)
             elif hasattr(core, "prepare_cached"):
                 masks[window] = core.prepare_cached(cache.slots, cache.extent, window)
             else:
@@ -323,7 +334,7 @@ class Decoder(nn.Module):
             whole_rows=outline.whole_rows(shape),
             whole_stream=outline.whole_stream(shape),
             mtp_depth=len(depths),
-            needs=("tokens",),
+            needs=("tokens", "document_starts"),
         )
 
     def _has(self, path: str) -> bool:

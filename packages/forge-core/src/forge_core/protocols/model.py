@@ -62,6 +62,25 @@ class AttentionCore(Protocol):
         ...
 
 
+@runtime_checkable
+class PackedCore(AttentionCore, Protocol):
+    """An attention core with kernels for rows of several documents that need more than their mask."""
+
+    def prepare_packed(
+        self, documents: "Tensor | None", starts: "Tensor | None", length: int, window: int | None, x: "Tensor"
+    ) -> Any:
+        """As `prepare`, which takes its place where a core does not have it.
+
+        Args:
+            documents: as there.
+            starts: `Batch.document_starts` of the whole rows that this rank attends over, where they are known.
+            length: as there.
+            window: as there.
+            x: the residual stream, which tells dtype and device of what the core will be called with.
+        """
+        ...
+
+
 class Placed(NamedTuple):
     """Tokens of one row that do not lie where they belong.
 

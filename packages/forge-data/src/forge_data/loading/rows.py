@@ -61,15 +61,15 @@ class Rows:
         """Batches of `micro_batch` rows that share the rows' memory; row i is sample `first` + i.
 
         With `pin`, in page-locked memory of torch's own allocator instead, which waits for copies to the device before it
-        gives memory out again; the rows' memory is free at once. `sources` are the names of all, and the number of each
-        row's.
+        gives memory out again; the rows' memory is free at once. Then batches also tell where documents start, which kernels
+        of a GPU need to know. `sources` are the names of all, and the number of each row's.
         """
         parts = self.tensors(pin)
         names, origins = (sources[0], _tensor(sources[1].copy(), pin)) if sources else ((), None)
         found = []
         for start in range(0, len(self.tokens), micro_batch):
             stop = start + micro_batch
-            batch = self.batch(start, stop, tuple(range(first + start, first + stop)), parts)
+            batch = self.batch(start, stop, tuple(range(first + start, first + stop)), parts, pin)
             found.append(batch if origins is None else replace(batch, sources=Sources(names, origins[start:stop])))
         return found
 
@@ -85,16 +85,30 @@ class Rows:
         stop: int,
         samples: tuple[int, ...],
         parts: "tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None" = None,
+        pin: bool = False,
     ) -> Batch:
-        """Rows [start, stop) as a batch; `parts` are the rows' `tensors`."""
-        tokens, labels, positions, documents = parts or self.tensors()
-        return Batch(
+        """Rows [start, stop) as a batch; `parts` are the rows' `tensors`. `pin` as for `batches`."""
+        tokens, labels, positions, documents = parts or self.tensors(pin)
+        batch = Batch(
             tokens=tokens[start:stop],
             labels=labels[start:stop],
             positions=None if positions is None else positions[start:stop],
             documents=None if documents is None else documents[start:stop],
             samples=samples,
         )
+        return _with_pinned_starts(batch) if pin else batch
+
+
+def _with_pinned_starts(batch: Batch) -> Batch:
+    starts = batch.with_document_starts().document_starts
+    return batch if starts is None else replace(batch, document_starts=starts.pin_memory())
+
+
+def on_cuda() -> bool:
+    """Whether batches will be copied to a CUDA device: then page-locked memory makes the copy asynchronous."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def _tensor(array: np.ndarray, pin: bool) -> "Tensor":

@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.context = context
         self.qk_norm = qk_norm
         self.soft_cap = soft_cap
-        self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None)
+        self.core: AttentionCore = LocalAttention(core, capped=soft_cap is not None, width=context.head_dim)
         self.window = window
         self.rotary = Rotary(int(context.head_dim * context.rope.partial), context.rope.of_layer(window is not None))
         self.scale = scale or 1 / sqrt(context.head_dim)

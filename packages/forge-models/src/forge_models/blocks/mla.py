@@ -42,10 +42,10 @@ class LatentAttention(nn.Module):
         self.context = context
         self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
-        self.core: AttentionCore = LocalAttention(core)
         self.window: int | None = None
         self.rotary = Rotary(qk_rope_head_dim, context.rope)
         width = qk_nope_head_dim + qk_rope_head_dim
+        self.core: AttentionCore = LocalAttention(core, width=width if width == v_head_dim else None)
         self.scale = 1 / sqrt(width)
         if context.rope.scaling == "yarn" and context.rope.mscale_all_dim:
             self.scale *= magnitude(context.rope, context.rope.mscale_all_dim) ** 2

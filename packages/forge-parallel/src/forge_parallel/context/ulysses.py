@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_core.protocols.model import AttentionCore
+from forge_core.protocols.model import AttentionCore, PackedCore
 from forge_parallel.context.cached import Alone, attend_alone, prepare_alone
 from forge_parallel.context.placed import gathered_documents
 from forge_parallel.placement.collectives import Ranks, all_to_all, evenly
@@ -33,6 +33,12 @@ class UlyssesAttention:
     def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
         """What `inner` prepares for whole rows, of which this rank holds `length` places."""
         return self.inner.prepare(gathered_documents(documents, self.ranks), length * self.ranks.size, window, device)
+
+    def prepare_packed(self, documents: Tensor | None, starts: Tensor | None, length: int, window: int | None, x: Tensor) -> Any:
+        """The same where the starts of documents are known: they are those of whole rows on every rank."""
+        if not isinstance(self.inner, PackedCore):
+            return self.prepare(documents, length, window, x.device)
+        return self.inner.prepare_packed(gathered_documents(documents, self.ranks), starts, length * self.ranks.size, window, x)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:
         """For calls with a cache, which are not split."""

@@ -156,7 +156,7 @@ class Runner:
         return work(number, out) if stage == len(self._cut.placement) - 1 else self._checked(stage, out, batch)
 
     def _call(self, stage: int, part: Any, hidden: Tensor | None, batch: Batch, objective: Any) -> Any:
-        given: dict[str, Any] = {"positions": batch.positions, "documents": batch.documents, **batch.extras}
+        given = batch.inputs(self._model.specs.needs)
         if stage == len(self._cut.placement) - 1:
             given |= {"labels": batch.labels, "objective": objective}
             given |= {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}

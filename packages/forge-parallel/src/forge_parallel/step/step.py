@@ -141,13 +141,7 @@ class Step:
     def _forward(self, batch: Batch) -> LossTerms:
         mtp = {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
         return self.model.part(
-            batch.tokens,
-            positions=batch.positions,
-            documents=batch.documents,
-            labels=batch.labels,
-            objective=self.objective,
-            **mtp,
-            **batch.extras,
+            batch.tokens, labels=batch.labels, objective=self.objective, **mtp, **batch.inputs(self.model.specs.needs)
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:

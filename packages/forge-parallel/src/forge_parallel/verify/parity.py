@@ -81,7 +81,7 @@ def synthetic(case: Case, step: int) -> Batch:
 
 
 def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
-    """The micro-batches of one data rank: its contiguous rows of the global batch."""
+    """The micro-batches of one data rank, as a loader hands them out: its contiguous rows of the global batch."""
     rows = batch.tokens.shape[0] // ranks
     if rows % micro_batch or batch.tokens.shape[0] % ranks:
         raise ForgeError(f"{batch.tokens.shape[0]} rows cannot be cut into micro-batches of {micro_batch} on {ranks} data ranks")
@@ -99,7 +99,7 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
             sources=None
             if (all_rows := batch.sources) is None
             else Sources(all_rows.names, all_rows.rows[start : start + micro_batch]),
-        )
+        ).with_document_starts()
         for start in range(first, first + rows, micro_batch)
     ]
 
