@@ -1,4 +1,5 @@
-"""No line on a step's path makes the host wait for the device, but for those that are listed with a reason.
+"""No line on a step's path, nor in the copies of a checkpoint, makes the host wait for the device, but for those that are listed
+with a reason.
 
 A tensor made from numbers of the host is copied from pageable memory, and the copy is waited for; `torch.full` fills in on the
 device. What is read on the host waits for all that was queued before. How often each runs is counted by `tests/rehearsal`.
@@ -13,13 +14,15 @@ import pytest
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 ROOMS = {
+    "forge_ckpt": ("transfer",),
     "forge_models": ("blocks", "moe"),
     "forge_parallel": ("step", "experts", "tensor", "context", "float8", "optim", "transforms", "pipeline"),
 }
-READS = frozenset({"item", "tolist", "cpu", "nonzero"})
+READS = frozenset({"item", "tolist", "cpu", "nonzero", "synchronize"})
 COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 
 ALLOWED = {
+    "forge_ckpt/transfer/device.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
     "forge_models/blocks/fused_attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
     "forge_models/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/moe/experts.py _products: tolist": (1, "the kernel `loop`, where no grouped product takes precision or width"),
@@ -70,6 +73,7 @@ def test_lines_that_wait_are_those_that_are_listed() -> None:
         ("x.flatten().nonzero()", "nonzero"),
         ("torch.nonzero(x)", "nonzero"),
         ("sorted(x, key=Tensor.tolist)", "tolist"),
+        ("torch.accelerator.synchronize()", "synchronize"),
     ],
 )
 def test_each_of_them_is_seen(line: str, call: str) -> None:

@@ -35,6 +35,13 @@ class Forgets(LocalStore):
         return len(self.read(path))
 
 
+class Collects(LocalStore):
+    """Asks for all chunks before it writes one."""
+
+    def write(self, path, chunks):
+        super().write(path, list(chunks))
+
+
 class Merges(LocalStore):
     """Moves into a directory that is there."""
 
@@ -95,6 +102,7 @@ BAD = {
         (Part(make=Off), r"read\(path, offset, length\)"),
         (Part(make=Forgets), "read gives other bytes than were written"),
     ],
+    "check_chunks": [(Part(make=Collects), "keeps a chunk while it asks for the next one")],
     "check_rename": [(Part(make=Merges), "replaces a directory"), (Part(make=Copies), "under its old name")],
     "check_list": [
         (Part(make=Unsorted), "not a, b, c in order"),

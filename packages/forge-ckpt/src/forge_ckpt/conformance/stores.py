@@ -27,6 +27,13 @@ def check_bytes(component: Any) -> None:
             assert (reader.size("tmp/none.bin"), reader.read("tmp/none.bin")) == (0, b""), "an empty file is not empty"
 
 
+def check_chunks(component: Any) -> None:
+    """A chunk is written before the next one is asked for: both may come in the same memory."""
+    with _opened(component) as (store, _):
+        store.write("tmp/data.bin", _in_one_buffer(1000))
+        assert store.read("tmp/data.bin") == DATA, "write keeps a chunk while it asks for the next one, which may be in its place"
+
+
 def check_rename(component: Any) -> None:
     """`rename` gives a directory its name as a whole, replaces a file, and never a directory."""
     with _opened(component) as (store, again):
@@ -90,6 +97,14 @@ def _opened(component: Any) -> Iterator[Any]:
     with TemporaryDirectory(prefix="forge-store-") as folder:
         path = Path(folder) / "checkpoints"
         yield component.build(path), lambda: component.build(path)
+
+
+def _in_one_buffer(size: int) -> Iterator[memoryview]:
+    buffer = bytearray(size)
+    for start in range(0, len(DATA), size):
+        part = DATA[start : start + size]
+        buffer[: len(part)] = part
+        yield memoryview(buffer)[: len(part)]
 
 
 def _reads(store: Any, path: str) -> dict[str, Any]:

@@ -5,11 +5,16 @@ dtype and its place from the lengths before it, so no two statements about a fil
 little-endian and row-major.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain, islice
+from math import prod
 
 import torch
 import xxhash
 
+from forge_ckpt.transfer.turns import Turns, to_device, to_host
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store
 
@@ -43,11 +48,11 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     return _NAMES[tensor.dtype]
 
 
-def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, a chunk at a time; a contiguous tensor on the CPU is not copied."""
+def byte_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor, a chunk at a time, where the tensor is; one that is contiguous is not copied."""
     flat = _flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
     for start in range(0, flat.numel(), CHUNK_BYTES):
-        yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
+        yield flat[start : start + CHUNK_BYTES]
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +61,10 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RankFile:
-    """The bytes of one rank's pieces; iterating writes `checksums`, iterating again starts anew."""
+    """The bytes of one rank's pieces; iterating writes `checksums`, iterating again starts anew.
+
+    A chunk is of use until the next one is asked for. While it is hashed and written, the next one comes from the device.
+    """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
@@ -64,12 +72,15 @@ class RankFile:
 
     def __iter__(self) -> Iterator[memoryview]:
         self.checksums = []
-        for piece in self.pieces:
-            digest = xxhash.xxh3_128()
-            for chunk in byte_chunks(piece.local):
-                digest.update(chunk)
-                yield chunk
-            self.checksums.append(digest.digest())
+        sources = chain.from_iterable(byte_chunks(piece.local) for piece in self.pieces)
+        with closing(to_host(sources, Turns(CHUNK_BYTES))) as chunks:
+            for piece in self.pieces:
+                digest = xxhash.xxh3_128()
+                count = -(-piece.local.numel() * piece.local.element_size() // CHUNK_BYTES)
+                for chunk in islice(chunks, count):
+                    digest.update(chunk)
+                    yield chunk
+                self.checksums.append(digest.digest())
 
 
 def checksum(store: Store, path: str, start: int, length: int, buffer: memoryview) -> bytes:
@@ -83,7 +94,13 @@ def checksum(store: Store, path: str, start: int, length: int, buffer: memoryvie
 
 
 def copy_box(
-    store: Store, path: str, start: int, source: tuple[Sequence[int], Sequence[int]], target: torch.Tensor, offset: Sequence[int]
+    store: Store,
+    path: str,
+    start: int,
+    source: tuple[Sequence[int], Sequence[int]],
+    target: torch.Tensor,
+    offset: Sequence[int],
+    turns: Turns,
 ) -> None:
     """Copies into a live tensor what it shares with a stored box.
 
@@ -91,6 +108,7 @@ def copy_box(
         path, start: file and byte where the stored box begins.
         source: offset and extent of the stored box in the global tensor.
         target: the live tensor, dtype as stored; its box begins at `offset`.
+        turns: of slots of `CHUNK_BYTES`; a target on a device is filled when they end.
     """
     stored_offset, stored_extent = source
     live = target.detach()
@@ -99,22 +117,36 @@ def copy_box(
     low = [max(a, b) for a, b in zip(stored_offset, offset, strict=True)]
     high = [min(a + m, b + n) for a, m, b, n in zip(stored_offset, stored_extent, offset, live.shape, strict=True)]
     into = live[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))]
-    row_bytes = live.element_size()
-    for size in stored_extent[1:]:
-        row_bytes *= size
-    first, last = low[0] - stored_offset[0], high[0] - stored_offset[0]
-    whole_rows = all(b - a == size for a, b, size in zip(low[1:], high[1:], stored_extent[1:], strict=True))
-    if whole_rows and into.is_contiguous() and into.device.type == "cpu":
-        direct = _flat_bytes(into).numpy().data
-        for done in range(0, len(direct), CHUNK_BYTES):
-            store.read_into(path, start + first * row_bytes + done, direct[done : done + CHUNK_BYTES])
+    wanted = [slice(a - o, b - o) for a, b, o in zip(low, high, stored_offset, strict=True)]
+    _fill(partial(store.read_into, path), start, stored_extent, wanted, into, turns)
+
+
+def _fill(
+    read: Callable[[int, memoryview], None],
+    start: int,
+    extent: Sequence[int],
+    wanted: Sequence[slice],
+    into: torch.Tensor,
+    turns: Turns,
+) -> None:
+    """Fills a tensor with the `wanted` part of a stored box that begins at byte `start`, by at most `CHUNK_BYTES` at a time."""
+    row_bytes = into.element_size() * prod(extent[1:])
+    start += wanted[0].start * row_bytes
+    whole_rows = list(into.shape[1:]) == list(extent[1:])
+    if whole_rows and into.is_contiguous():
+        flat = _flat_bytes(into)
+        for done in range(0, flat.numel(), CHUNK_BYTES):
+            to_device(flat[done : done + CHUNK_BYTES], partial(read, start + done), turns)
         return
-    columns = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], stored_offset[1:], strict=True))
-    rows = max(1, CHUNK_BYTES // row_bytes)
-    staging = torch.empty(min(rows, last - first) * row_bytes, dtype=torch.uint8)
-    for row in range(first, last, rows):
-        count = min(rows, last - row)
-        part = staging[: count * row_bytes]
-        store.read_into(path, start + row * row_bytes, part.numpy().data)
-        box = part.view(live.dtype).view(count, *stored_extent[1:])
-        into[row - first : row - first + count].copy_(box[(slice(None), *columns)])
+    if row_bytes > CHUNK_BYTES and len(extent) > 1:
+        for row in range(len(into)):
+            _fill(read, start + row * row_bytes, extent[1:], wanted[1:], into[row], turns)
+        return
+    # Whole rows are read, and what is wanted of them is chosen where the tensor is: on a device, after the copy.
+    rows = min(CHUNK_BYTES // row_bytes, len(into))
+    staging = torch.empty(rows * row_bytes, dtype=torch.uint8, device=into.device)
+    for row in range(0, len(into), rows):
+        part = into[row : row + rows]
+        whole = staging[: len(part) * row_bytes]
+        to_device(whole, partial(read, start + row * row_bytes), turns)
+        part.copy_(whole.view(into.dtype).view(len(part), *extent[1:])[(slice(None), *wanted[1:])])

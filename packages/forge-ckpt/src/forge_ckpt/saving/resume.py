@@ -14,10 +14,11 @@ from forge_ckpt.format.boxes import meeting
 from forge_ckpt.format.codec import decode
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name, is_safe
-from forge_ckpt.format.tensor_files import copy_box, dtype_name
+from forge_ckpt.format.tensor_files import CHUNK_BYTES, copy_box, dtype_name
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_ckpt.store.visible import hidden_file
+from forge_ckpt.transfer.turns import Turns
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 
@@ -180,8 +181,9 @@ def load(
     if fault:
         raise Damaged(f"{name} is damaged; nothing was loaded: {fault}")
     try:
-        for piece in live:
-            _fill(store, name, manifest, piece)
+        with Turns(CHUNK_BYTES) as turns:
+            for piece in live:
+                _fill(store, name, manifest, piece, turns)
     except Exception as cause:  # noqa: BLE001 (as above)
         error = describe_error(cause)
     # Also keeps every rank from going on, or removing files, while another still reads.
@@ -305,7 +307,7 @@ def _misfits(manifest: Manifest, index: int, piece: Piece) -> list[str]:
     return faults
 
 
-def _fill(store: Store, name: str, manifest: Manifest, piece: Piece) -> None:
+def _fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: Turns) -> None:
     if not piece.local.numel():
         return
     columns, dims = manifest.pieces, len(piece.shape)
@@ -317,7 +319,7 @@ def _fill(store: Store, name: str, manifest: Manifest, piece: Piece) -> None:
     for at in stored[meeting(columns.offset[stored, :dims], columns.extent[stored, :dims], low, high)].tolist():
         box = columns.offset[at, :dims].tolist(), columns.extent[at, :dims].tolist()
         path = f"{name}/{manifest.files[int(columns.file[at])][0]}"
-        copy_box(store, path, int(columns.start[at]), box, piece.local, [int(start) for start in piece.offset])
+        copy_box(store, path, int(columns.start[at]), box, piece.local, [int(start) for start in piece.offset], turns)
 
 
 def _quarantine(store: Store, name: str) -> str:

@@ -52,7 +52,8 @@ class Store(Protocol):
         """Writes a new file and returns when it and its directory entry are durable.
 
         `chunks` that can be iterated again (a list, not a generator) let the store start the file anew after a
-        transient fault.
+        transient fault. A chunk is of use until the next one is asked for, when its memory is written again: a store
+        that needs one for longer copies it.
         """
         ...
 
