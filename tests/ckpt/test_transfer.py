@@ -1,71 +1,23 @@
-"""Copies between a device and the host: in order, one ahead, in buffers that nothing else touches meanwhile.
+"""Copies between a device and the host: in order, one ahead, in buffers that nothing else touches meanwhile."""
 
-The device here is a queue of copies of the host: they happen when they are waited for and no sooner, or at once, or all of them
-while the host reads. A real one may do any of these.
-"""
-
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ckpt.ranks import sample, whole
+from ckpt.late_device import PACES, Queue
+from ckpt.ranks import whole
 from forge_ckpt.format import tensor_files
-from forge_ckpt.format.tensor_files import DTYPES, RankFile
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving import resume
-from forge_ckpt.saving.resume import load
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
-from forge_ckpt.transfer.device import Way, way_to
+from forge_ckpt.format.tensor_files import RankFile
+from forge_ckpt.transfer.device import queued, way_to
 from forge_ckpt.transfer.turns import Turns, to_device, to_host
-from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
 
 SIZE = 8
-WRONG = 0xEE
-
-
-class Queue:
-    """A device that copies in the order in which it was told, some time between the call and the wait."""
-
-    def __init__(self, pace: str = "late") -> None:
-        self.pace = pace
-        self.said: list[str] = []
-        self._waiting: list[Callable[[], object]] = []
-        self._told = 0
-
-    def way(self, _: torch.device, size: int) -> Way:
-        self.said.append(f"{size} bytes")
-        return Way(torch.full((size,), WRONG, dtype=torch.uint8), self._copy)
-
-    def _copy(self, into: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-        number = self._told
-        self._told += 1
-        self.said.append(f"queue {number}")
-        into.fill_(WRONG)
-        self._waiting.append(partial(into.copy_, source))
-        if self.pace == "early":
-            self.catch_up()
-
-        def land() -> None:
-            self.said.append(f"wait {number}")
-            self.catch_up(number + 1)
-
-        return land
-
-    def catch_up(self, count: int | None = None) -> None:
-        """Does the first copies, or all."""
-        done = self._told - len(self._waiting)
-        ready = self._waiting if count is None else self._waiting[: max(count - done, 0)]
-        self._waiting = self._waiting[len(ready) :]
-        for copy in ready:
-            copy()
 
 
 def chunks(*sizes: int) -> list[torch.Tensor]:
@@ -84,7 +36,6 @@ def taken(sources: list[torch.Tensor], queue: Queue) -> list[bytes]:
     return found
 
 
-PACES = ["late", "early", "meanwhile"]
 SIZES = [(), (5,), (8, 3), (8, 8, 1), (1, 8, 2, 8, 8, 4, 7)]
 
 
@@ -164,17 +115,6 @@ def test_a_view_is_of_no_use_to_whom_keeps_it() -> None:
                 bytes(view)
 
 
-def test_a_store_that_keeps_chunks_saves_nothing(tmp_path: Path) -> None:
-    class Collects(LocalStore):
-        def write(self, path: str, chunks: Any) -> None:
-            super().write(path, [b"".join(chunks)])
-
-    store = Collects(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="was not saved: rank 0: TypeError"):
-        save(store, whole(sample()), {}, 1, SingleProcessWorld())
-    assert [name for name in store.list() if name.startswith("step-")] == []
-
-
 def address(view: memoryview) -> int:
     return np.frombuffer(view, dtype=np.uint8).ctypes.data
 
@@ -216,79 +156,41 @@ def test_the_host_waits_in_each_copy_where_memory_cannot_be_pinned(accelerator: 
     assert way.memory.numel() == 2 * SIZE and way.memory.device.type == "cpu"
 
 
-@pytest.fixture(params=PACES)
-def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
-    """Saves and loads take this device's way, with chunks of 24 bytes."""
-    queue = Queue(request.param)
-    for module in (tensor_files, resume):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 24)
-        monkeypatch.setattr(module, "Turns", partial(Turns, way=queue.way))
-    yield queue
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_source_that_was_made_for_its_copy_is_gone_before_the_next_is_made(where: str) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def made() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            assert not alive or alive[-1]() is None, "two copies of tensors at once"
+            source = torch.full((SIZE,), number, dtype=torch.uint8)
+            alive.append(weakref.ref(source))
+            yield source
+            del source
+
+    turns = Turns(SIZE) if where == "cpu" else Turns(SIZE, Queue("early").way)
+    assert [bytes(view) for view in to_host(made(), turns)] == [bytes([number]) * SIZE for number in range(4)]
 
 
-def of_every_dtype() -> dict[str, torch.Tensor]:
-    raw = torch.randint(0, 256, (35 * 16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    state = {}
-    for name, dtype in DTYPES.items():
-        values = (raw % 2 if name == "bool" else raw)[: 35 * dtype.itemsize].view(dtype).reshape(5, 7)
-        state |= {name: values, f"{name} across": values.t(), f"{name} one": values[2, 3], f"{name} none": values[:0]}
-    return state
+def test_the_event_of_a_copy_is_of_the_stream_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second device, too, which is not the current one."""
+    said: list[tuple[str, object]] = []
 
+    class Event:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
+            said.append(("event", (device, enable_timing)))
 
-def test_a_checkpoint_has_the_bytes_of_a_cpu(queue: Queue, tmp_path: Path) -> None:
-    state, store = of_every_dtype(), LocalStore(tmp_path / "c")
-    save(store, whole(state), {}, 1, SingleProcessWorld())
-    expected = b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in state.values())
-    assert store.read("step-00000001/rank-00000.bin") == expected
-    copies = sum(-(-tensor.numel() * tensor.element_size() // 24) for tensor in state.values())
-    assert [word for word in queue.said if word.startswith("wait")] == [f"wait {number}" for number in range(copies)]
+        def record(self, stream: object) -> None:
+            said.append(("record", stream))
 
-    live = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    queue.said.clear()
-    load(store, 1, whole(live), SingleProcessWorld())
-    assert b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in live.values()) == expected
-    assert len([word for word in queue.said if word.startswith("wait")]) == copies
+        def synchronize(self) -> None:
+            said.append(("synchronize", None))
 
-
-def test_a_file_that_is_written_anew_has_all_chunks(queue: Queue) -> None:
-    file = RankFile(whole(sample()))
-    next(iter(file))
-    first = [bytes(view) for view in file]
-    sums = list(file.checksums)
-    assert [bytes(view) for view in file] == first and file.checksums == sums and len(sums) == 4
-    assert b"".join(first) == b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in sample().values())
-
-
-class Reads(LocalStore):
-    """Remembers how much was read at once."""
-
-    most = total = 0
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        self.most, self.total = max(self.most, len(buffer)), self.total + len(buffer)
-        super().read_into(path, offset, buffer)
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("size", [40, 100, 400, 4000])
-def test_a_part_is_read_by_chunks_however_wide_its_rows(
-    size: int, strided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows have 3 * 32 * 4 = 384 bytes; a chunk may be a part of one, one, or all of them."""
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", size)
-    store = Reads(tmp_path / "c")
-    full = torch.arange(5 * 3 * 32, dtype=torch.int32).view(5, 3, 32)
-    save(store, whole({"t": full}), {}, 1, SingleProcessWorld())
-    for low, high in [((0, 0, 0), (5, 3, 32)), ((1, 1, 0), (4, 3, 32)), ((0, 0, 5), (5, 3, 19)), ((2, 1, 31), (3, 2, 32))]:
-        extent = [b - a for a, b in zip(low, high, strict=True)]
-        live = (
-            torch.zeros(extent[::-1], dtype=torch.int32).permute(2, 1, 0) if strided else torch.zeros(extent, dtype=torch.int32)
-        )
-        store.most = store.total = 0
-        piece = Piece("t", (5, 3, 32), low, live, True)
-        with Turns(size) as turns:
-            box = (0, 0, 0), (5, 3, 32)
-            tensor_files.copy_box(store, "step-00000001/rank-00000.bin", 0, box, piece.local, piece.offset, turns)
-        assert torch.equal(live, full[tuple(slice(a, b) for a, b in zip(low, high, strict=True))])
-        assert 0 < store.most <= size
-        assert store.total <= full[low[0] : high[0]].numel() * 4
+    device, source = torch.device("cuda", 1), chunks(8)[0]
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    into = torch.zeros_like(source)
+    landing = queued(device, into, source)
+    assert said == [("event", (device, False)), ("record", "stream of cuda:1")] and torch.equal(into, source)
+    landing()
+    assert said[2:] == [("synchronize", None)]
