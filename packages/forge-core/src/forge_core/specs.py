@@ -106,7 +106,7 @@ class Specs:
             stay there too.
         mtp_depth: how many tokens beyond the next one the model predicts in training; it is given `Batch.mtp_targets` then.
         needs: inputs beyond those that every model takes, by the names of these arguments: `tokens`, which later parts of a
-            pipeline are given beside hidden states, and `document_starts` of a batch, for all parts, where it has them.
+            pipeline are given along with hidden states, and `document_starts` of a batch, for all parts, where it has them.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
         whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
     """
