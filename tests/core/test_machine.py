@@ -120,3 +120,22 @@ def test_w14_a_gpu_computes_bf16_whatever_the_processor_does(tmp_path: Path) -> 
     assert "(Example 9000) has no bf16 units" in (processor.slow_bf16(tmp_path) or "")
     write(tmp_path / "dev/nvidiactl", "")
     assert processor.slow_bf16(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "device", "environment", "told"),
+    [
+        ("dev/nvidia0", "cpu", {}, True),
+        ("dev/kfd", "cpu", {"CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        ("dev/nvidia0", "cuda", {}, False),
+        ("dev/nvidia0", "cpu", {"CUDA_VISIBLE_DEVICES": ""}, False),
+        ("dev/kfd", "cpu", {"HIP_VISIBLE_DEVICES": "-1"}, False),
+        ("dev/null", "cpu", {}, False),
+    ],
+)
+def test_a_gpu_that_is_not_used_is_told_of(
+    tmp_path: Path, file: str, device: str, environment: dict[str, str], told: bool
+) -> None:
+    """A build of torch without CUDA on a GPU node, or a driver that is too old, would train on the CPU and say nothing."""
+    write(tmp_path / file, "")
+    assert ("forge-train doctor" in (processor.idle_accelerator(device, environment, tmp_path) or "")) == told

@@ -72,6 +72,7 @@ def run(condition: Condition, arguments: list[str], seconds: float) -> tuple[int
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(condition.threads),
             "FORGE_TEST_THREADS": str(condition.threads),
+            "OMP_WAIT_POLICY": "passive",  # threads that wait by turning take the cores from those that work
             "FORGE_MARGINS": str(noted),
             "TORCHINDUCTOR_CACHE_DIR": directory,  # code that was made for another instruction set does not compile
         }

@@ -19,6 +19,7 @@ from forge_ckpt.saving.resume import Found
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
+from forge_core.machine.processor import idle_accelerator
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation, open_stream
@@ -87,6 +88,8 @@ def assemble(
     threads = threads_per_process(where.local_size, job.train.threads, os.environ)
     torch.set_num_threads(threads.count)
     say(f"cpu: {threads}")
+    if idle := idle_accelerator(device.type, os.environ):
+        say(f"warning: {idle}")
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 

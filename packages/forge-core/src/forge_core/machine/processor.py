@@ -1,6 +1,7 @@
 """What this machine's processor is good at, as far as can be seen without torch."""
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
@@ -33,6 +34,17 @@ def multiplies_bf16(root: Path = Path("/")) -> bool | None:
 def has_accelerator(root: Path = Path("/")) -> bool:
     """Whether the system shows a GPU; drivers may still be missing."""
     return any((root / file).exists() for file in ACCELERATORS)
+
+
+def idle_accelerator(device: str, environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
+    """A sentence where a GPU is shown and work runs on another `device` type, unless the environment hides GPUs; else None."""
+    hidden = any(environment.get(name, "0") in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    if device != "cpu" or hidden or not has_accelerator(root):
+        return None
+    return (
+        "this machine shows a GPU, but torch cannot use it, and all work runs on the CPU: `forge-train doctor` says why and what "
+        "to install; CUDA_VISIBLE_DEVICES= says that it is meant"
+    )
 
 
 def slow_bf16(root: Path = Path("/")) -> str | None:
