@@ -88,8 +88,8 @@ def _receipt(job: "Job", layout: "Layout", mode: Any, rows: int, micro_batch: in
     from forge_parallel.verify import receipts
     from forge_parallel.verify.tolerance import TOLERANCE
 
-    train = replace(job.train, global_batch=rows, micro_batch=micro_batch)
-    uses = features(replace(job, precision=replace(job.precision, compute=mode, state=mode), train=train), layout)
+    measured = as_measured(job, layout, rows, micro_batch)
+    uses = features(replace(measured, precision=replace(job.precision, compute=mode, state=mode)), layout)
     receipt = receipts.Receipt(
         features=tuple(sorted(use.name for use in uses)),
         layout=str(layout),
@@ -142,7 +142,17 @@ def rank(
         compute=mode,
         state=mode,
     )
-    return asdict(measure(case, plan_of(job, Layout.parse(layout), registry), torch.device("cpu")))
+    at = Layout.parse(layout)
+    return asdict(measure(case, plan_of(as_measured(job, at, rows, micro_batch), at, registry), torch.device("cpu")))
+
+
+def as_measured(job: "Job", layout: "Layout", rows: int, micro_batch: int) -> "Job":
+    """The job with the batches of the measurement, and with what it leaves to be chosen chosen for them."""
+    from forge_parallel.build.realize import Blueprint
+    from forge_parallel.settle import settled
+
+    batched = replace(job, train=replace(job.train, global_batch=rows, micro_batch=micro_batch))
+    return settled(batched, layout, lambda: Blueprint.of(job.model.build)).job
 
 
 def _measurement(raw: dict[str, Any]) -> "Measurement":

@@ -7,10 +7,12 @@ from typing import Any
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.registry import Registry
+from forge_parallel.build.realize import Blueprint
 from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
+from forge_parallel.settle import Settled, settled
 from forge_train.recipe.schema import Job
 from forge_train.run.assemble import plan_of
 
@@ -54,6 +56,7 @@ class Planned:
         ranks: estimates, one rank of each pipeline stage unless others were asked for.
         experts: whether the model has some.
         accelerator: the GPU that was asked about; None for a CPU.
+        settled: what the recipe left to be chosen.
     """
 
     layout: Layout
@@ -66,6 +69,7 @@ class Planned:
     ranks: tuple[Estimate, ...]
     experts: bool = False
     accelerator: Accelerator | None = None
+    settled: Settled | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, bytes as integers."""
@@ -84,6 +88,7 @@ class Planned:
             "axes": [asdict(group) | {"first": list(group.first)} for group in self.groups],
             "ranks": ranks,
             "device": {"name": "cpu"} if self.accelerator is None else asdict(self.accelerator),
+            "shard": None if self.settled is None else self.settled.as_json(),
             "method": self.method,
         }
 
@@ -113,12 +118,14 @@ def planned(
     Raises:
         ForgeError: what a run would refuse when it is assembled.
     """
+    sharding = settled(job, layout, lambda: Blueprint.of(job.model.build), accelerator.memory if accelerator else None)
+    job = sharding.job
     plan, workload = plan_of(job, layout, registry), _workload(job, layout)
     estimates = dry_runs(workload, plan, ranks or first_ranks(layout), accelerator=accelerator)
     groups = groups_of(layout, per_node)
     step = workload.micro_batches, workload.rows, workload.length
     experts = getattr(job.model, "moe", None) is not None
-    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator)
+    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding)
 
 
 def first_ranks(layout: Layout) -> Sequence[int]:

@@ -37,6 +37,8 @@ def draw(plan: Planned, recipe: str, out: Console) -> None:
         f"A step: {rows:,} sequences of {plan.length:,} tokens; {_many(plan.micro_batches, 'micro-batch', 'es')} of {plan.rows} "
         f"on each of {_many(layout.data, 'data rank')}. Transforms: {', '.join(plan.transforms) or 'none'}."
     )
+    for line in plan.settled.lines() if plan.settled is not None else ():
+        out.print(Text(line))
     for part in (_map(layout, plan.per_node), [_axes(plan)] if plan.groups else [], *_ranks(plan)):
         out.print()
         for item in part:

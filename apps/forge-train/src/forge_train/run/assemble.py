@@ -30,6 +30,7 @@ from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
 from forge_parallel.placement.device import name
 from forge_parallel.placement.topology import Topology
+from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.step import Step
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
@@ -112,11 +113,14 @@ def assemble(
     policy = "never" if fresh else job.checkpoint.resume
     store = job.checkpoint.store.build(directory / CHECKPOINTS)
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
-    with ranks.together("the newest checkpoint", collective=True):
+    with ranks.together("the newest checkpoint and the devices", collective=True):
         found = checkpoints.newest(policy)
+        memory = shared_memory(topology)
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
+        sharding = settled(job, layout, lambda: blueprint, memory, reduced_so_far(found.meta, layout) if found else None)
+        job = sharding.job
         plan = plan_of(job, layout, registry)
         factor, objective = job.schedule.build(job.train.max_steps), job.objective.build()
     optimizers: list[Any] = []
@@ -138,6 +142,8 @@ def assemble(
         optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
     parameters = model.parameter_count()
     say(f"model: {parameters:,} parameters, layout {layout}, {name(device)}, transforms: {', '.join(plan.names()) or 'none'}")
+    for line in sharding.lines():
+        say(line)
 
     run = Run(
         job=job,
@@ -209,9 +215,12 @@ def assemble(
 def plan_of(job: Job, layout: Layout, registry: Registry) -> Plan:
     """The recipe's transforms, those that its axes pull in, and its pipeline where the layout has one.
 
+    What the recipe leaves to be chosen is chosen for a device of which nothing is known; for another, give the job of `settled`.
+
     Raises:
         PlanError: they do not fit together; see `Plan.of`.
     """
+    job = settled(job, layout, lambda: Blueprint.of(job.model.build)).job
     defaults = default_transforms(layout, job.transforms)
     transforms = [
         *(component.build() for component in job.transforms.values()),

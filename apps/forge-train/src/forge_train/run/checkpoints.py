@@ -20,6 +20,7 @@ from forge_core.protocols.model import Optimizer
 from forge_core.redact import redacted
 from forge_data.order.cursor import merged
 from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.settle import reduced_by
 from forge_parallel.verify.finite import not_finite
 from forge_train.run.health import Health
 from forge_train.run.hook_states import states_of
@@ -97,6 +98,7 @@ class Checkpoints:
             "cursor": self._cursor_of_all(run.state.cursor),
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
+            "reduce": reduced_by(run.model.plan),
             # The model is built from its part again, so that is kept as it is.
             "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),

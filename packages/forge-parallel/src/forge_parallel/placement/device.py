@@ -10,6 +10,12 @@ def name(device: torch.device) -> str:
     return device.type if device.type == "cpu" else _module(device).get_device_name(device)
 
 
+def memory(device: torch.device) -> int | None:
+    """Bytes of an accelerator, taken or not; None where it does not say, and for a CPU, whose memory other processes share."""
+    ask = None if device.type == "cpu" else getattr(_module(device), "mem_get_info", None)
+    return None if ask is None else int(ask(device)[1])
+
+
 def take_peaks(device: torch.device) -> dict[str, int]:
     """Memory of an accelerator since the last call; empty for a CPU.
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from forge_core.component import LAYOUT, Component
-from forge_core.features import Feature
+from forge_core.errors import PlanError
+from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
 from forge_parallel.build.plan import Phase
 
@@ -26,12 +27,23 @@ class Shard(Component, Transform):
     """Whether gradients are averaged over data ranks, not summed: for loops that take a mean on each rank."""
     key_class: ClassVar = LAYOUT
 
-    reshard: Annotated[bool | None, Feature("reshard", when=True, axis="pp"), Feature("keep_gathered", when=False)] = None
+    reshard: Annotated[
+        bool | Literal["auto"] | None,
+        Feature("reshard", when=True, axis="pp"),
+        Feature("keep_gathered", when=False),
+        Neutral("the value that is chosen says what it is", when="auto"),
+    ] = None
     """Free a block's gathered parameters after its forward and gather them again for its backward. Unset: yes, but not in a
-    pipeline, where every micro-batch would gather them again."""
-    reduce: Annotated[Literal["last", "each"], Feature("reduce_each", when="each")] = "last"
+    pipeline, where every micro-batch would gather them again. `"auto"`: no, where there is memory for all of them."""
+    reduce: Annotated[
+        Literal["last", "each", "auto"],
+        Feature("reduce_each", when="each"),
+        Neutral("the value that is chosen says what it is", when="auto"),
+    ] = "last"
     """Reduce gradients after the last micro-batch (fast) or after each one (no unsharded gradient is ever kept). A pipeline
-    always reduces a stage once, after its last micro-batch."""
+    always reduces a stage once, after its last micro-batch. The two sum in another order, so last bits differ. `"auto"`: after
+    the last one, where there is memory for whole gradients; a resume in the same layout goes on as before while that fits.
+    Without a device whose memory is known, both keys choose what takes least."""
     offload: Annotated[bool, Feature("offload", when=True)] = False
     """Keep parameters, gradients and optimizer state in the host's memory: a block's parameters come to the GPU when it is
     gathered, and the optimizer runs on the host. For models that fit no other way; needs CUDA."""
@@ -43,10 +55,16 @@ class Shard(Component, Transform):
         """Applies FSDP2 to each block, then to the rest. On one data rank it does nothing, unless shards lie on the host.
 
         Raises:
-            PlanError: the model names no blocks, so the whole of it would be gathered at once; or shards cannot lie on the host.
+            PlanError: the model names no blocks, so the whole of it would be gathered at once; or shards cannot lie on the host;
+                or a value is still to be chosen.
         """
         from forge_parallel.transforms.fully_sharded import shard
 
+        if self.reshard == "auto" or self.reduce == "auto":
+            raise PlanError(
+                f"shard: reshard = {self.reshard!r}, reduce = {self.reduce!r}: 'auto' stands for a value that is chosen for a "
+                "whole recipe (forge_parallel.settle.settled); give values here"
+            )
         shard(part, context, reshard=self.reshard, average=self.average, offload=self.offload)
         return part
 
