@@ -216,13 +216,9 @@ def _resumed(folder: str, name: str, first: list[str], then: list[str]) -> list[
 def test_a_resume_sums_as_the_run_did(world: World, recipe: Path) -> None:
     """Without a device `each` is chosen, but a run that summed once a step goes on so; in another layout it is chosen anew."""
     folder = str(recipe.parent)
-    assert (
-        world.run(_resumed, 2, folder, "last", ["--transforms.shard.reduce=last"], list(AUTO))
-        == [["last", "last", "shard: chose reduce = 'last',"]] * 2
-    )
-    assert (
-        world.run(_resumed, 2, folder, "auto", list(AUTO), list(AUTO)) == [["each", "each", "shard: chose reduce = 'each',"]] * 2
-    )
+    for name, first in (("last", ["--transforms.shard.reduce=last"]), ("each", list(AUTO))):
+        found = world.run(_resumed, 2, folder, name, first, list(AUTO))
+        assert found == [[name, name, f"shard: chose reduce = '{name}',"]] * 2
     assert reduced_so_far({"layout": "dp2", "reduce": "last"}, Layout.parse("dp2")) == "last"
     assert reduced_so_far({"layout": "dp2", "reduce": "last"}, Layout.parse("dp4")) is None
     assert reduced_so_far({"layout": "dp2"}, Layout.parse("dp2")) is None

@@ -27,7 +27,7 @@ class Needs:
         gradients: all gradients, whole, in the format in which they are summed.
         weights: the weights of all blocks, whole, in the format in which they are gathered.
         micro_batches: of a step.
-        pipelined: a pipeline reduces once a step, whatever is asked for, and gathers once if it keeps.
+        pipelined: a pipeline reduces once a step, whichever is asked for, and gathers once if it keeps.
     """
 
     lasting: int
