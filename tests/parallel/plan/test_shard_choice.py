@@ -1,6 +1,7 @@
 """The rule behind `auto` in `[transforms.shard]`: closed forms of bytes, thresholds, ties; and estimates against dry runs."""
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -203,3 +204,35 @@ def test_the_estimate_is_near_a_dry_run(
     load = Load(rows * 512, 4, top_k=2, recompute=recompute.policy if recompute else None)
     (option,) = options(needs(Blueprint.of(shape.build), at, load, pipeline), (reduce,), (reshard,))
     assert USABLE * peak <= option.memory <= 1.3 * peak
+
+
+def test_experts_in_closed_form() -> None:
+    """`ep` cuts the number of experts, `etp` their width; `efsdp` shards what is left. Each token has `top_k` of them."""
+    described = Blueprint.of(MOE.build)
+    specs = described.specs.tensors
+    sizes = {name: tuple(parameter.shape) for name, parameter in described.module.named_parameters()}
+    stacks = [shape for name, shape in sizes.items() if "expert" in specs[name].dims]
+    experts, others = sum(map(prod, stacks)), sum(map(prod, sizes.values())) - sum(map(prod, stacks))
+    shared = needs(described, Layout(dp_shard=4, ep=2), Load(1024, 2, top_k=2))
+    assert shared.gradients == 4 * (others + experts // 2)
+    assert shared.lasting == pytest.approx(16 * (others / 4 + experts / 2 / 2), rel=1e-5)
+    cut = sum(prod(sizes[name]) for name in sizes if {"heads", "kv_heads", "ffn", "vocab"} & {*specs[name].dims}) - experts
+    split = needs(described, Layout(tp=2, etp=2), Load(1024, 2, top_k=2))
+    assert split.gradients == 4 * (others - cut // 2 + experts // 2)
+    more = needs(described, Layout(dp_shard=4, ep=2), Load(1024, 2, top_k=4))
+    slot = sum(shape[-1] + shape[-2] for shape in stacks)
+    assert more.activations - shared.activations == 1024 * 2 * 2 * slot
+
+
+def test_a_tied_table_counts_once() -> None:
+    described = Blueprint.of(replace(SHAPE, tied_embeddings=True).build)
+    elements = sum(parameter.numel() for parameter in described.module.parameters())
+    assert needs(described, Layout(dp_shard=2), Load(8, 2)).gradients == 4 * elements
+
+
+def test_the_fullest_rank_of_a_pipeline() -> None:
+    """In 1F1B the first of two ranks keeps two micro-batches of its three blocks; of nothing else it has more."""
+    at, pipeline = Layout(pp=2), Pipeline(OneForwardOneBackward().build(), "3,3")
+    found = needs(Blueprint.of(SHAPE.build), at, Load(1024, 4), pipeline)
+    assert found.activations == 1024 * 2 * 2 * 3 * (512 + 3072 + 2560)
+    assert found.pipelined and found.weights == 2 * 3 * (256 * (256 + 256 + 128 + 128) + 3 * 256 * 1024 + 2 * 256)

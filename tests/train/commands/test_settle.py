@@ -5,6 +5,7 @@ import json
 import logging
 import logging.handlers
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,3 +227,24 @@ def test_a_resume_sums_as_the_run_did(world: World, recipe: Path) -> None:
     assert values(changed)[0] == "each"
     assert "gradients were summed with reduce = 'last' so far: last bits differ from here on" in changed.lines()[-1]
     assert "and sums as the run did so far" in settled_for(recipe, 2, 10**12, before="each").lines()[0]
+
+
+def test_what_is_weighed_is_what_the_recipe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, needs = [], settle.needs
+    monkeypatch.setattr(settle, "needs", lambda *given: loads.append(given[2]) or needs(*given))
+    monkeypatch.setattr(settle, "compositions_are_proven", lambda *_: iter(()))
+    job = load("debug-moe", AUTO, 2, Registry()).job
+    for layout, offload in (("dp2", False), ("1", True)):
+        given = replace(job, transforms={"shard": replace(job.transforms["shard"], offload=offload)})
+        assert settled(given, Layout.parse(layout), lambda: Blueprint.of(job.model.build), 10**12).chosen is not None
+    first, second = loads
+    assert (first.top_k, first.tokens) == (job.model.moe.top_k, job.train.micro_batch * job.data.sequence_length)
+    assert job.model.moe.top_k > 1 and (first.offload, second.offload) == (False, True)
+
+
+def test_experts_that_are_sharded_apart_are_something_to_choose_for() -> None:
+    """tp alone shards nothing of a dense model; experts of its ranks see different tokens."""
+    for preset, chooses in (("debug", False), ("debug-moe", True)):
+        job = load(preset, AUTO, 2, Registry()).job
+        found = settled(job, Layout(tp=2), partial(Blueprint.of, job.model.build), 10**12)
+        assert (found.chosen is not None) is chooses
