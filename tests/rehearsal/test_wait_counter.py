@@ -23,6 +23,15 @@ def _waiting(do: Callable[[], Any]) -> dict[str, int]:
     return dict(kinds)
 
 
+def _earlier(values: torch.Tensor, again: int = 0) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    values + 1
+    for _ in range(again):
+        event.record()
+    event.synchronize()
+
+
 def _waits() -> dict[str, dict[str, int]]:
     x, mask = torch.ones(4, device="cuda", requires_grad=True), torch.tensor([True, False, True, True], device="cuda")
     host, values, index = torch.ones(4), torch.zeros(4, device="cuda"), torch.tensor([0, 1])
@@ -49,7 +58,9 @@ def _waits() -> dict[str, dict[str, int]]:
         "number of repetitions": lambda: values.repeat_interleave(mask.long()),
         "known number of repetitions": lambda: values.repeat_interleave(mask.long(), output_size=3),
         "synchronize": lambda: torch.cuda.synchronize(),
-        "event": lambda: torch.cuda.Event().synchronize(),
+        "event": lambda: torch.cuda.current_stream().record_event().synchronize(),
+        "event with work behind it": lambda: _earlier(values),
+        "event behind the work": lambda: _earlier(values, 1),
         "device alone": lambda: ((x * 2 + torch.full((), 3.0, device="cuda")).softmax(0).sum()).backward(),
         "index of the device": lambda: values[torch.arange(3, device="cuda")],
     }
@@ -83,6 +94,8 @@ def test_waits_are_counted(devices: World) -> None:
         "known number of repetitions": {},
         "synchronize": {"synchronize": 1},
         "event": {"synchronize": 1},
+        "event with work behind it": {"event with work behind it": 1},
+        "event behind the work": {"synchronize": 1},
         "device alone": {},
         "index of the device": {},
     }

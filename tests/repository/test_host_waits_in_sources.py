@@ -31,8 +31,12 @@ ALLOWED = {
     "forge_parallel/optim/adamw_bf16.py _parts: torch.tensor": (2, "once, with the optimizer; no step makes one"),
     "forge_parallel/pipeline/runner.py Runner._told: torch.tensor": (1, "in the first step only"),
     "forge_parallel/pipeline/runner.py Runner._told: tolist": (1, "in the first step only"),
+    "forge_parallel/step/reading.py Reading.numbers: synchronize": (
+        1,
+        "the verdict of a step, read a step later",
+    ),
+    "forge_parallel/step/reading.py Reading.numbers: tolist": (1, "of memory of the host, once the numbers are there"),
     "forge_parallel/step/step.py Step.evaluate: tolist": (1, "the result of a whole evaluation"),
-    "forge_parallel/step/step.py StepResult._host: tolist": (2, "the verdict of a step, one of the two lines"),
 }
 """How often, and why."""
 
@@ -72,6 +76,7 @@ def test_lines_that_wait_are_those_that_are_listed() -> None:
         ("x.detach().cpu().numpy()", "cpu"),
         ("x.flatten().nonzero()", "nonzero"),
         ("torch.nonzero(x)", "nonzero"),
+        ("x.event.synchronize()", "synchronize"),
         ("sorted(x, key=Tensor.tolist)", "tolist"),
         ("torch.accelerator.synchronize()", "synchronize"),
     ],

@@ -167,6 +167,7 @@ def test_no_host_synchronisation_before_numbers_are_asked_for(monkeypatch: pytes
     result = step(batches(model))
     clip(model, result.norm, 1.0)
     optimizer.step(result.skip)
+    result.send()
     assert calls == []
     result.numbers()
     result.numbers()

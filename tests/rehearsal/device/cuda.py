@@ -24,8 +24,10 @@ class Stream:
         """Nothing to wait for."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """The event, or a new one."""
-        return event or Event()
+        """The event, or a new one, at this place of the stream."""
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         """Whether all is done."""
@@ -45,12 +47,16 @@ class Stream:
 
 
 class Event:
-    """A mark in a stream that has nothing to do."""
+    """A mark in a stream that has nothing to do; it knows how many operators came before it."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.record()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Nothing to mark."""
+        """Marks the operators so far."""
+        from forge_rehearsal_device import queued  # type: ignore[import-not-found]
+
+        self.after = queued()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Nothing to wait for."""
@@ -60,8 +66,10 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
-        Stream().synchronize()
+        """The host waits, and the device does so too, unless operators were queued behind the event."""
+        from forge_rehearsal_device import wait_for_event  # type: ignore[import-not-found]
+
+        wait_for_event(self.after)
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds; a device without time."""

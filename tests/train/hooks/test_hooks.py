@@ -81,6 +81,9 @@ class ScriptedRun:
     def log(self, values: dict[str, float]) -> None:
         self.logged.append((self.state.step, dict(values)))
 
+    def judge(self) -> None:
+        pass
+
     def save(self) -> None:
         self.saved.append(self.state.step)
 

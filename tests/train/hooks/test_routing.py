@@ -46,6 +46,7 @@ def made(tmp_path, router):
         state=SimpleNamespace(step=10),
         paused=0.0,
         log=logged.append,
+        judge=lambda: None,
     )
     return run, logged
 
@@ -84,7 +85,14 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     logged: list[dict[str, float]] = []
     job, state = SimpleNamespace(model=config), SimpleNamespace(step=10)
     run = SimpleNamespace(
-        job=job, model=model, topology=topology, directory=directory, state=state, paused=0.0, log=logged.append
+        job=job,
+        model=model,
+        topology=topology,
+        directory=directory,
+        state=state,
+        paused=0.0,
+        log=logged.append,
+        judge=lambda: None,
     )
     for number in range(2):
         step(share(synthetic(case, number), topology.data_rank, topology.data_size, 1))

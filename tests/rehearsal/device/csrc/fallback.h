@@ -157,6 +157,7 @@ class Call {
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
+  ++queued;
   const auto arguments = schema.arguments().size(), results = schema.returns().size();
   try {
     Call call(schema, torch::jit::last(*stack, arguments));

@@ -39,6 +39,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("current", [] { return static_cast<int>(rehearsal::current_device); });
   module.def("set_current", [](int device) { rehearsal::current_device = static_cast<c10::DeviceIndex>(device); });
   module.def("synchronize", [] { rehearsal::host_waits("synchronize"); });
+  module.def("wait_for_event", [](long after) {
+    rehearsal::host_waits(rehearsal::queued > after ? "event with work behind it" : "synchronize");
+  });
+  module.def("queued", [] { return rehearsal::queued.load(); });
   module.def("default_generator", [](int device) { return at::detail::getCUDAHooks().getDefaultGenerator(device); });
   module.def("allocated", [] { return rehearsal::counters.allocated.load(); });
   module.def("peak", [] { return rehearsal::counters.peak.load(); });

@@ -14,4 +14,7 @@ inline void host_waits(const char* kind) {
   if (auto listener = wait_listener.load()) listener(kind);
 }
 
+// Operators so far: whether anything was queued behind an event.
+inline std::atomic<long> queued{0};
+
 }  // namespace rehearsal

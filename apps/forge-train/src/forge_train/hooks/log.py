@@ -12,7 +12,7 @@ from forge_train.hooks.clock import Stopwatch
 class LogHook(Hook):
     """Writes a line every N steps, at the first step of this start and at the last step of the run.
 
-    The loop has read the numbers of the step before hooks act, so a line costs no synchronization with the device.
+    A line has the numbers of its own step. On an accelerator all ranks wait for them, which steps without a line do not.
 
     Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
     step), `skipped_steps` (of the run so far, once there is one) and every other number of the step, such as `source/LABEL/loss`
@@ -38,9 +38,12 @@ class LogHook(Hook):
         """Writes a line when one is due."""
         step = run.state.step
         due = self.first or step % self.every == 0 or step >= run.job.train.max_steps
-        if not due or run.topology.rank != 0:
+        if not due:
             return
         self.first = False
+        run.judge()  # for `skipped_steps`; all ranks do, whoever writes
+        if run.topology.rank != 0:
+            return
         numbers = dict(result.numbers())
         seconds, steps, tokens = self.watch.lap()
         numbers.pop("stop", None)  # a request to the loop, not a metric

@@ -55,6 +55,7 @@ class Periodic(Hook):
         if run.state.step != self.acted:
             self.acted = run.state.step
             self.left = False
+            run.judge()  # the device has caught up, so the pause is one; and whether the run is to end is known
             with pause(run):
                 self.act(run)
 

@@ -161,6 +161,7 @@ def assemble(
         health=Health(job.train.max_skipped, warns=topology.rank == 0),
         parameters=parameters,
         config=resolved.as_json(),
+        lag=0 if device.type == "cpu" else 1,
     )
     with ranks.together("the hooks"):
         trackers = [tracker.build(run) for tracker in job.trackers] if topology.rank == 0 else []

@@ -88,10 +88,12 @@ class Checkpoints:
         """Collective: writes a checkpoint of the current step, durably.
 
         Raises:
-            TrainingError: a parameter or the optimizer's state is not finite; nothing was written.
+            TrainingError: a parameter or the optimizer's state is not finite, or too many steps were skipped; nothing was
+                written.
             Superseded: another job has started in the run's directory; nothing was written.
             CheckpointError: it could not be written.
         """
+        run.judge()  # what is kept of the run's health includes this step
         self.check(run)
         meta = {
             "tokens": run.state.tokens,

@@ -28,12 +28,12 @@ def fit(run: Run) -> str:
                 hook.before_update(run, result)
             run.update(result)
             run.state.advance(cursor, run.tokens_per_step)
-            run.stop.after(result)
-            run.health.after(run.state.step, result)
+            run.conclude(result)
             for hook in run.hooks:
                 hook.after_step(run, result)
             run.settle()
             collect(run.state.step)
+    run.judge()
     run.stop.check()
     run.check()
     for hook in run.hooks:

@@ -1,5 +1,6 @@
 """A run while it trains: what the loop steps through and what hooks are given."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -42,7 +43,14 @@ class State:
 
 @dataclass
 class Run:
-    """Everything assembled. Attributes are what hooks may read; `assemble` makes it."""
+    """Everything assembled. Attributes are what hooks may read; `assemble` makes it.
+
+    Attributes:
+        lag: steps that may be queued behind one that has no verdict yet: 0, or 1 where the host would wait for a device. Nothing
+            that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and whatever is
+            written, evaluated or ended asks for all verdicts first (`judge`).
+        unjudged: the newest steps, each with its number.
+    """
 
     job: Job
     directory: Path
@@ -65,6 +73,8 @@ class Run:
     health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
     trackers: Sequence[Tracker] = ()
+    lag: int = 0
+    unjudged: "deque[tuple[int, StepResult]]" = field(default_factory=deque)
 
     @property
     def tokens_per_step(self) -> int:
@@ -94,11 +104,34 @@ class Run:
         self.optimizer.step(result.skip)
         self.optimizer.zero_grad()
 
+    def conclude(self, result: StepResult) -> None:
+        """After the update: the step waits for its verdict, and the one `lag` steps before it gets its own.
+
+        Raises:
+            TrainingError: see `judge`.
+        """
+        result.send()
+        self.unjudged.append((self.state.step, result))
+        self.judge(but=self.lag)
+
+    def judge(self, but: int = 0) -> None:
+        """Collective: every complete step has its verdict afterwards, the newest `but` excepted. In the order of the steps, each
+        under its own number; which ones are left is the same on all ranks, so all of them stop after the same step.
+
+        Raises:
+            TrainingError: too many steps were skipped.
+        """
+        while len(self.unjudged) > but:
+            step, result = self.unjudged.popleft()
+            self.stop.after(result)
+            self.health.after(step, result)
+
     def settle(self) -> None:
         """After a step of this start: its groups are connected and its kernels compiled, so ranks need not wait for each other as
         long as at the start."""
         seconds = self.job.parallel.step_timeout
         if seconds is not None and self.watch.timeout != seconds:
+            self.judge()  # queued is not done: a rank may still compile while this one is ahead
             self.watch.timeout = seconds
             limit(seconds, self.topology.device)
 

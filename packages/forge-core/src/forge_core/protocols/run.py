@@ -18,7 +18,8 @@ class StepResult(Protocol):
     """The result of one step."""
 
     def numbers(self) -> Mapping[str, float]:
-        """All numbers of the step on the host: `loss`, `grad_norm`, `tokens`, `skipped`, ..."""
+        """All numbers of the step on the host: `loss`, `grad_norm`, `tokens`, `skipped`, ... On an accelerator this waits for the
+        step, and the device may run dry: read them when they are due, not in every step."""
         ...
 
 
@@ -130,6 +131,12 @@ class Run(Protocol):
     @property
     def save(self) -> Callable[[], Any]:
         """Collective: saves a checkpoint of the current step."""
+        ...
+
+    def judge(self) -> None:
+        """Collective: `stop` and `health` know of every complete step afterwards. On an accelerator they may be one step behind:
+        the loop reads the numbers of a step when the next one is queued. A hook that acts by them calls this first, on all ranks
+        at the same steps. A checkpoint includes it; `StepResult.numbers` needs no such call."""
         ...
 
     def log(self, values: Mapping[str, float]) -> None:

@@ -65,8 +65,8 @@ class Parallel:
     step_timeout: Annotated[
         Annotated[float, Ge(1)] | None, Neutral("how long ranks wait; what they exchange is the same"), FREE
     ] = None
-    """The same from the end of the first step on, when all are connected and compiled; evaluations and saves count, too. Unset:
-    as `timeout`."""
+    """The same from the end of the first step on, when all are connected and compiled; evaluations and saves count, too, and on
+    GPUs two steps, as the host is one ahead. Unset: as `timeout`."""
     patience: Annotated[float, Gt(0), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 30.0
     """Seconds after which a rank that waits says for which one, and where that one is."""
 

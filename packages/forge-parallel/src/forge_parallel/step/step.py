@@ -15,6 +15,7 @@ from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.pipeline.runner import Agree, Runner
 from forge_parallel.step.loss_by_source import shares, sources_of, sums_by_source
+from forge_parallel.step.reading import Reading
 from forge_parallel.step.reduce import speaks, squared_norm, valid_tokens, world_sum
 from forge_parallel.step.step_statistics import begin, finish, observers
 from forge_parallel.step.strategies import after_backward, before_micro_batch, local_batch, refresh
@@ -45,24 +46,38 @@ class StepResult:
     by_source: torch.Tensor | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All numbers on the host: the step's one synchronization, made at the first call. See also `by_source.shares`."""
+        """All numbers on the host: the step's one synchronization, made at the first call. See also `loss_by_source.shares`.
+
+        It waits for what was queued before `send`, which the first call does where nobody has.
+        """
         return dict(self._host)
 
+    def send(self) -> None:
+        """Queues the numbers' way to the host, behind all that was queued so far; the host does not wait."""
+        _ = self._reading
+
     @cached_property
-    def _host(self) -> dict[str, float]:
-        named = {
+    def _named(self) -> dict[str, torch.Tensor]:
+        return {
             "loss": self.loss,
             "tokens": self.tokens,
             "grad_norm": self.norm,
             "skipped": self.skip,
             "stop": self.stop,
         } | self.metrics
-        values = torch.stack([value.double() for value in named.values()])
+
+    @cached_property
+    def _reading(self) -> Reading:
+        values = torch.stack([value.double() for value in self._named.values()])
+        return Reading(values if self.by_source is None else torch.cat((values, self.by_source.flatten())))
+
+    @cached_property
+    def _host(self) -> dict[str, float]:
+        found, alone, count = self._reading.numbers(), len(self._named), len(self.sources)
+        numbers = dict(zip(self._named, found, strict=False))  # sources follow
         if self.by_source is None:
-            return dict(zip(named, values.tolist(), strict=True))
-        found = torch.cat((values, self.by_source.flatten())).tolist()
-        alone, rest, count = found[: len(named)], found[len(named) :], len(self.sources)
-        numbers = dict(zip(named, alone, strict=True))
+            return numbers
+        rest = found[alone:]
         return numbers | shares(self.sources, rest[:count], rest[count:], numbers["tokens"])
 
 

@@ -76,7 +76,7 @@ def examine(settings: Settings) -> Iterator[Check]:
     if here.type == "cuda":
         waits = max(watching.waits[_WARM:])
         yield Check(
-            "waits of the host in a step", "PASS", float(waits), "", "report only: 1 of a dense model, and 1 a layer of experts"
+            "waits of the host in a step", "PASS", float(waits), "", "report only: none of a dense model, 1 a layer of experts"
         )
         yield _memory(resolved, torch.cuda.max_memory_allocated(here))
 
