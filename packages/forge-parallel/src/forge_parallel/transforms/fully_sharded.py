@@ -8,7 +8,9 @@ comes back once it is reduced. Ranks exchange tensors of the device only; so num
 there first, and a step has to wait for the device: clipping and skipping an update happen on the host.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
 
 from forge_core.errors import PlanError
+from forge_core.specs import Specs
 from forge_parallel.launch.process_group import alone
 from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.torch_private import before_backward
@@ -68,12 +71,32 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
                 module.set_gradient_divide_factor(1.0)
             # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
             module.set_force_sum_reduction_for_comms(True)
+    if layout.ep > 1:
+        _gather_ahead(part, context.specs, experts_apart)
 
 
 def reduce_next(part: nn.Module, on: bool) -> None:
     """Whether gradients are reduced in the backward that comes next."""
     if isinstance(part, FSDPModule):
         part.set_requires_gradient_sync(on)
+
+
+def _gather_ahead(part: Any, specs: Specs, experts_apart: Sequence[str]) -> None:
+    """Each block has the next one gathered, experts included, before it begins, and its backward the one before.
+
+    Where experts are on other ranks, the host waits inside of a block for how many tokens arrive. By itself FSDP would have the
+    next block gathered after that, and experts when they are reached. One more block is whole at a time.
+    """
+    whole = {
+        path: [part.get_submodule(name) for name in (path, *(s for s in experts_apart if s.startswith(f"{path}.")))]
+        for path in specs.blocks
+    }
+    # Those behind the last repeated block, of multi-token prediction, only run in training: what is gathered has to be used.
+    always = [path for path in specs.blocks if not path.startswith(tuple(f"{name}." for name in specs.exit))]
+    for before, path in pairwise(["", *always]):
+        part.get_submodule(before).set_modules_to_forward_prefetch(whole[path])
+    for after, path in pairwise(["", *reversed(specs.blocks)]):
+        part.get_submodule(after).set_modules_to_backward_prefetch(whole[path])
 
 
 def _gather_together(within: list[nn.Module], _block: nn.Module, _inputs: Any, output: Any) -> None:
