@@ -96,6 +96,21 @@ def test_no_host_synchronisation_in_a_step() -> None:
     assert result.numbers()["skipped"] == 0
 
 
+def test_numbers_of_a_step_do_not_wait_for_what_is_queued_behind_them() -> None:
+    layout = Layout()
+    model = realize(Blueprint.of(Tiny), Plan.of([], layout), Topology(layout, torch.device("cuda", 0)), 0, "bf16")
+    step, batches = Step(model, cross_entropy), [batch.to("cuda") for batch in share(synthetic(CASE, 0), 0, 1, 4)]
+    step(batches).numbers()
+    result, product = step(batches), torch.ones(8192, 8192, device="cuda")
+    result.send()
+    expected = result.loss.clone()
+    for _ in range(20):
+        product = product @ product * 1e-4
+    found = result.numbers()["loss"]
+    assert not torch.cuda.current_stream().query(), "seconds of work are queued behind"
+    assert found == expected.item()
+
+
 def test_micro_batches_leave_the_numbers_alone() -> None:
     device = torch.device("cuda", 0)
     whole, cut = (measure(Case(**{**vars(CASE), "micro_batch": size}), Plan.of([], Layout()), device) for size in (8, 1))

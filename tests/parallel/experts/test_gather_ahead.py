@@ -130,6 +130,21 @@ def test_numbers_are_the_same_to_the_last_bit(world: World, again: bool, mtp: bo
         assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
+def _evaluated() -> list[str]:
+    """What an evaluation gathers of a model with a module of multi-token prediction, which has a block with experts."""
+    model, step = _made("dp2ep2", True, False, replace(MODEL, mtp=MTP(depth=1)))
+    batches = share(synthetic(CASE, 0), model.topology.data_rank, model.topology.data_size, 1)
+    with profile() as profiled:
+        step.evaluate(batches[:1])
+    return [event.name for event in profiled.events() if event.name.startswith("FSDP::all_gather (")]
+
+
+def test_an_evaluation_gathers_no_block_that_it_does_not_run(world: World) -> None:
+    for found in world.run(_evaluated, 2):
+        assert len(found) == len(set(found)) and not any("mtp" in name for name in found)
+        assert {f"FSDP::all_gather (blocks.{layer})" for layer in range(LAYERS)} <= set(found)
+
+
 def test_a_plan_counts_the_block_that_is_gathered_ahead() -> None:
     workload = Workload(MODEL.build, CASE.objective, CASE.optimizer, rows=1, length=8, compute="fp32")
     plan = Plan.of([Shard(), Expert()], Layout.parse("dp4ep2"))

@@ -12,7 +12,7 @@ from forge_train.hooks.clock import Stopwatch
 class LogHook(Hook):
     """Writes a line every N steps, at the first step of this start and at the last step of the run.
 
-    A line has the numbers of its own step. On an accelerator all ranks wait for them, which steps without a line do not.
+    A line has the numbers of the step at which it is due. On an accelerator all ranks wait for them; steps without a line do not.
 
     Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
     step), `skipped_steps` (of the run so far, once there is one) and every other number of the step, such as `source/LABEL/loss`
@@ -41,7 +41,7 @@ class LogHook(Hook):
         if not due:
             return
         self.first = False
-        run.judge()  # for `skipped_steps`; all ranks do, whoever writes
+        run.judge()  # for `skipped_steps`; on all ranks, though one of them writes
         if run.topology.rank != 0:
             return
         numbers = dict(result.numbers())

@@ -47,8 +47,8 @@ class Run:
 
     Attributes:
         lag: steps that may be queued behind one that has no verdict yet: 0, or 1 where the host would wait for a device. Nothing
-            that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and whatever is
-            written, evaluated or ended asks for all verdicts first (`judge`).
+            that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and what is
+            written, evaluated or ended waits for all verdicts first (`judge`).
         unjudged: the newest steps, each with its number.
     """
 

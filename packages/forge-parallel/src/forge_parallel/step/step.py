@@ -48,7 +48,7 @@ class StepResult:
     def numbers(self) -> dict[str, float]:
         """All numbers on the host: the step's one synchronization, made at the first call. See also `loss_by_source.shares`.
 
-        It waits for what was queued before `send`, which the first call does where nobody has.
+        It waits for what was queued before `send`, which the first call does itself if it has not happened.
         """
         return dict(self._host)
 
