@@ -1,11 +1,13 @@
 """Numbers of a step: skipped updates, agreement of ranks, synchronisations, precision."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.layout import Layout
@@ -206,3 +208,39 @@ def test_small_updates_accumulate_in_fp32_masters() -> None:
         optimizer.zero_grad()
     moved = (full(model.part.get_parameter("blocks.0.norm.weight")) - start).abs()
     assert 1e-5 < moved.max() < 4e-5
+
+
+class _Casts(TorchDispatchMode):
+    """Counts conversions to bf16 by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("build", [Tiny, TiedTiny])
+def test_parameters_are_cast_once_a_step_and_gradients_are_those_of_a_cast_in_each_micro_batch(build: type[Tiny]) -> None:
+    model, step = made("1", "bf16", build)
+    cut, parameters = batches(model), {name: parameter for name, parameter, _ in model.trainable()}
+    assert len(cut) > 1
+    with _Casts() as casts:
+        step(cut)
+    expected = Counter(tuple(parameter.shape) for parameter in parameters.values() if parameter.ndim == 2)
+    assert {shape: casts.shapes[shape] for shape in expected} == expected
+
+    found = {name: parameter.grad for name, parameter in parameters.items()}
+    part, total = model.part, sum(int((batch.labels != IGNORE).sum()) for batch in cut)
+    for parameter in parameters.values():
+        parameter.grad = None
+    for batch in cut:
+        low = {name: parameter.to(torch.bfloat16) for name, parameter in parameters.items()}
+        given = {"positions": batch.positions, "documents": batch.documents, "labels": batch.labels, "objective": cross_entropy}
+        terms = torch.func.functional_call(part, low, (batch.tokens,), given)
+        (terms.sum / torch.tensor(float(total), dtype=torch.float64)).backward()
+    for name, parameter in parameters.items():
+        assert torch.equal(found[name], parameter.grad), name

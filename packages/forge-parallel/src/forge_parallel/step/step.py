@@ -135,7 +135,8 @@ class Step:
         if self._pipeline is not None:
             terms = self._pipeline.train(batches, divisor)
             return terms, self._pipeline.metric_names(terms)
-        terms = [self._train(batch, divisor, last=index == len(batches) - 1) for index, batch in enumerate(batches)]
+        with self.model.computing():  # around all of them: parameters are cast once a step
+            terms = [self._train(batch, divisor, last=index == len(batches) - 1) for index, batch in enumerate(batches)]
         return terms, sorted(terms[0].metrics) if terms else []
 
     @cached_property
@@ -148,9 +149,8 @@ class Step:
 
     def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
         before_micro_batch(self.model, last)
-        with self.model.computing():
-            terms = self._forward(batch)
-            (terms.sum / divisor).backward()
+        terms = self._forward(batch)
+        (terms.sum / divisor).backward()
         return terms._replace(sum=terms.sum.detach())
 
     def _forward(self, batch: Batch) -> LossTerms:
