@@ -179,7 +179,11 @@ class Observer(Protocol):
 
 @runtime_checkable
 class LossHead(Protocol):
-    """Seam 3: projection to the vocabulary and cross-entropy in one, so that full logits never exist."""
+    """Seam 3: projection to the vocabulary and cross-entropy in one, so that full logits never exist.
+
+    One that has `compiled()`, which returns the same with compiled kernels, is asked for it where blocks are compiled for an
+    accelerator.
+    """
 
     def __call__(
         self, hidden: "Tensor", weight: "Tensor", labels: "Tensor", z_loss: float, soft_cap: float | None

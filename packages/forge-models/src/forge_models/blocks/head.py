@@ -5,8 +5,8 @@ from torch.nn import functional as F
 
 from forge_core.protocols.model import LossHead, LossTerms, Objective
 from forge_core.specs import Init, ModuleSpec, TensorSpec
-from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_models.blocks.layers import unfilled
+from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
 
 
 class Head(nn.Module):

@@ -39,8 +39,9 @@ class Compile(Component, Transform):
         return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
-        """Replaces the forward of each block of `part` in place."""
-        from forge_parallel.transforms.compiled import compile_blocks
+        """Replaces the forward of each block of `part` in place, and on an accelerator the loss head."""
+        from forge_parallel.transforms.compiled import compile_blocks, compile_loss_heads
 
+        compile_loss_heads(part, context)
         compile_blocks(part, context, fullgraph=self.fullgraph, mode=self.mode, budget=self.budget)
         return part

@@ -1,6 +1,7 @@
 """torch.compile, block by block: blocks share one graph, so the time to compile does not grow with depth.
 
-Only a block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
+On an accelerator the loss head is compiled, too, which otherwise reads its logits in each of a dozen operators. Only a
+block's `forward` is compiled. What is attached to the call of the block (gathering a shard) runs outside the graph, and
 no module or parameter changes its name.
 
 Experts that are sharded separately are gathered, and given tokens whose number is known at run time only, in the
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from forge_core.protocols.model import LossHead
 from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.torch_private import within_budget
 from forge_parallel.transforms.checkpointed import inside
@@ -38,6 +40,17 @@ def compile_blocks(part: nn.Module, context: "Context", *, fullgraph: bool, mode
         wrap = partial(_compiled, fullgraph=fullgraph and not broken, mode=mode, budget=budget)
         # The compiler takes recomputation into a graph, but none that is broken: it would give up on the whole block.
         block.forward = inside(block.forward, wrap) if broken else wrap(block.forward)  # type: ignore[method-assign]
+
+
+def compile_loss_heads(part: nn.Module, context: "Context") -> None:
+    """Replaces the loss heads of `part` that have a compiled form, on an accelerator; a CPU's are made for its cache."""
+    if context.topology.device.type == "cpu":
+        return
+    for path in context.specs.exit:
+        for module in part.get_submodule(path).modules():
+            core = getattr(module, "core", None)
+            if isinstance(core, LossHead) and hasattr(core, "compiled"):
+                module.core = core.compiled()  # type: ignore[assignment]
 
 
 def _compiled(forward: Callable[..., Any], fullgraph: bool, mode: str, budget: float) -> Callable[..., Any]:

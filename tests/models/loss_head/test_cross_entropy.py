@@ -8,8 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 from forge_core import logits as chunking
 from forge_core.protocols.model import LossHead
-from forge_models.blocks.cross_entropy import ChunkedCrossEntropy
 from forge_models.components.objectives import CrossEntropy
+from forge_models.loss_head import passes
+from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
 from harness.closeness import assert_no_farther, below
 from harness.wide import Wide
 
@@ -267,3 +268,62 @@ def test_gradients_in_bf16_are_scaled_by_what_comes_from_above(rows):
     (0.37 * torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")).backward()
     for found, expected in zip((hidden, weight), exact, strict=True):
         assert float((found.grad.double() - expected.grad).norm() / expected.grad.norm()) < 0.01
+
+
+def _split(head, hidden, weight, labels, z_loss, soft_cap):
+    """Losses of two ranks that share the vocabulary, and the gradients, summed and put together."""
+    half = len(weight) // 2 + 1
+    bounds = ((0, half), (half, len(weight)))
+    told = []
+    for first, end in bounds:  # once for what each rank tells, once with all that was told
+        head.split(first, lambda numbers: told.append(numbers) or numbers.unsqueeze(0))(
+            hidden.detach(), weight.detach()[first:end], labels, z_loss, soft_cap
+        )
+    per_rank = len(told) // 2
+    found = []
+    for first, end in bounds:
+        turn = iter(range(per_rank))
+
+        def gather(numbers, turn=turn):
+            at = next(turn)
+            return torch.stack((told[at], told[per_rank + at]))
+
+        part = weight.detach()[first:end].requires_grad_()
+        found.append(gradients(head.split(first, gather), hidden, part, labels, z_loss, soft_cap))
+    (total, nll, z, left, top), (_, _, _, right, bottom) = found
+    return total, nll, z, left + right, torch.cat((top, bottom))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize(("z_loss", "soft_cap"), [(0.0, None), (0.3, 2.0)])
+def test_fused_passes_equal_cross_entropy_in_fp64(monkeypatch, rows, z_loss, soft_cap, split):
+    """What an accelerator has compiled, as it is written."""
+    monkeypatch.setattr(passes, "_compiled", lambda function: function)
+    head = ChunkedCrossEntropy(rows).compiled()
+    assert head.fused and not ChunkedCrossEntropy(rows).fused
+    arguments = (*problem(), z_loss, soft_cap)
+    found = _split(head, *arguments) if split else gradients(head, *arguments)
+    for ours, theirs in zip(found, gradients(naive, *arguments), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_fused_passes_in_bf16_are_no_farther_than_those_of_operators(monkeypatch):
+    monkeypatch.setattr(passes, "_compiled", lambda function: function)
+    hidden, weight, labels = problem(rows=64, dim=16, vocab=300, dtype=torch.bfloat16)
+    exact = gradients(naive, hidden.double(), weight.double(), labels, 0.1)
+    plain = gradients(ChunkedCrossEntropy(16), hidden, weight, labels, 0.1)
+    for ours, theirs, wide in zip(
+        gradients(ChunkedCrossEntropy(16, fused=True), hidden, weight, labels, 0.1), plain, exact, strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        assert_no_farther(ours, theirs, wide)
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor itself uses what torch has deprecated
+@pytest.mark.parametrize(("z_loss", "soft_cap"), [(0.0, None), (0.3, 2.0)])
+def test_fused_passes_compile(z_loss, soft_cap):
+    """Twice with other numbers of rows: the second chunk of a batch is shorter."""
+    arguments = (*problem(rows=11), z_loss, soft_cap)
+    for ours, theirs in zip(gradients(ChunkedCrossEntropy(8, fused=True), *arguments), gradients(naive, *arguments), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

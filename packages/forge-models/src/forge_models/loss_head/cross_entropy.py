@@ -12,7 +12,7 @@ the rest is as in one process.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
 from forge_core.logits import block_rows, chunk_rows
-from forge_models.blocks.projection import project
+from forge_models.loss_head.passes import Fused, InParts, Passes
+from forge_models.loss_head.projection import project
 from forge_models.torch_private import graph_is_kept
 
 Gather = Callable[[Tensor], Tensor]
@@ -34,15 +35,21 @@ class ChunkedCrossEntropy:
         rows: of a chunk; chosen from the vocabulary when None.
         first: number of the projection's first row that is here.
         gather: Collective: (3, n) -> (ranks, 3, n), what each rank gave; None where the projection is whole.
+        fused: whether what is done to logits is compiled.
     """
 
     rows: int | None = None
     first: int = 0
     gather: Gather | None = None
+    fused: bool = False
 
     def split(self, first: int, gather: Gather) -> "ChunkedCrossEntropy":
         """The loss head of a rank that holds some rows of the projection, from `first` on."""
         return replace(self, first=first, gather=gather)
+
+    def compiled(self) -> "ChunkedCrossEntropy":
+        """The same, with two kernels over the logits of a chunk instead of an operator for each of its passes."""
+        return replace(self, fused=True)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
@@ -126,10 +133,11 @@ def _chunked(
     # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
     rows = max(1, min(head.rows or chunk_rows(vocab, hidden.shape[1], hidden.element_size()), count))
     buffer = torch.empty(rows, vocab, dtype=hidden.dtype, device=hidden.device)
-    size = block_rows(rows, vocab, hidden.device.type)
+    size = rows if head.fused else block_rows(rows, vocab, hidden.device.type)
     # A block is worked out in place, unless that is too narrow, or its logits are needed again after an exchange.
     again = head.gather is not None and size < rows
-    scratch = torch.empty(size, vocab, dtype=wide, device=hidden.device) if again or hidden.dtype != wide else None
+    apart = not head.fused and (again or hidden.dtype != wide)
+    scratch = torch.empty(size, vocab, dtype=wide, device=hidden.device) if apart else None
     for start in range(0, count, rows):
         x = hidden[start : start + rows]
         products = project(x, weight, buffer[: x.shape[0]])
@@ -137,7 +145,13 @@ def _chunked(
         for at in range(0, len(x), step):
             part = products[at : at + step]
             here = slice(start + at, start + at + len(part))
-            nll[here], z[here] = _losses(part, labels[here], size, scratch, head, z_loss, soft_cap, any(needs))
+            mine = labels[here] != IGNORE
+            index = labels[here] - head.first
+            if head.gather is not None:
+                mine = mine & (index >= 0) & (index < len(weight))
+            index = index.where(mine, 0).unsqueeze(1)
+            passes = Fused(part, index, mine, soft_cap) if head.fused else InParts(part, index, mine, size, scratch, soft_cap)
+            nll[here], z[here] = _losses(passes, labels[here], head, z_loss, any(needs))
         if hidden_grad is not None:
             torch.mm(products, weight, out=hidden_grad[start : start + rows])
         if weight_sum is not None:
@@ -146,70 +160,22 @@ def _chunked(
     return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
 
 
-def _losses(
-    products: Tensor,
-    labels: Tensor,
-    size: int,
-    scratch: Tensor | None,
-    head: ChunkedCrossEntropy,
-    z_loss: float,
-    soft_cap: float | None,
-    gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    """nll and z of each row, `size` rows at a time. With `gradient`, `products` become the derivative of the total by them."""
-    valid, index = labels != IGNORE, labels - head.first
-    mine = valid if head.gather is None else valid & (index >= 0) & (index < products.shape[1])
-    index = index.where(mine, 0).unsqueeze(1)
-    parts = list(zip(products.split(size), index.split(size), mine.split(size), strict=True))
-    held = [_exponentiate(*part, scratch, soft_cap, keep=len(parts) == 1) for part in parts]
-    numbers = torch.cat([torch.stack((block.top, block.sum, block.chosen)) for block in held], dim=1)
+def _losses(passes: Passes, labels: Tensor, head: ChunkedCrossEntropy, z_loss: float, gradient: bool) -> tuple[Tensor, Tensor]:
+    """nll and z of each row. With `gradient`, the logits of `passes` become the derivative of the total by them."""
+    numbers = passes.numbers()
     top, partition, chosen = numbers.unbind(0)
     highest = top
     if head.gather is not None:
         tops, sums, picked = head.gather(numbers).unbind(1)
         highest = tops.amax(0)
         partition, chosen = (sums * (tops - highest).exp()).sum(0), picked.sum(0)
-    log_partition, counted = highest + partition.log(), valid.to(partition.dtype)
+    log_partition, counted = highest + partition.log(), (labels != IGNORE).to(partition.dtype)
     losses = (log_partition - chosen) * counted, log_partition.square() * counted
     if gradient:
         # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - top)
         factor = counted * (1 + 2 * z_loss * log_partition) / partition
-        factor = factor if head.gather is None else factor * (top - highest).exp()
-        for part, block, scale in zip(parts, held, factor.split(size), strict=True):
-            if len(parts) > 1:  # the next one was worked out in the same memory
-                block = _exponentiate(*part, scratch, soft_cap, keep=True)
-            block.exponents.mul_(scale.unsqueeze(1)).scatter_add_(1, part[1], -part[2].to(scale.dtype).unsqueeze(1))
-            if block.slope is not None:
-                block.exponents.mul_(block.slope)
-            if scratch is not None:
-                part[0].copy_(block.exponents)
+        passes.differentiate(factor if head.gather is None else factor * (top - highest).exp())
     return losses
-
-
-class _Block(NamedTuple):
-    """Of some rows of logits c, each with its largest: exp(c - top), their sum, the logit of the label or 0 where it is
-    another rank's, and the derivative of the cap."""
-
-    exponents: Tensor
-    top: Tensor
-    sum: Tensor
-    chosen: Tensor
-    slope: Tensor | None
-
-
-def _exponentiate(
-    products: Tensor, index: Tensor, mine: Tensor, scratch: Tensor | None, soft_cap: float | None, keep: bool
-) -> _Block:
-    """The block of `products`, worked out in `scratch` or in place; without `keep` only its numbers a row are of use."""
-    logits, slope = products if scratch is None else scratch[: len(products)].copy_(products), None
-    if soft_cap is not None:
-        bounded = logits.div_(soft_cap).tanh_()
-        slope = 1 - bounded.square() if keep else None
-        logits.mul_(soft_cap)
-    chosen = logits.gather(1, index).squeeze(1) * mine
-    top = logits.amax(dim=1)
-    exponents = logits.sub_(top.unsqueeze(1)).exp_()
-    return _Block(exponents, top, exponents.sum(dim=1), chosen, slope)
 
 
 class _WeightGradient:

@@ -1,0 +1,1 @@
+"""The seam where logits become a loss, a chunk of rows at a time."""

@@ -1,0 +1,119 @@
+"""What is done to the logits of a chunk of rows: first three numbers a row, then, in their place, the derivative of the loss.
+
+For logits c of a row, its label y and its largest logit m, the numbers are m, sum(exp(c - m)) and c[y]. From them comes a factor
+f, and the derivative is f * exp(c - m) - onehot(y), times that of the soft cap.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Passes(Protocol):
+    """One chunk's: `numbers`, then at most once `differentiate`."""
+
+    def numbers(self) -> Tensor:
+        """(3, n): largest logit, sum of exponents, logit of the label or 0 where it is not here."""
+        ...
+
+    def differentiate(self, factor: Tensor) -> None:
+        """Puts the derivative, with `factor` (n,), in the place of the logits."""
+        ...
+
+
+class InParts:
+    """Operator after operator over so few rows at a time that a cache holds them: for a CPU, and where nothing is compiled."""
+
+    def __init__(
+        self, products: Tensor, index: Tensor, mine: Tensor, size: int, scratch: Tensor | None, soft_cap: float | None
+    ) -> None:
+        """`products` (n, vocab) the logits before the cap, `index` (n, 1) of labels, `mine` (n,) whether they are here; `size`
+        rows at a time, in `scratch` (size, vocab) or in place."""
+        self._parts = list(zip(products.split(size), index.split(size), mine.split(size), strict=True))
+        self._size, self._scratch, self._soft_cap = size, scratch, soft_cap
+        self._held: list[_Block] = []
+
+    def numbers(self) -> Tensor:
+        self._held = [self._exponentiate(*part, keep=len(self._parts) == 1) for part in self._parts]
+        return torch.cat([torch.stack((block.top, block.sum, block.chosen)) for block in self._held], dim=1)
+
+    def differentiate(self, factor: Tensor) -> None:
+        for part, block, scale in zip(self._parts, self._held, factor.split(self._size), strict=True):
+            if len(self._parts) > 1:  # the next one was worked out in the same memory
+                block = self._exponentiate(*part, keep=True)
+            block.exponents.mul_(scale.unsqueeze(1)).scatter_add_(1, part[1], -part[2].to(scale.dtype).unsqueeze(1))
+            if block.slope is not None:
+                block.exponents.mul_(block.slope)
+            if self._scratch is not None:
+                part[0].copy_(block.exponents)
+
+    def _exponentiate(self, products: Tensor, index: Tensor, mine: Tensor, keep: bool) -> "_Block":
+        """The block of `products`, worked out in the scratch or in place; without `keep` only its numbers a row are of use."""
+        logits, slope = products if self._scratch is None else self._scratch[: len(products)].copy_(products), None
+        if self._soft_cap is not None:
+            bounded = logits.div_(self._soft_cap).tanh_()
+            slope = 1 - bounded.square() if keep else None
+            logits.mul_(self._soft_cap)
+        chosen = logits.gather(1, index).squeeze(1) * mine
+        top = logits.amax(dim=1)
+        exponents = logits.sub_(top.unsqueeze(1)).exp_()
+        return _Block(exponents, top, exponents.sum(dim=1), chosen, slope)
+
+
+class _Block(NamedTuple):
+    """Of some rows of logits c, each with its largest: exp(c - top), their sum, the logit of the label or 0 where it is
+    another rank's, and the derivative of the cap."""
+
+    exponents: Tensor
+    top: Tensor
+    sum: Tensor
+    chosen: Tensor
+    slope: Tensor | None
+
+
+class Fused:
+    """Both steps compiled: each reads the logits from memory and holds nothing of their size beside them."""
+
+    def __init__(self, products: Tensor, index: Tensor, mine: Tensor, soft_cap: float | None) -> None:
+        """As those of `InParts`, all rows at a time."""
+        self._chunk = products, index, mine, soft_cap
+        self._top: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        found = _compiled(_numbers)(*self._chunk)
+        self._top = found[0]
+        return found
+
+    def differentiate(self, factor: Tensor) -> None:
+        _compiled(_differentiate)(*self._chunk, self._top, factor)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+def _numbers(products: Tensor, index: Tensor, mine: Tensor, soft_cap: float | None) -> Tensor:
+    logits, _ = _capped(products, soft_cap)
+    top = logits.amax(1)
+    chosen = logits.gather(1, index).squeeze(1) * mine
+    return torch.stack((top, (logits - top.unsqueeze(1)).exp().sum(1), chosen))
+
+
+def _differentiate(products: Tensor, index: Tensor, mine: Tensor, soft_cap: float | None, top: Tensor, factor: Tensor) -> None:
+    logits, slope = _capped(products, soft_cap)
+    label = (torch.arange(products.shape[1], device=products.device) == index) & mine.unsqueeze(1)
+    derivative = (logits - top.unsqueeze(1)).exp() * factor.unsqueeze(1) - label.to(logits.dtype)
+    products.copy_(derivative if slope is None else derivative * slope)
+
+
+def _capped(products: Tensor, soft_cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Logits in fp32 (fp64 for fp64), and the derivative of the cap."""
+    logits = products.to(torch.promote_types(products.dtype, torch.float32))
+    if soft_cap is None:
+        return logits, None
+    bounded = (logits / soft_cap).tanh()
+    return soft_cap * bounded, 1 - bounded.square()
