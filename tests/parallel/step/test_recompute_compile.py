@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
+from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
@@ -94,6 +95,24 @@ def test_kernels_of_attention_on_cuda_are_kept() -> None:
     for name in ("cudnn_attention", "flash_attention", "fused_attention_overrideable", "efficient_attention"):
         assert getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default in kept
     assert flex_attention.flex_attention_hop not in operators(("matmul",))
+
+
+@pytest.mark.parametrize(
+    ("soft_cap", "keep", "missing"),
+    [(None, ["matmul", "attention"], []), (5.0, ["attention"], ["attention"]), (5.0, ["matmul"], [])],
+)
+def test_what_should_be_kept_and_is_not_is_told_once(
+    soft_cap: float | None, keep: list[str], missing: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scores under a cap are written out on a CPU: no kernel of attention runs, and `keep` would have no effect unseen."""
+    plan, topology = Plan.of([Recompute(keep=keep).build()], Layout()), Topology.of(Layout(), CPU)
+    build = replace(decoder(), attention=GQA(soft_cap=soft_cap)).build
+    step = Step(realize(Blueprint.of(build), plan, topology, 0, "fp32", "fp32"), CrossEntropy().build())
+    for _ in range(2):
+        step([synthetic(case(), 0)])
+    told = [record.message for record in caplog.records if "transforms.recompute" in record.message]
+    assert len(told) == len(missing)
+    assert all(f"keeps {kind}, but no operator" in line for kind, line in zip(missing, told, strict=True))
 
 
 class _Chosen(TorchDispatchMode):

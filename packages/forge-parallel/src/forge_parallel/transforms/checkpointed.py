@@ -5,6 +5,7 @@ parameters before its backward begins, which is when the forward runs again, and
 """
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from forge_core.protocols.topology import Context
 
 aten = torch.ops.aten
+_log = logging.getLogger(__name__)
 
 KEPT = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "linear"),
@@ -46,8 +48,7 @@ def checkpoint_blocks(part: nn.Module, context: "Context", *, keep: tuple[str, .
     """Wraps every n-th block in place. `keep` is None to keep a block's input only, else the kinds of operators of `KEPT`."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if keep is not None:
-        policy = partial(_policy, operators(keep))
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _Kept(keep))
     for index, path in enumerate(context.specs.blocks):
         if index % every == 0:
             block = part.get_submodule(path)
@@ -74,7 +75,10 @@ def inside(forward: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Cal
 def _checkpointed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, **settings, **kwargs)
+    found = checkpoint(forward, *args, **settings, **kwargs)
+    if "context_fn" in settings and not torch.compiler.is_compiling():
+        settings["context_fn"].args[0].tell()
+    return found
 
 
 def operators(kinds: tuple[str, ...]) -> frozenset[Any]:
@@ -93,7 +97,28 @@ def _packet(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace or "aten"), operator, None)
 
 
-def _policy(kept: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator in kept or operator in CHOICES or operator.namespace in COLLECTIVES:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+class _Kept:
+    """The policy of selective recomputation, which notices what it was never asked about."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self._operators = {kind: operators((kind,)) for kind in kinds}
+        self._missing, self._told = set(kinds), False
+
+    def __call__(self, _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        for kind, kept in self._operators.items():
+            if operator in kept:
+                self._missing.discard(kind)
+                return CheckpointPolicy.MUST_SAVE
+        if operator in CHOICES or operator.namespace in COLLECTIVES:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def tell(self) -> None:
+        """Once, after the first forward of a block: a kernel that is not known is computed again, which nobody would see."""
+        if self._missing and not self._told:
+            _log.warning(
+                "transforms.recompute keeps %s, but no operator of that kind ran in a block: its results are computed again. A "
+                "soft cap and fp64 have no kernel of attention; for a core of your own, name its operator in KEPT",
+                " and ".join(sorted(self._missing)),
+            )
+        self._told = True
