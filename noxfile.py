@@ -57,7 +57,7 @@ def slow(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def rehearsal(session: nox.Session) -> None:
     """What runs on GPUs only, on CUDA devices made of host memory; builds them with g++ the first time."""
-    _pytest(session, "rehearsal and not gpu")
+    _pytest(session, "rehearsal and not gpu and not slow")
 
 
 @nox.session(venv_backend="none")

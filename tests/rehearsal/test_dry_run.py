@@ -22,7 +22,13 @@ def _flexes(row: frozenset[str]) -> bool:
     return "cp_ring" in row or {"cp_all_gather", "bf16"} <= row
 
 
-FAST = [row for row in rows()["fast"] if not _flexes(row)]
+PROVEN = [
+    pytest.param(row, id="+".join(sorted(row)), marks=[pytest.mark.slow] if which != "fast" else [])
+    for which in ("fast", "slow", "large")
+    for row in rows()[which]
+    if not _flexes(row)
+]
+"""All rows of the table of proofs but those; `nox -s slow` runs what is not fast."""
 
 
 def _workload(row: frozenset[str]) -> Workload:
@@ -44,7 +50,7 @@ def _estimated(row: frozenset[str], device: str) -> Estimate:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("row", FAST, ids=lambda row: "+".join(sorted(row)))
+@pytest.mark.parametrize("row", PROVEN)
 def test_a_composition_is_planned_on_cuda(devices: World, row: frozenset[str]) -> None:
     """Weights, gradients, state and traffic are those of a CPU; a tensor of the host among those of a device is an error."""
     (found,) = devices.run(_estimated, 1, row, "cuda", group=False)
