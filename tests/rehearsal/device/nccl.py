@@ -19,15 +19,9 @@ def install(device: Any) -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    class ProcessGroupNCCL(device.Collectives):
-        """Collectives of gloo on the memory of the devices."""
-
-        def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
-            super().__init__(dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout))
-
-        uid = 0
-
-    ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
+    # No subclass in Python: torch keeps the object of C++, and a later look at it would find that without the class.
+    backend = device.Collectives
+    backend.Options, backend.uid = Options, 0
     # Names of torch's module that an `import` there sets, where torch is built with NCCL.
-    vars(distributed_c10d).update(ProcessGroupNCCL=ProcessGroupNCCL, _NCCL_AVAILABLE=True)
-    vars(dist).update(ProcessGroupNCCL=ProcessGroupNCCL)
+    vars(distributed_c10d).update(ProcessGroupNCCL=backend, _NCCL_AVAILABLE=True)
+    vars(dist).update(ProcessGroupNCCL=backend)

@@ -4,7 +4,7 @@ Where torch may drop a name, a fallback follows. What takes long to import, or a
 Tests call all of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -167,7 +167,14 @@ def overlap_tensor_parallelism(group: dist.ProcessGroup) -> None:
     inductor._micro_pipeline_tp = True
 
 
-def set_timeouts(limit: timedelta) -> None:
-    """Of every group of this process. The public way is to open a group with it; mesh groups cannot be given one at all."""
-    for group in list(distributed_c10d._world.pg_map):
+def set_timeouts(limit: timedelta, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+    """Of these groups, by default every group of this process. The public way is to open a group with it; those of a mesh cannot
+    be given one at all."""
+    for group in list(distributed_c10d._world.pg_map if groups is None else groups):
         distributed_c10d._set_pg_timeout(limit, group)
+
+
+def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """After how long a collective on tensors of `device` is an error; None where the backend has no such limit."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)

@@ -2,6 +2,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/Storage.h>
 
+#include <pybind11/chrono.h>
+
 #include "collectives.h"
 #include "fallback.h"
 #include "guard.h"
@@ -32,7 +34,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using Backend = c10::intrusive_ptr<c10d::Backend>;
   py::class_<rehearsal::Collectives, c10::intrusive_ptr<rehearsal::Collectives>>(
       module, "Collectives", py::module::import("torch._C._distributed_c10d").attr("Backend"))
-      .def(py::init([](Backend gloo) { return c10::make_intrusive<rehearsal::Collectives>(std::move(gloo)); }));
+      .def(py::init([](py::object store, int rank, int size, py::object options) {
+        auto gloo = py::module::import("torch.distributed").attr("ProcessGroupGloo");
+        auto made = gloo(store, rank, size, py::arg("timeout") = options.attr("_timeout"));
+        return c10::make_intrusive<rehearsal::Collectives>(made.cast<Backend>());
+      }))
+      .def("_set_default_timeout", &rehearsal::Collectives::setTimeout)
+      .def_property_readonly("options", [](rehearsal::Collectives& self) { return self.gloo->getBackendOptions(); });
   module.def("listen", &tell);
   module.def("set_count", [](int count) { rehearsal::device_count = static_cast<c10::DeviceIndex>(count); });
   module.def("count", [] { return static_cast<int>(rehearsal::device_count.load()); });

@@ -32,7 +32,7 @@ from forge_parallel.launch.environment import Launch
 
 _log = logging.getLogger(__name__)
 
-_WAITS = ("torch.distributed", "torch._ops", "forge_parallel.placement.collectives")
+_WAITS = ("torch.distributed", "torch._ops", "forge_parallel.placement.collectives", "forge_parallel.placement.groups")
 """Modules in whose functions a process that waits for another one is."""
 
 _LIBRARY = (f"{os.sep}torch{os.sep}", sysconfig.get_path("stdlib") + os.sep)

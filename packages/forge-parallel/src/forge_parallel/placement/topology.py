@@ -1,15 +1,15 @@
 """The layout made real: this rank's coordinates, device and meshes."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from forge_core.errors import LayoutError
 from forge_core.layout import DENSE, SPARSE, Layout
+from forge_parallel.placement.groups import connect, open_group, open_mesh, world
 
 SHARD_AND_CP = "dp_shard+cp"
 """Mesh dimension of all ranks of dp_shard and cp."""
@@ -28,15 +28,18 @@ class Topology:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> "Topology":
-        """The topology of the running process group.
+        """Collective: the topology of the running process group, which is connected here if it was not before.
 
         Raises:
-            LayoutError: the layout does not have as many ranks as there are processes.
+            LayoutError: the layout does not have as many ranks as there are processes, or they do not reach each other.
         """
         size = dist.get_world_size() if dist.is_initialized() else 1
         if layout.world != size:
             raise LayoutError(f"layout {layout} has {layout.world} ranks, but {size} processes are running")
-        return cls(layout, device, dist.get_rank() if size > 1 else 0)
+        if size == 1:
+            return cls(layout, device)
+        connect(world(), "the world", device)
+        return cls(layout, device, dist.get_rank())
 
     @property
     def size(self) -> int:
@@ -72,7 +75,7 @@ class Topology:
             sizes = {SHARD_AND_CP if name == "dp_shard" else name: size for name, size in sizes.items()}
             sizes[SHARD_AND_CP] *= self.layout.cp
         kept = {name: size for name, size in sizes.items() if size > 1 or name in ("dp_shard", SHARD_AND_CP)}
-        return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        return open_mesh(kept, self.device)
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -89,7 +92,7 @@ class Topology:
     @cached_property
     def _sparse(self) -> DeviceMesh:
         kept = {name: size for name in SPARSE if (size := self.layout.size(name)) > 1 or name == "efsdp"}
-        return init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        return open_mesh(kept, self.device, unused=("pp",))  # stages talk over the group of the dense mesh
 
     @property
     def experts_mesh(self) -> DeviceMesh:
@@ -116,20 +119,22 @@ class Topology:
 
     @cached_property
     def _cp_group(self) -> dist.ProcessGroup:
-        return _mine(self.layout.groups(("cp",)))
+        return open_group(self.layout.groups(("cp",)), "cp", self.device)
 
     @cached_property
     def _experts_group(self) -> dist.ProcessGroup:
         """Of all ranks. A mesh would take the world's, in which tokens would wait for gathered parameters."""
-        return _mine([tuple(range(self.size))], "mesh_ep" if self.layout.ep > 1 else "mesh_etp")
+        name = "mesh_ep" if self.layout.ep > 1 else "mesh_etp"
+        return open_group([tuple(range(self.size))], name, self.device)
 
     @cached_property
     def _shard_group(self) -> dist.ProcessGroup:
-        return _mine(self.layout.groups(("dp_shard",)))
+        return open_group(self.layout.groups(("dp_shard",)), "dp_shard", self.device)
 
     @cached_property
     def _stage_group(self) -> dist.ProcessGroup:
-        return _mine(self.layout.groups([axis for axis in DENSE if axis != "pp"]))
+        within = [axis for axis in DENSE if axis != "pp"]
+        return open_group(self.layout.groups(within), "stages", self.device)
 
     def nodes(self, axis: str, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
@@ -138,7 +143,10 @@ class Topology:
             groups = list(self.layout.groups((axis,)))
             inside = [ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size)]
             across = [ranks[start::size] for ranks in groups for start in range(size)]
-            self._nodes[axis, size] = _mine(inside, f"{axis}.inside"), _mine(across, f"{axis}.across")
+            self._nodes[axis, size] = (
+                open_group(inside, f"{axis}.inside", self.device),
+                open_group(across, f"{axis}.across", self.device),
+            )
         return self._nodes[axis, size]
 
     @cached_property
@@ -172,10 +180,3 @@ class Topology:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-
-def _mine(groups: Iterable[tuple[int, ...]], description: str | None = None) -> dist.ProcessGroup:
-    """Collective: the group of this rank, of groups that together have every rank once. All ranks enter."""
-    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], group_desc=description)
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
