@@ -148,6 +148,7 @@ def install(device: Any) -> None:
         "Stream": Stream,
         "Event": Event,
         "mem_get_info": free,
+        "can_device_access_peer": lambda one, other: one != other,
     }
     vars(torch.cuda).update(in_python)
     torch.version.cuda = "12.8"
@@ -163,6 +164,9 @@ def _properties() -> SimpleNamespace:
         total_memory=GIGABYTES << 30,
         multi_processor_count=132,
         warp_size=32,
+        pci_domain_id=0,
+        pci_bus_id=0x18,
+        pci_device_id=0,
         gcnArchName="",
     )
 

@@ -7,6 +7,7 @@ _STEPS = "forge_train.doctor.steps"
 QUICK = (
     Step("node", f"{_STEPS}.node:examine", 120, (), "limits, shared memory, room, compiler, extras"),
     Step("torch", f"{_STEPS}.build:examine", 120, (), "torch and its CUDA against the driver and the GPUs"),
+    Step("gpus", f"{_STEPS}.gpus:examine", 120, ("torch",), "errors, clocks, power, near cores; whether GPUs reach each other"),
 )
 """What plain `doctor` looks at."""
 

@@ -1,6 +1,6 @@
 """Groups of ranks as a layout opens them: with the limit of the world's group, and connected before anything is computed.
 
-torch gives what it opens a limit of its own, ten or thirty minutes. NCCL connects a group in its first collective, which would be
+torch gives what it opens another limit, ten or thirty minutes. NCCL connects a group in its first collective, which would be
 somewhere in the first step. Why not by `device_id`, which connects groups as they are opened: docs/adr/0025.
 """
 
