@@ -1,6 +1,7 @@
 """Groups of NCCL: all have the limit of the world's, and are connected when they are opened; what cannot connect is named."""
 
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from time import sleep
@@ -14,7 +15,8 @@ from forge_core.errors import LayoutError
 from forge_core.layout import Layout
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import start, stop
-from forge_parallel.launch.watch import is_broken_connection
+from forge_parallel.launch.watch import Watch, is_broken_connection
+from forge_parallel.placement import groups
 from forge_parallel.placement.groups import connect, world
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import limit_of, set_timeouts
@@ -36,14 +38,14 @@ def _connected(layout: str) -> tuple[list[tuple[str, int]], set[float]]:
     with own_device() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", noted)
         topology = Topology.of(at, device)
-        groups = [world(), *topology.dense.get_all_groups()]
+        opened = [world(), *topology.dense.get_all_groups()]
         if at.ep > 1:
             topology.open_for_experts()
-            groups += [topology.group("ep"), *topology.sparse.get_all_groups()]
+            opened += [topology.group("ep"), *topology.sparse.get_all_groups()]
         if at.cp > 1:
-            groups.append(topology.group("cp"))
+            opened.append(topology.group("cp"))
         kinds = (device, torch.device("cpu"))
-        found = {limit.total_seconds() for group in groups for kind in kinds if (limit := limit_of(group, kind)) is not None}
+        found = {limit.total_seconds() for group in opened for kind in kinds if (limit := limit_of(group, kind)) is not None}
     return seen, found
 
 
@@ -130,3 +132,21 @@ def _on_a_cpu() -> int:
 
 def test_groups_of_a_cpu_are_connected_already(devices: World) -> None:
     assert devices.run(_on_a_cpu, 2, group=False) == [0, 0]
+
+
+def _looked_at() -> tuple[bool, str]:
+    """What the watch sees of a rank that waits for the first sum, in a call that has no frame of Python."""
+    watch, seen = Watch(), list[Any]()
+    look = threading.Timer(0.2, lambda: seen.append(watch._sight()))
+    with own_device() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *_, **__: look.start())
+        patch.setattr(groups, "int", sleep, raising=False)
+        with pytest.raises(LayoutError):
+            connect(world(), "the world", device)
+    look.join()
+    return seen[0].waits, seen[0].where
+
+
+def test_the_watch_knows_that_a_rank_which_connects_waits(devices: World) -> None:
+    for waits, where in devices.run(_looked_at, 2, group=False):
+        assert waits and where.startswith("groups.py:") and where.endswith("(connect)")

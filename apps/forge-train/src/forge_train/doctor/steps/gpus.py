@@ -49,7 +49,7 @@ class Facts:
     """What is known of a node's GPUs.
 
     Attributes:
-        driver: what the tool of the driver lists; None where there is no such tool, or it fails.
+        driver: what the tool of the driver lists; None where the tool is missing or fails.
         near: memory node of each device of torch; None where the system does not say.
         nodes: memory nodes of the machine, and the cores of each.
         cores: that this process may use.
