@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,6 +26,8 @@ LIBRARIES = (
     *("safetensors", "tensorboard", "torchao", "transformers", "wandb"),
     *("datasets", "fsspec", "pyarrow", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
 )
+TRITON = "triton==3.7.1"
+"""The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""
 DOCUMENTATION = ("furo", "myst-parser", "sphinx")
 WORKSHOP = ROOT / ".nox" / "workshop"
 SUPPORTED = ((3, 11), (3, 12), (3, 13), (3, 14))
@@ -56,8 +58,14 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def rehearsal(session: nox.Session) -> None:
-    """What runs on GPUs only, on CUDA devices made of host memory; builds them with g++ the first time."""
-    _pytest(session, "rehearsal and not gpu and not slow")
+    """What runs on GPUs only, on CUDA devices made of host memory; what is compiled for them. The first time g++ builds them."""
+    _workshop(session)
+    beside = ROOT / ".nox" / TRITON  # not in the workshop: torch behaves differently where it finds Triton
+    if sys.platform == "linux" and not beside.exists():
+        with tempfile.TemporaryDirectory(dir=beside.parent) as fresh:
+            _install(session, _tool("python"), "--no-deps", "--target", f"{fresh}/whole", TRITON)
+            Path(fresh, "whole").rename(beside)
+    _pytest(session, "rehearsal and not gpu and not slow", environment={"FORGE_REHEARSAL_TRITON": str(beside)})
 
 
 @nox.session(venv_backend="none")
@@ -175,14 +183,19 @@ def _install(session: nox.Session, python: str, *arguments: str | Path) -> None:
     session.run(python, "-m", "pip", "install", "-qq", "-c", CONSTRAINTS, *arguments, external=True)
 
 
-def _pytest(session: nox.Session, which: str, *options: str, success: tuple[int, ...] = (0,), python: str | None = None) -> None:
+def _pytest(
+    session: nox.Session,
+    which: str,
+    *options: str,
+    success: tuple[int, ...] = (0,),
+    python: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     if python is None:
         _workshop(session)
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
     arguments = ("-m", which, *options, *session.posargs)
-    session.run(
-        python or _tool("python"), "-m", "pytest", *arguments, external=True, env=environment, success_codes=list(success)
-    )
+    session.run(python or _tool("python"), "-m", "pytest", *arguments, external=True, env=variables, success_codes=list(success))
 
 
 def _workshop(session: nox.Session, tools: bool = True) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.pool import World
+from rehearsal import inductor
 from rehearsal.device import NoCompiler, environment
 
 
@@ -14,6 +15,17 @@ def devices() -> Iterator[World]:
     try:
         pool = World(environment())
     except NoCompiler as reason:
+        pytest.skip(str(reason))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A pool of processes that compile for a device and launch nothing."""
+    try:
+        pool = World(inductor.environment(tmp_path_factory.mktemp("compilers")))
+    except (NoCompiler, inductor.NoTriton) as reason:
         pytest.skip(str(reason))
     yield pool
     pool.close()

@@ -5,7 +5,7 @@ Forge does for `device.type == "cuda"` runs, and its numbers can be compared. `c
 says of it, `nccl.py` its collectives, `waits.py` counts where the host waits for it.
 
 Not rehearsed: asynchrony (a stream that is not waited for is not seen), kernels of CUDA (their dtypes, alignments and sums), the
-compiler: `torch.compile` gives back what it is given.
+compiler: `torch.compile` gives back what it is given, but for the processes of `rehearsal.inductor`, which launch nothing.
 """
 
 import os
@@ -19,6 +19,9 @@ LIBRARY = "FORGE_REHEARSAL_LIBRARY"
 
 DEVICES = "FORGE_REHEARSAL_DEVICES"
 """How many devices there are; 8 where it is not set."""
+
+COMPILER = "FORGE_REHEARSAL_COMPILER"
+"""Where it is set, `torch.compile` compiles."""
 
 
 def environment(devices: int = 8) -> dict[str, str]:

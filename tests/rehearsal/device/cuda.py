@@ -92,8 +92,8 @@ def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
-def install(device: Any) -> None:
-    """Makes `torch.cuda` that of a machine with these devices."""
+def install(device: Any, compiles: bool) -> None:
+    """Makes `torch.cuda` that of a machine with these devices; `compiles` leaves `torch.compile` as it is."""
     import torch
 
     def exchange(index: int) -> int:
@@ -137,7 +137,7 @@ def install(device: Any) -> None:
         "_cudart": SimpleNamespace(),
         "_get_device_properties": lambda _: properties,
         "_exchange_device": exchange,
-        "_maybe_exchange_device": exchange,
+        "_maybe_exchange_device": lambda index: exchange(index),  # the compiler wants functions of their own
         "_device_count_nvml": lambda: -1,
         "is_current_stream_capturing": lambda: False,
         "current_stream": Stream,
@@ -152,7 +152,8 @@ def install(device: Any) -> None:
     }
     vars(torch.cuda).update(in_python)
     torch.version.cuda = "12.8"
-    torch.compile = uncompiled
+    if not compiles:
+        torch.compile = uncompiled
     _resize(torch.UntypedStorage, device)
 
 

@@ -28,7 +28,7 @@ def forward(
     out = scores.softmax(-1) @ values
     unused = torch.empty(0, device=q.device)
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return out.transpose(0, 1).to(q.dtype), scores.logsumexp(-1), random, unused, unused
+    return _like(q, out), scores.logsumexp(-1), random, unused, unused
 
 
 def backward(
@@ -46,7 +46,7 @@ def backward(
     dq = of_scores @ _by_head(k, shares)
     dk = (of_scores.transpose(-1, -2) @ q.transpose(0, 1).float()).unflatten(0, (-1, shares)).sum(1)
     dv = (weights.transpose(-1, -2) @ above).unflatten(0, (-1, shares)).sum(1)
-    return tuple(x.transpose(0, 1).to(q.dtype) for x in (dq, dk, dv))  # type: ignore[return-value]
+    return _like(q, dq), _like(k, dk), _like(v, dv)
 
 
 def _check(q: Any, k: Any, v: Any, starts: Any, dropout: float) -> None:
@@ -75,6 +75,13 @@ def _scores(q: Any, k: Any, v: Any, starts: Any, scale: float | None, causal: bo
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q.transpose(0, 1).float() @ _by_head(k, shares).transpose(-1, -2)) * factor
     return scores.masked_fill(~seen, float("-inf")), _by_head(v, shares)
+
+
+def _like(x: Any, found: Any) -> Any:
+    """(heads, T, d) -> (T, heads, d) in the memory layout of `x`, as the kernel of CUDA gives it."""
+    import torch
+
+    return torch.empty_like(x).copy_(found.transpose(0, 1))
 
 
 def _by_head(x: Any, shares: int) -> Any:

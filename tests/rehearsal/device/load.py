@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rehearsal.device import DEVICES, LIBRARY
+from rehearsal.device import COMPILER, DEVICES, LIBRARY
 from rehearsal.device.build import MODULE, torch_directory
 
 
@@ -54,6 +54,6 @@ def _after(library: str, devices: int) -> None:
     device.set_count(devices)
     from rehearsal.device import cuda, flash, nccl
 
-    cuda.install(device)
+    cuda.install(device, compiles=COMPILER in os.environ)
     flash.install()
     nccl.install(device)
