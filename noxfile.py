@@ -60,12 +60,12 @@ def slow(session: nox.Session) -> None:
 def rehearsal(session: nox.Session) -> None:
     """What runs on GPUs only, on CUDA devices made of host memory; what is compiled for them. The first time g++ builds them."""
     _workshop(session)
-    beside = ROOT / ".nox" / TRITON  # not in the workshop: torch behaves differently where it finds Triton
-    if sys.platform == "linux" and not beside.exists():
-        with tempfile.TemporaryDirectory(dir=beside.parent) as fresh:
+    triton = ROOT / ".nox" / TRITON  # not in the workshop: torch behaves differently where it finds Triton
+    if sys.platform == "linux" and not triton.exists():
+        with tempfile.TemporaryDirectory(dir=triton.parent) as fresh:
             _install(session, _tool("python"), "--no-deps", "--target", f"{fresh}/whole", TRITON)
-            Path(fresh, "whole").rename(beside)
-    _pytest(session, "rehearsal and not gpu and not slow", environment={"FORGE_REHEARSAL_TRITON": str(beside)})
+            Path(fresh, "whole").rename(triton)
+    _pytest(session, "rehearsal and not gpu and not slow", environment={"FORGE_REHEARSAL_TRITON": str(triton)})
 
 
 @nox.session(venv_backend="none")
@@ -199,7 +199,7 @@ def _pytest(
 
 
 def _workshop(session: nox.Session, tools: bool = True) -> None:
-    """The shared environment with every distribution, editable, and with `tools` what tests and checks need besides."""
+    """The shared environment with every distribution, editable, and with `tools` what tests and checks need tritons."""
     wanted = sha256(sys.version.encode())
     for file in (CONSTRAINTS, *(project / "pyproject.toml" for project in PROJECTS), Path(__file__)):
         wanted.update(file.read_bytes())

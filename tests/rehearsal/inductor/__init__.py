@@ -11,7 +11,7 @@ from pathlib import Path
 from rehearsal import device
 
 TRITON = "FORGE_REHEARSAL_TRITON"
-"""The environment variable with the directory of Triton, where it is not installed beside torch."""
+"""The environment variable with the directory of Triton, where it is not installed with torch."""
 
 
 class NoTriton(Exception):

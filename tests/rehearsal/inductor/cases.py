@@ -40,7 +40,7 @@ EXPERTS = MoE(
 )
 ONE = Layout()
 EVERYWHERE = (80, 100)
-"""Architectures besides the device's for which kernels of Forge's own have to assemble."""
+"""Architectures, further to the device's, for which the kernel of the optimizer has to assemble."""
 
 
 def compiled(name: str) -> Record:
