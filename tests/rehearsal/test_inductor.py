@@ -16,7 +16,7 @@ from rehearsal.inductor.target import HOPPER
 
 pytestmark = pytest.mark.rehearsal
 KNOWN: dict[str, Any] = json.loads((Path(__file__).parent / "inductor" / "kernels.json").read_text())
-OF_BF16 = ("dense", "documents", "flex documents", "tensor parallel", "flex", "ring")
+OF_BF16 = ("dense", "loss head", "documents", "flex documents", "tensor parallel", "flex", "ring")
 BROKEN = {"experts of ranks": "torch.compiler.disable"}
 """Cases whose graphs end by intention, and what the compiler says of it."""
 

@@ -18,6 +18,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
+from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -101,6 +102,17 @@ def _tensor_parallel() -> Record:
         return _trained(_model(Decoder(**SIZES), Tensor(asynchronous=True), Compile(), layout=Layout(tp=2)))
 
 
+def _loss_head() -> Record:
+    """A chunk of a large vocabulary, with a soft cap, then a shorter one."""
+    head = ChunkedCrossEntropy(rows=64).compiled()
+    hidden = torch.zeros(96, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.zeros(32_000, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    labels = torch.zeros(96, dtype=torch.int64, device="cuda")
+    with recorded() as record:
+        head(hidden, weight, labels, 1e-4, 30.0)[0].backward()
+    return record
+
+
 def _update() -> Record:
     model = _model(Decoder(**SIZES), state="bf16")
     optimizer = AdamW().build(model)
@@ -159,6 +171,7 @@ CASES: dict[str, Callable[[], Record]] = {
     "flex documents": lambda: _step(Decoder(**SIZES, attention=GQA(core="flex")), packed=True),
     "float8": lambda: _step(Decoder(**SIZES), Float8()),
     "tensor parallel": _tensor_parallel,
+    "loss head": _loss_head,
     "AdamW bf16": _update,
     "flex": _flex,
     "ring": _ring,

@@ -48,7 +48,7 @@ class ChunkedCrossEntropy:
         return replace(self, first=first, gather=gather)
 
     def compiled(self) -> "ChunkedCrossEntropy":
-        """The same, with two kernels over the logits of a chunk instead of an operator for each of its passes."""
+        """The same, with three passes over the logits of a chunk instead of an operator for each thing that is done to them."""
         return replace(self, fused=True)
 
     def __call__(

@@ -75,7 +75,7 @@ class _Block(NamedTuple):
 
 
 class Fused:
-    """Both steps compiled: each reads the logits from memory and holds nothing more of their size."""
+    """Both steps compiled: the first reads the logits twice, the second once; nothing more of their size is held."""
 
     def __init__(self, products: Tensor, index: Tensor, mine: Tensor, soft_cap: float | None) -> None:
         """As those of `InParts`, all rows at a time."""
