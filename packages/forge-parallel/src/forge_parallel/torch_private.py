@@ -170,8 +170,9 @@ def overlap_tensor_parallelism(group: dist.ProcessGroup) -> None:
 def set_timeouts(limit: timedelta, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
     """Of these groups, by default every group of this process. The public way is to open a group with it; those of a mesh cannot
     be given one at all."""
+    change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public since torch 2.14
     for group in list(distributed_c10d._world.pg_map if groups is None else groups):
-        distributed_c10d._set_pg_timeout(limit, group)
+        change(limit, group)
 
 
 def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
