@@ -18,13 +18,13 @@ def install() -> None:
 
 def forward(
     q: Any, k: Any, v: Any, starts: Any, _: Any, longest: int, __: int, dropout: float, causal: bool, ___: bool,
-    *, scale: float | None = None, window_size_left: int | None = None, **____: Any,
+    *, scale: float | None = None, window_size_left: int = -1, window_size_right: int = -1, **____: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """q (T, heads, d), k and v (T, kv_heads, d) -> output (T, heads, d), log-sum-exp (heads, T), and what is not used here."""
     import torch
 
     _check(q, k, v, starts, dropout)
-    scores, values = _scores(q, k, v, starts, scale, causal, window_size_left)
+    scores, values = _scores(q, k, v, starts, longest, scale, window_size_left, 0 if causal else window_size_right)
     out = scores.softmax(-1) @ values
     unused = torch.empty(0, device=q.device)
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -34,10 +34,10 @@ def forward(
 def backward(
     gradient: Any, q: Any, k: Any, v: Any, out: Any, log_sum: Any, starts: Any, _: Any, longest: int, __: int,
     dropout: float, causal: bool, *____: Any,
-    scale: float | None = None, window_size_left: int | None = None, **_____: Any,
+    scale: float | None = None, window_size_left: int = -1, window_size_right: int = -1, **_____: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Gradients of q, k and v."""
-    scores, values = _scores(q, k, v, starts, scale, causal, window_size_left)
+    scores, values = _scores(q, k, v, starts, longest, scale, window_size_left, 0 if causal else window_size_right)
     weights = (scores - log_sum[..., None]).exp()
     above, shares = gradient.transpose(0, 1).float(), q.shape[1] // k.shape[1]
     of_weights = above @ values.transpose(-1, -2)
@@ -61,16 +61,17 @@ def _check(q: Any, k: Any, v: Any, starts: Any, dropout: float) -> None:
         raise RuntimeError("this head size is not supported")
 
 
-def _scores(q: Any, k: Any, v: Any, starts: Any, scale: float | None, causal: bool, left: int | None) -> tuple[Any, Any]:
-    """(heads, T, T) fp32, -inf where a key is not seen; values (heads, T, d) fp32."""
+def _scores(q: Any, k: Any, v: Any, starts: Any, longest: int, scale: float | None, left: int, right: int) -> tuple[Any, Any]:
+    """(heads, T, T) fp32, -inf where a key is not seen; values (heads, T, d) fp32. What lies behind the `longest` places of a
+    sequence is not computed, as on a GPU."""
     import torch
 
     places = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = torch.searchsorted(starts, places, right=True)
     distance = places[:, None] - places[None, :]
-    seen = (sequence[:, None] == sequence[None, :]) & (distance >= 0)  # Forge asks for causal attention only: a window ends at 0
-    if left is not None and left >= 0:
-        seen = seen & (distance <= left)
+    seen = (sequence[:, None] == sequence[None, :]) & (places - starts[sequence - 1] < longest)[:, None]
+    seen = seen if left < 0 else seen & (distance <= left)
+    seen = seen if right < 0 else seen & (distance >= -right)
     shares = q.shape[1] // k.shape[1]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q.transpose(0, 1).float() @ _by_head(k, shares).transpose(-1, -2)) * factor
