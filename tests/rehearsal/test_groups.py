@@ -150,3 +150,13 @@ def _looked_at() -> tuple[bool, str]:
 def test_the_watch_knows_that_a_rank_which_connects_waits(devices: World) -> None:
     for waits, where in devices.run(_looked_at, 2, group=False):
         assert waits and where.startswith("groups.py:") and where.endswith("(connect)")
+
+
+def _index() -> tuple[int | None, int]:
+    """Of the device that a rank is given, and of the current one."""
+    with own_device() as device:
+        return device.index, torch.cuda.current_device()
+
+
+def test_each_process_of_a_node_has_a_device_of_its_own(devices: World) -> None:
+    assert devices.run(_index, 3, group=False) == [(0, 0), (1, 1), (2, 2)]
