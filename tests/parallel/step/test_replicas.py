@@ -107,7 +107,7 @@ def _stopped() -> str:
     at = Layout.parse("hsdp2x1")
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(DECODER.build), Plan.of([Shard()], at), topology, 0)
-    run = SimpleNamespace(model=model, state=SimpleNamespace(step=200), paused=0.0)
+    run = SimpleNamespace(model=model, state=SimpleNamespace(step=200), paused=0.0, judge=lambda: None)
     hook = Replicas(every=100).build()
     hook.after_step(run, None)
     if topology.rank == 1:

@@ -47,10 +47,15 @@ def usable_cores(root: Path = Path("/")) -> int:
     return _usable(root)[0]
 
 
+def allowed_cores() -> frozenset[int]:
+    """Numbers of the cores on which this process may run; empty where the system does not tell."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
 def _usable(root: Path) -> tuple[int, str]:
     found = [(os.cpu_count() or 1, "processor count")]
-    if hasattr(os, "sched_getaffinity"):
-        found.append((len(os.sched_getaffinity(0)), "affinity"))
+    if allowed_cores():
+        found.append((len(allowed_cores()), "affinity"))
     if (quota := min(_quotas(root), default=None)) is not None:
         found.append((max(1, ceil(quota)), "control group's quota"))
     return min(found, key=lambda entry: entry[0])

@@ -59,7 +59,15 @@ KINDS: Mapping[str, str] = MappingProxyType(
 """Operator of torch -> kind of exchange."""
 
 SILENT = frozenset(
-    {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan", "mesh_get_process_group"}
+    {
+        "wait_tensor",
+        "wait_tensors",
+        "_wrap_tensor_autograd",
+        "barrier",
+        "monitored_barrier_",
+        "check_for_nan",
+        "mesh_get_process_group",
+    }
 )
 """Operators that carry no data of ours."""
 

@@ -114,7 +114,7 @@ class _Kept:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     def tell(self) -> None:
-        """Once, after the first forward of a block: a kernel that is not known is computed again, which nobody would see."""
+        """Once, after the first forward of a block: a kernel that is not known is computed again, which shows in no number."""
         if self._missing and not self._told:
             _log.warning(
                 "transforms.recompute keeps %s, but no operator of that kind ran in a block: its results are computed again. A "

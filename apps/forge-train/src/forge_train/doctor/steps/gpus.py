@@ -2,7 +2,6 @@
 memory. `facts` asks the machine, `judge` needs none."""
 
 import csv
-import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+from forge_core.machine.cores import allowed_cores
 from forge_train.doctor.step import Check, Settings, Skip
 
 _ASKED = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total", "power.limit", "power.default_limit")
@@ -84,7 +84,7 @@ def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: 
         driver=_driver(),
         near=tuple(_node(bus, root) for bus in buses),
         nodes=_nodes(root),
-        cores=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
+        cores=allowed_cores(),
         apart=tuple(pair for pair in pairs if not reads(*pair)),
     )
 
