@@ -167,8 +167,9 @@ def test_how_weights_are_gathered_changes_no_bit(world: World, layout: str, gath
 
     Adam makes whole steps of gradients that differ in the last bit of a sum over ranks, so later losses are not bitwise
     equal. Old scales would move them by about as much as float8 itself does, which is what their distance is held against.
+    No weight is tied: both of its gradients are bf16, and FSDP of torch 2.15 rounds their sum once less.
     """
-    case = replace(CASE, rows=12, compute="bf16", steps=3)
+    case = replace(CASE, build=replace(DECODER, tied_embeddings=False).build, rows=12, compute="bf16", steps=3)
     reference, unrounded = alone(_measure, case, "1"), alone(_measure, case, "1", None)
     moved = max(abs(one - other) for one, other in zip(reference.loss, unrounded.loss, strict=True))
     for found in world.run(_measure, Layout.parse(layout).world, case, layout, "tensorwise", all_gather=gathered):
