@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from harness import margins
+from harness import crashes, margins
 from harness.pool import World
 
 settings.register_profile("shared", deadline=None)  # a machine that does other work is not a slow function
@@ -18,7 +18,8 @@ _COMPARES = re.compile(r"assert_close|assert_allclose|closeness|approx\(|\.accep
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Notes how close comparisons are to their limits, where that is asked for."""
+    """Counts repeated calls; notes how close comparisons are to their limits, where that is asked for."""
+    config.pluginmanager.register(crashes.Count())
     if (noted := margins.plugin()) is not None:
         config.pluginmanager.register(noted)
 

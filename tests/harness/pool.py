@@ -17,7 +17,7 @@
   whole story: no Python of ours can cause one, and in some ten thousand calls there is one. Seen twice, under collectives of tp
   on gloo: in a reduce-scatter that 600 repetitions did not fail in again, and as "malloc(): unaligned tcache chunk" in a test in
   which memcheck finds no fault, nor glibc's checked heap in all of tests/parallel. One that has a cause in the test comes again,
-  and fails it.
+  and fails it; more than a few in one run fail the run (`harness/crashes.py`).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from harness import wire
+from harness import crashes, wire
 from harness.worker import DUMP
 
 START = 120.0
@@ -118,7 +118,7 @@ class World:
         try:
             return self._attempt(call, size, timeout, fresh)
         except Crashed as crash:
-            warnings.warn(f"a crash, after which the call is repeated: {crash}", stacklevel=2)
+            warnings.warn(f"{crashes.REPEATED}: {crash}", stacklevel=2)
             return self._attempt(call, size, timeout, fresh)
 
     def _attempt(self, call: dict[str, Any], size: int, timeout: float, fresh: bool) -> list[Any]:
