@@ -1,4 +1,6 @@
-"""Streams of the devices: a wait that is missing is an error wherever it is missing, in whatever order the operators ran."""
+"""Streams of the devices: a wait that is missing is an error wherever it is missing, in whatever order the operators ran.
+
+Each program has a version with a wait missing and the right one."""
 
 import re
 from collections.abc import Callable
@@ -10,12 +12,6 @@ import torch
 from harness.pool import World
 
 pytestmark = pytest.mark.rehearsal
-Program = Callable[[Any, Any], object]
-
-
-def _two() -> tuple[Any, Any]:
-    """Two streams beside the default one."""
-    return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 def _made(stream: Any) -> torch.Tensor:
@@ -52,7 +48,7 @@ def read_of_a_view(side: Any, waits: bool) -> None:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         made[3:].fill_(1)
-    (made if not waits else made[:3]) + 1
+    (made[:3] if waits else made) + 1
 
 
 def wait_for_an_event_of_too_early(side: Any, waits: bool) -> None:
@@ -168,18 +164,6 @@ def gradients_of_another_stream(side: Any, waits: bool) -> None:
     x.grad + 1
 
 
-def gradients_in_a_stream(side: Any, waits: bool) -> None:
-    x = torch.ones(4, device="cuda", requires_grad=True)
-    y = (x * 3).exp()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        y.sum().backward()
-    assert x.grad is not None
-    if waits:
-        torch.cuda.current_stream().wait_stream(side)
-    x.grad + 1
-
-
 def copy_from_another_device(side: Any, waits: bool) -> None:
     """Copies run on the source's stream, and the target's one waits for them."""
     made = _made(side)
@@ -205,7 +189,6 @@ PROGRAMS = [
     (memory_freed_and_then_waited, "write after read", "record_stream"),
     (storage_freed_in_use, "write after read", "memory that was freed while it was in use"),
     (gradients_of_another_stream, "read after write", "aten::mul on stream"),
-    (gradients_in_a_stream, "read after write", "aten::add"),
     (copy_from_another_device, "read after write", "aten::copy_"),
 ]
 
@@ -232,3 +215,35 @@ def test_a_missing_wait_is_an_error_and_the_right_program_is_none(devices: World
     assert right == ""
     assert f"race ({kind})" in missing and part in missing
     assert re.search(r"on (the default stream|stream \d+) of cuda:0.* on (the default stream|stream \d+) of cuda:0", missing)
+
+
+def _right_without_a_wait() -> None:
+    """What looks like a race and is none."""
+    side = torch.cuda.Stream()
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    y = (x * 3).exp()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y.sum().backward()  # on the stream of the forward pass
+    assert x.grad is not None
+    x.grad + 1
+    shared = torch.ones(4, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        shared + 1
+    shared + 1  # both read
+    with torch.cuda.stream(side):
+        own = torch.ones(4, device="cuda")
+    del own  # its stream alone has used it
+    torch.ones(4, device="cuda")
+    halves = torch.empty(4, device="cuda")
+    halves[:2].fill_(0)
+    with torch.cuda.stream(side):
+        halves[2:].fill_(1)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    assert first != second and first == torch.cuda.Stream(stream_id=first.stream_id, device_index=0, device_type=first.device_type)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream() != first
+
+
+def test_what_needs_no_wait(devices: World) -> None:
+    devices.run(_right_without_a_wait, 1, group=False)
