@@ -1,4 +1,4 @@
-"""Collectives take place on streams of their own: what they read and write is used after `wait`, by those of torch's FSDP as well."""
+"""Collectives take place on streams of their own: what they read and write is used after `wait`, also by torch's FSDP."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Copies that the host does not wait for: what they bring is there when it has waited, and what they take is left alone until then."""
+"""Copies that the host does not wait for: what they bring is there when it has, and what they take is left alone until then."""
 
 import math
 from collections.abc import Callable
@@ -153,7 +153,7 @@ def test_what_a_copy_takes_is_left_alone_until_it_is_over(devices: World, progra
 def _copies_of_forge() -> dict[str, bool]:
     device = torch.device("cuda", 0)
     bytes_ = torch.arange(8, dtype=torch.uint8)
-    reading = Reading(torch.ones(2, device=device) * 3)
+    numbers = Reading(torch.ones(2, device=device) * 3).numbers()
     way = way_to(device, 8)
     assert way is not None
     there = bytes_.to(device)
@@ -165,7 +165,7 @@ def _copies_of_forge() -> dict[str, bool]:
     way.copy(back, way.memory)()
     way.memory.fill_(0)  # only after the landing
     return {
-        "numbers": reading.numbers() == [3.0, 3.0],
+        "numbers": numbers == [3.0, 3.0],
         "not there": before == [255] * 8,
         "there": after == bytes_.tolist(),
         "back": back.tolist() == bytes_.tolist(),

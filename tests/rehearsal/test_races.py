@@ -241,7 +241,8 @@ def _right_without_a_wait() -> None:
     with torch.cuda.stream(side):
         halves[2:].fill_(1)
     first, second = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
-    assert first != second and first == torch.cuda.Stream(stream_id=first.stream_id, device_index=0, device_type=first.device_type)
+    packed = {"stream_id": first.stream_id, "device_index": 0, "device_type": first.device_type}
+    assert first != second and first == torch.cuda.Stream(**packed)
     assert torch.cuda.current_stream() == torch.cuda.default_stream() != first
 
 

@@ -1,4 +1,4 @@
-"""`torch.cuda.Stream` and `torch.cuda.Event` of these devices: torch's own, which ask the device. What they order is in `csrc`."""
+"""`torch.cuda.Stream` and `Event` of these devices: torch's own, which ask the device. What they order is in `csrc`."""
 
 from typing import Any
 
