@@ -84,7 +84,9 @@ def test_bytes_are_those_of_a_cpu_and_each_chunk_is_waited_for_once(devices: Wor
     count = chunks(tensors)
     assert count > len(DTYPES) * 3
     if pinned:
-        assert out == back == {"forge_ckpt/transfer/turns.py Slot.wait: synchronize": count}
+        place = "forge_ckpt/transfer/turns.py Slot.wait"
+        assert back == {f"{place}: event with work behind it": count}, "a tensor is filled behind its copy"
+        assert out == {f"{place}: event with work behind it": count - 2, f"{place}: synchronize": 2}, "the last two end the work"
     else:
         assert out == {"forge_ckpt/transfer/device.py waited: device to host": count}
         assert back == {"forge_ckpt/transfer/device.py waited: host to device": count}

@@ -2,10 +2,11 @@
 
 Tensors whose device is `cuda` hold real numbers in host memory; every operator runs the CPU's kernel on the same memory. So what
 Forge does for `device.type == "cuda"` runs, and its numbers can be compared. `csrc` has the device, `cuda.py` what `torch.cuda`
-says of it, `nccl.py` its collectives, `waits.py` counts where the host waits for it.
+says of it, `nccl.py` its collectives, `waits.py` counts where the host waits for it. Streams know what they have waited for
+(`csrc/streams.h`), and a use of memory that should have waited and has not is an error (`csrc/races.h`).
 
-Not rehearsed: asynchrony (a stream that is not waited for is not seen), kernels of CUDA (their dtypes, alignments and sums), the
-compiler: `torch.compile` gives back what it is given, but for the processes of `rehearsal.inductor`, which launch nothing.
+Not rehearsed: kernels of CUDA (their dtypes, alignments and sums), the compiler: `torch.compile` gives back what it is given, but
+for the processes of `rehearsal.inductor`, which launch nothing.
 """
 
 import os

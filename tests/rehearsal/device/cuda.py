@@ -1,90 +1,11 @@
-"""What `torch.cuda` says of the devices: the functions that a build with CUDA has in C, under torch's names, and streams."""
+"""What `torch.cuda` says of the devices: the functions that a build with CUDA has in C, under torch's names."""
 
 from collections.abc import Callable
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 CAPABILITY = (9, 0)
 GIGABYTES = 80
-
-
-class Stream:
-    """One for all: operators are over when their calls return."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        import torch
-
-        self.device, self.priority = torch.device("cuda", torch.cuda.current_device()), priority
-        self.stream_id = self.cuda_stream = 0
-
-    def wait_stream(self, stream: "Stream") -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: "Event") -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        """The event, or a new one, at this place of the stream."""
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        from forge_rehearsal_device import synchronize  # type: ignore[import-not-found]
-
-        synchronize()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class Event:
-    """A mark in a stream that has nothing to do; it knows how many operators came before it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.record()
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Marks the operators so far."""
-        from forge_rehearsal_device import queued  # type: ignore[import-not-found]
-
-        self.after = queued()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """Whether all before it is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """The host waits, and the device does so too, unless operators were queued behind the event."""
-        from forge_rehearsal_device import wait_for_event  # type: ignore[import-not-found]
-
-        wait_for_event(self.after)
-
-    def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds; a device without time."""
-        return 1.0
-
-
-class InStream:
-    """The context of a stream."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
@@ -140,13 +61,6 @@ def install(device: Any, compiles: bool) -> None:
         "_maybe_exchange_device": lambda index: exchange(index),  # the compiler wants functions of their own
         "_device_count_nvml": lambda: -1,
         "is_current_stream_capturing": lambda: False,
-        "current_stream": Stream,
-        "default_stream": Stream,
-        "set_stream": lambda stream: None,
-        "stream": InStream,
-        "StreamContext": InStream,
-        "Stream": Stream,
-        "Event": Event,
         "mem_get_info": free,
         "can_device_access_peer": lambda one, other: one != other,
     }

@@ -44,21 +44,11 @@ inline Tensor on_host(const Tensor& tensor, bool reads = true) {
 }
 
 // What a kernel of the host made, as memory of the device: counted, and NaN once it is freed.
-inline Tensor as_made_on_device(const Tensor& result, c10::DeviceIndex device) {
-  struct Made {
-    c10::Storage storage;
-    size_t bytes;
-  };
+inline Tensor as_made_on_device(const Tensor& result, c10::DeviceIndex index) {
   const auto& storage = result.storage();
-  auto* made = new Made{storage, storage.nbytes()};
-  counters.add(static_cast<int64_t>(made->bytes));
-  auto release = [](void* context) {
-    auto* made = static_cast<Made*>(context);
-    counters.add(-static_cast<int64_t>(made->bytes));
-    if (made->storage.use_count() == 1) poison(made->storage.mutable_data(), made->storage.nbytes());
-    delete made;
-  };
-  c10::DataPtr data(storage.mutable_data(), made, release, {CUDA, device});
+  c10::Device device(CUDA, index);
+  auto* block = new Block(storage.mutable_data(), storage.nbytes(), device, storage);
+  c10::DataPtr data(storage.mutable_data(), block, &Block::release, device);
   auto ours = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), storage.nbytes(), std::move(data), &memory, true);
   return over(c10::Storage(std::move(ours)), result, c10::DispatchKey::CUDA);

@@ -43,17 +43,10 @@ inline std::vector<Tensor> tensors_in(const IValue& value) {
 // Arguments of one call, lent to a kernel of the host.
 class Call {
  public:
-  Call(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) : schema_(schema), given_(arguments.vec()) {
-    for (const auto& argument : given_)
-      for (const auto& tensor : tensors_in(argument))
-        if (on_device(tensor)) {
-          TORCH_CHECK(
-              !device_ || *device_ == tensor.device().index(),
-              "Expected all tensors to be on the same device, but found ", at::Device(CUDA, *device_), " and ", tensor.device(), " in ",
-              schema.name());
-          device_ = tensor.device().index();
-        }
+  Call(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments)
+      : schema_(schema), given_(arguments.vec()), device_(the_device()), launch_(schema.name(), at::Device(CUDA, device())) {
     refuse_host_tensors();
+    if (!is_view()) note_uses();
     count_waits();
   }
 
@@ -111,14 +104,49 @@ class Call {
       if (!lent.host.is_same(result)) continue;
       auto* impl = lent.ours.unsafeGetTensorImpl();
       if (lent.ours.storage().data() != result.storage().data())  // an `out` that the kernel made larger
-        impl->set_storage_keep_dtype(as_made_on_device(result, device()).storage());
+        impl->set_storage_keep_dtype(made(result).storage());
       if (lent.ours.sizes() != result.sizes() || lent.ours.strides() != result.strides())
         impl->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
       return lent.ours;
     }
     for (auto& lent : lent_)
       if (result.numel() && lent.ours.storage().data() == result.storage().data()) return view_like(lent.ours, result);
-    return as_made_on_device(result, device());
+    return made(result);
+  }
+
+  Tensor made(const Tensor& result) {
+    auto ours = as_made_on_device(result, device());
+    launch_.writes(ours);
+    return ours;
+  }
+
+  // The one device of all tensors.
+  std::optional<c10::DeviceIndex> the_device() const {
+    std::optional<c10::DeviceIndex> found;
+    for (const auto& argument : given_)
+      for (const auto& tensor : tensors_in(argument))
+        if (on_device(tensor)) {
+          TORCH_CHECK(
+              !found || *found == tensor.device().index(),
+              "Expected all tensors to be on the same device, but found ", at::Device(CUDA, *found), " and ", tensor.device(), " in ",
+              schema_.name());
+          found = tensor.device().index();
+        }
+    return found;
+  }
+
+  bool is_view() const {
+    for (const auto& result : schema_.returns())
+      if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+    return false;
+  }
+
+  void note_uses() const {
+    for (size_t at = 0; at < given_.size(); ++at) {
+      const auto* alias = schema_.arguments()[at].alias_info();
+      for (const auto& tensor : tensors_in(given_[at]))
+        if (on_device(tensor)) alias && alias->isWrite() ? launch_.writes(tensor) : launch_.reads(tensor);
+    }
   }
 
   // A kernel of CUDA takes single numbers from the host, and indices; nothing else.
@@ -133,14 +161,15 @@ class Call {
 
   void count_waits() const {
     const auto& name = schema_.name();
-    if (needs_numbers(name)) host_waits(name.c_str() + 6);
-    if (name == "aten::repeat_interleave" && given_.back().isNone()) host_waits("repeat_interleave");
+    auto waits = [&](const char* kind) { host_waits_here(kind, at::Device(CUDA, device())); };
+    if (needs_numbers(name)) waits(name.c_str() + 6);
+    if (name == "aten::repeat_interleave" && given_.back().isNone()) waits("repeat_interleave");
     if (!is_indexing(name) || name.find("put") == std::string::npos) return;  // `index` moves its own by operators that count
     const bool fills = given_[2].toTensor().numel() == 1 && !on_device(given_[2].toTensor());
     for (const auto& index : tensors_in(given_[1])) {
       if (!index.defined()) continue;
-      if (!on_device(index) && index.dim() > 0) host_waits("index on the host");
-      if (on_device(index) && index.scalar_type() == at::kBool && !fills) host_waits("index by a mask");
+      if (!on_device(index) && index.dim() > 0) waits("index on the host");
+      if (on_device(index) && index.scalar_type() == at::kBool && !fills) waits("index by a mask");
     }
   }
 
@@ -152,12 +181,12 @@ class Call {
   const c10::FunctionSchema& schema_;
   std::vector<IValue> given_;
   std::optional<c10::DeviceIndex> device_;
+  Launch launch_;
   std::vector<Lent> lent_;
 };
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  ++queued;
   const auto arguments = schema.arguments().size(), results = schema.returns().size();
   try {
     Call call(schema, torch::jit::last(*stack, arguments));

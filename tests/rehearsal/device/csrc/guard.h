@@ -1,16 +1,15 @@
-// The current device, and streams and events that have nothing to do: every operator is over when its call returns.
+// The current device and streams, and events: what torch and its autograd engine ask of a device.
 #pragma once
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "waits.h"
+#include "late.h"
 
 namespace rehearsal {
 
-constexpr auto CUDA = c10::DeviceType::CUDA;
-
-inline thread_local c10::DeviceIndex current_device = 0;
 inline std::atomic<c10::DeviceIndex> device_count{1};
+
+void record_stream(const c10::DataPtr& memory, c10::Stream stream);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return CUDA; }
@@ -27,30 +26,42 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
 
-  // One stream a device.
-  c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, {CUDA, device.has_index() ? device.index() : current_device});
+  c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, whole(device)); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return streams.next(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return streams.next(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto before = current_stream(stream.device());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
-  bool queryStream(const c10::Stream&) const override { return true; }
 
-  // An event is only a mark that it was recorded.
-  void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
-    static char recorded;
-    *event = &recorded;
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (!*event) *event = new Mark();
+    *static_cast<Mark*>(*event) = streams.mark(stream);
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+  void block(void* event, const c10::Stream& stream) const override { streams.wait(stream, static_cast<Mark*>(event)->clock); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
   double elapsedTime(void*, void*, c10::DeviceIndex) const override { return 1.0; }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override { record_stream(memory, stream); }
 
-  void synchronizeEvent(void*) const override { host_waits("synchronize"); }
-  void synchronizeStream(const c10::Stream&) const override { host_waits("synchronize"); }
-  void synchronizeDevice(c10::DeviceIndex) const override { host_waits("synchronize"); }
+  // All is over by now; who asks knows it from then on.
+  bool queryStream(const c10::Stream& stream) const override {
+    host_learns(streams.mark(stream).clock);
+    return true;
+  }
+  bool queryEvent(void* event) const override {
+    host_learns(static_cast<Mark*>(event)->clock);
+    return true;
+  }
+
+  // The device stands still with the host, unless operators were queued behind the event.
+  void synchronizeEvent(void* event) const override {
+    auto* mark = static_cast<Mark*>(event);
+    host_waits(queued > mark->after ? "event with work behind it" : "synchronize", mark->clock);
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { host_waits("synchronize", streams.mark(stream).clock); }
+  void synchronizeDevice(c10::DeviceIndex device) const override { host_waits("synchronize", streams.all({CUDA, device})); }
 };
 
 inline c10::impl::DeviceGuardImplRegistrar registered_guard(CUDA, new Guard());

@@ -9,6 +9,7 @@
 #include <array>
 
 #include "memory.h"
+#include "pinned.h"
 
 namespace rehearsal {
 
@@ -56,7 +57,7 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return device < 0 ? current_device_() : exchangeDevice(device);
   }
-  void deviceSynchronize(c10::DeviceIndex) const override { host_waits("synchronize"); }
+  void deviceSynchronize(c10::DeviceIndex device) const override { host_waits("synchronize", streams.all({CUDA, device})); }
 
   c10::Allocator* getCUDADeviceAllocator() const override { return &memory; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }

@@ -3,19 +3,15 @@
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
-#include <map>
-#include <mutex>
 
 #include "guard.h"
 
 namespace rehearsal {
 
-constexpr int NAN_BYTE = 0xFF;  // NaN in every floating-point type, -1 in integers
 constexpr size_t KEPT = size_t(32) << 20;
 
 struct Counters {
@@ -30,11 +26,6 @@ struct Counters {
 
 inline Counters counters;
 
-struct Block {
-  void* start;
-  size_t bytes;
-};
-
 inline void poison(void* start, size_t bytes) {
   if (bytes) std::memset(start, NAN_BYTE, bytes);
 }
@@ -42,19 +33,19 @@ inline void poison(void* start, size_t bytes) {
 // The last blocks that were freed, of `KEPT` bytes at most, with the oldest in front.
 class Freed {
  public:
-  void take(Block block) {
-    poison(block.start, block.bytes);
+  void take(void* start, size_t bytes) {
+    poison(start, bytes);
     std::lock_guard<std::mutex> held(lock_);
-    blocks_.push_back(block);
-    for (bytes_ += block.bytes; bytes_ > KEPT; blocks_.pop_front()) {
-      bytes_ -= blocks_.front().bytes;
-      std::free(blocks_.front().start);
+    blocks_.push_back({start, bytes});
+    for (bytes_ += bytes; bytes_ > KEPT; blocks_.pop_front()) {
+      bytes_ -= blocks_.front().second;
+      std::free(blocks_.front().first);
     }
   }
 
  private:
   std::mutex lock_;
-  std::deque<Block> blocks_;
+  std::deque<std::pair<void*, size_t>> blocks_;
   size_t bytes_ = 0;
 };
 
@@ -63,68 +54,61 @@ inline Freed& freed() {
   return *freed;
 }
 
+// Memory in use, of the stream on which it was allocated. Others that are recorded keep it from a next owner until they are done.
+class Block {
+ public:
+  Past past;
+  std::vector<size_t> recorded;
+
+  Block(void* start, size_t bytes, c10::Device device, c10::Storage made = {})
+      : start_(start), bytes_(bytes), made_(std::move(made)), stream_(current_stream(device)) {
+    counters.add(static_cast<int64_t>(bytes));
+    auto known = streams.mark(stream_).clock;
+    std::lock_guard<std::mutex> held(races);
+    past.accesses = orphans().of(Streams::place(stream_), known);
+  }
+  ~Block() {
+    counters.add(-static_cast<int64_t>(bytes_));
+    {
+      auto known = streams.mark(stream_).clock;
+      std::lock_guard<std::mutex> held(races);
+      orphans().add(Streams::place(stream_), past, known, recorded);
+    }
+    if (!made_ && bytes_) freed().take(start_, bytes_);
+    if (made_ && made_.use_count() == 1) poison(start_, bytes_);
+  }
+
+  static void release(void* context) { delete static_cast<Block*>(context); }
+  static Block* of(const c10::DataPtr& memory) { return memory.cast_context<Block>(&release); }
+
+ private:
+  void* start_;
+  size_t bytes_;
+  c10::Storage made_;  // by a kernel of the host, in its memory
+  c10::Stream stream_;
+};
+
+inline void record_stream(const c10::DataPtr& memory, c10::Stream stream) {
+  auto* block = Block::of(memory);
+  std::lock_guard<std::mutex> held(races);
+  if (block) block->recorded.push_back(Streams::place(stream));
+}
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* start = nullptr;
+    c10::Device device(CUDA, current_device);
     if (bytes) {
       TORCH_CHECK(posix_memalign(&start, 512, bytes) == 0, "CUDA out of memory: ", bytes, " bytes of host memory");
       poison(start, bytes);
     }
-    counters.add(static_cast<int64_t>(bytes));
-    return {start, new Block{start, bytes}, &release, {CUDA, current_device}};
+    return {start, new Block(start, bytes, device), &Block::release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
-
- private:
-  static void release(void* context) {
-    auto* block = static_cast<Block*>(context);
-    counters.add(-static_cast<int64_t>(block->bytes));
-    if (block->bytes) freed().take(*block);
-    delete block;
-  }
 };
 
 inline Memory memory;
 inline bool registered_memory = (c10::SetAllocator(CUDA, &memory, 10), true);
-
-// Page-locked host memory: ordinary memory whose addresses are known.
-struct Pinned final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    auto* start = static_cast<char*>(std::malloc(std::max<size_t>(bytes, 1)));
-    std::lock_guard<std::mutex> held(lock());
-    blocks()[start] = std::max<size_t>(bytes, 1);
-    return {start, start, &release, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
-
-  static bool holds(const void* address) {
-    std::lock_guard<std::mutex> held(lock());
-    auto after = blocks().upper_bound(static_cast<const char*>(address));
-    if (after == blocks().begin()) return false;
-    auto [start, bytes] = *--after;
-    return address < start + bytes;
-  }
-
- private:
-  static void release(void* start) {
-    {
-      std::lock_guard<std::mutex> held(lock());
-      blocks().erase(static_cast<const char*>(start));
-    }
-    std::free(start);
-  }
-  static std::mutex& lock() {
-    static auto* lock = new std::mutex();
-    return *lock;
-  }
-  static std::map<const char*, size_t>& blocks() {
-    static auto* blocks = new std::map<const char*, size_t>();
-    return *blocks;
-  }
-};
-
-inline Pinned pinned;
 
 }  // namespace rehearsal

@@ -10,6 +10,8 @@
 #include "hooks.h"
 #include "memory.h"
 #include "operators.h"
+#include "pinned.h"
+#include "streams.h"
 #include "waits.h"
 
 namespace {
@@ -26,6 +28,13 @@ void tell(py::object callable) {
   Py_XDECREF(told);
   told = callable.is_none() ? nullptr : callable.release().ptr();
   rehearsal::wait_listener = told ? &tell_python : nullptr;
+}
+
+c10::Device device_of(int index) { return rehearsal::whole({rehearsal::CUDA, static_cast<c10::DeviceIndex>(index)}); }
+
+py::tuple packed(c10::Stream stream) {
+  auto parts = stream.pack3();
+  return py::make_tuple(parts.stream_id, parts.device_index, static_cast<int64_t>(parts.device_type));
 }
 
 }  // namespace
@@ -46,11 +55,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("count", [] { return static_cast<int>(rehearsal::device_count.load()); });
   module.def("current", [] { return static_cast<int>(rehearsal::current_device); });
   module.def("set_current", [](int device) { rehearsal::current_device = static_cast<c10::DeviceIndex>(device); });
-  module.def("synchronize", [] { rehearsal::host_waits("synchronize"); });
-  module.def("wait_for_event", [](long after) {
-    rehearsal::host_waits(rehearsal::queued > after ? "event with work behind it" : "synchronize");
+  module.def("synchronize", [] {
+    py::gil_scoped_release free;
+    rehearsal::host_waits("synchronize", rehearsal::streams.all(rehearsal::whole(c10::Device(rehearsal::CUDA))));
   });
-  module.def("queued", [] { return rehearsal::queued.load(); });
+  module.def("current_stream", [](int device) { return packed(rehearsal::current_stream(device_of(device))); });
+  module.def("default_stream", [](int device) { return packed(c10::Stream(c10::Stream::DEFAULT, device_of(device))); });
+  module.def("set_stream", [](int64_t stream_id, int64_t device_index, int64_t device_type) {
+    rehearsal::current_device = static_cast<c10::DeviceIndex>(device_index);
+    rehearsal::current_streams[device_index] = stream_id;
+  }, py::arg("stream_id"), py::arg("device_index"), py::arg("device_type"));
   module.def("default_generator", [](int device) { return at::detail::getCUDAHooks().getDefaultGenerator(device); });
   module.def("allocated", [] { return rehearsal::counters.allocated.load(); });
   module.def("peak", [] { return rehearsal::counters.peak.load(); });

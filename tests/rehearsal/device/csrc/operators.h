@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "alias.h"
+#include "launch.h"
 
 namespace rehearsal {
 
@@ -35,7 +35,12 @@ inline void resize_storage(c10::StorageImpl& storage, size_t bytes) {
   if (bytes == storage.nbytes()) return;
   c10::DeviceGuard guard(storage.device());
   auto fresh = memory.allocate(bytes);
-  if (auto kept = std::min(bytes, storage.nbytes())) std::memcpy(fresh.get(), storage.data(), kept);
+  if (auto kept = std::min(bytes, storage.nbytes())) {
+    Launch launch("aten::resize_", storage.device());
+    launch.uses(storage.data_ptr(), kept, false);
+    launch.uses(fresh, kept, true);
+    std::memcpy(fresh.get(), storage.data(), kept);
+  }
   storage.set_data_ptr_noswap(std::move(fresh));
   storage.set_nbytes(bytes);
 }
@@ -74,22 +79,62 @@ inline Tensor& set_tensor(Tensor& self, const Tensor& source) {
 
 // ---- between host and device ----
 
-// A copy from the host waits unless it may run on; one to the host also where it may, if the host's memory is not pinned.
+// The memory itself is copied; else one side is first brought into another dtype or order.
+inline bool as_it_is(const Tensor& to, const Tensor& from) {
+  return to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() && to.is_non_overlapping_and_dense() &&
+         to.strides() == from.strides();
+}
+
+inline void copy_from_host(const Tensor& to, const Tensor& from, bool non_blocking) {
+  Launch launch("aten::copy_", to.device());
+  const bool pinned = as_it_is(to, from) && Pinned::holds(from.const_data_ptr());  // other memory is read at once
+  if (pinned) launch.reads(from);
+  launch.writes(to);
+  if (pinned) late().bring(from.const_data_ptr(), from.nbytes());
+  on_host(to).copy_(from);
+  if (pinned) late().to_device(launch.when, from.const_data_ptr(), from.nbytes());
+  if (!non_blocking) host_waits_here("host to device", to.device());
+}
+
+// Waits also where it may run on, if it does not fill pinned memory.
+inline void copy_to_host(const Tensor& to, const Tensor& from, bool non_blocking) {
+  Launch launch("aten::copy_", from.device());
+  launch.reads(from);
+  launch.writes(to);
+  to.copy_(on_host(from));
+  if (non_blocking && (to.is_contiguous() || as_it_is(to, from)) && Pinned::holds(to.const_data_ptr()))
+    late().to_host(launch.when, to.mutable_data_ptr(), to.nbytes());
+  else
+    host_waits_here("device to host", from.device());
+}
+
+// On the stream of the source; the other device waits before and after.
+inline void copy_within(const Tensor& to, const Tensor& from) {
+  auto stream = current_stream(from.device()), other = current_stream(to.device());
+  if (stream != other) streams.wait(stream, other);
+  Launch launch("aten::copy_", stream);
+  launch.reads(from);
+  launch.writes(to);
+  on_host(to).copy_(on_host(from));
+  if (stream != other) streams.wait(other, stream);
+}
+
 inline Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
-  if (self.numel() && on_device(self) && !on_device(from) && !non_blocking) host_waits("host to device");
-  if (self.numel() && !on_device(self) && !(non_blocking && Pinned::holds(self.const_data_ptr())))
-    host_waits("device to host");
-  on_host(self).copy_(on_host(from));
+  if (!self.numel()) return self;
+  if (!on_device(from)) copy_from_host(self, from, non_blocking);
+  else if (!on_device(self)) copy_to_host(self, from, non_blocking);
+  else copy_within(self, from);
   return self;
 }
 
 inline at::Scalar item(const Tensor& self) {
-  host_waits("item");
+  Launch("aten::item", self.device()).reads(self);
+  host_waits_here("item", self.device());
   return at::_local_scalar_dense(on_host(self));
 }
 
 inline bool is_pinned(const Tensor&, std::optional<at::Device>) { return false; }
-inline void record_stream(Tensor&, c10::Stream) {}
+inline void record(Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), stream); }
 
 // ---- views ----
 
@@ -117,7 +162,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", copy_);
   library.impl("_local_scalar_dense", item);
   library.impl("is_pinned", is_pinned);
-  library.impl("record_stream", record_stream);
+  library.impl("record_stream", record);
   library.impl("as_strided", rehearsal::as_strided);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("view", view);
