@@ -17,7 +17,7 @@ CACHE = "FORGE_REHEARSAL_CACHE"
 MODULE = "forge_rehearsal_device"
 SOURCES = sorted((Path(__file__).parent / "csrc").iterdir())
 OPTIONS = (
-    "-O0",
+    "-O1",
     "-w",
     "-std=c++20",
     "-shared",
