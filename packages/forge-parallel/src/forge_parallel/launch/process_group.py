@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.errors import LayoutError
+from forge_parallel import accelerator
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
 from forge_parallel.torch_private import set_timeouts
@@ -45,23 +46,15 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
         LayoutError: the address cannot be used; names address, port and rank.
         PeerFailure: other processes did not come in `timeout` seconds, five minutes at most; names them.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if where.local_rank >= torch.cuda.device_count():
-            raise LayoutError(
-                f"local rank {where.local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
-                "start one process per GPU"
-            )
-        device = torch.device("cuda", where.local_rank)
-        torch.cuda.set_device(device)
+    device = _own(where.local_rank)
     if where.size == 1:
         return device
-    if device.type == "cuda":
+    if accelerator.COLLECTIVES.get(device.type) == "nccl":
         _tell_nccl()
     try:
         store = _meet(where, _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry))
         dist.init_process_group(
-            _backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
+            accelerator.backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
         )
     except (dist.DistError, OSError, RuntimeError, ValueError) as cause:
         told = (
@@ -71,6 +64,14 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
             raise PeerFailure(told) from cause
         raise LayoutError(f"{told}; is MASTER_ADDR the host of rank 0, and did every rank start?") from cause
     return device
+
+
+def _own(local_rank: int) -> torch.device:
+    """The accelerator of a process of this node; the CPU where there are none."""
+    there = accelerator.count()
+    if there and local_rank >= there:
+        raise LayoutError(f"local rank {local_rank} has no GPU: this node shows {there}; start one process per GPU")
+    return accelerator.use(local_rank) if there else accelerator.CPU
 
 
 class _Wait:
@@ -146,11 +147,7 @@ def _at(where: Launch) -> str:
 
 def alone(device: torch.device) -> None:
     """Opens a process group of one, for what wants a mesh even there."""
-    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(accelerator.backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def limit(timeout: float, device: torch.device) -> None:
@@ -161,7 +158,7 @@ def limit(timeout: float, device: torch.device) -> None:
 
 def _limit(timeout: float, device: torch.device) -> timedelta:
     # NCCL ends the process at its limit; the watch, which names who is late, has to come first.
-    return timedelta(seconds=timeout + (60 if device.type == "cuda" else 0))
+    return timedelta(seconds=timeout + (60 if device.type in accelerator.COLLECTIVES else 0))
 
 
 def _tell_nccl() -> None:

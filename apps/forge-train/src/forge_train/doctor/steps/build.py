@@ -66,7 +66,7 @@ def facts(settings: Settings) -> Facts:
     """What this machine and this torch are."""
     import torch
 
-    from forge_parallel.float8.library import NATIVE
+    from forge_parallel.accelerator import FLOAT8
     from forge_train.recipe.load import load
 
     with warnings.catch_warnings(record=True) as told:
@@ -88,7 +88,7 @@ def facts(settings: Settings) -> Facts:
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         architectures=tuple(torch.cuda.get_arch_list()) if available else (),
         devices=tuple(devices),
-        float8=NATIVE,
+        float8=FLOAT8,
         wants_float8=("forge.transforms", "float8") in load(settings.recipe, settings.overrides).used,
     )
 
