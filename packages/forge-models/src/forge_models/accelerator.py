@@ -4,10 +4,12 @@ Kernels were shown right on CUDA alone, so ROCm, whose devices torch calls `cuda
 compute with instead is what a CPU does.
 """
 
-import warnings
+import logging
 from functools import cache
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 HOSTS = ("cpu", "meta")
 
@@ -30,8 +32,8 @@ def has_flex(device: torch.device, wanted: bool = False) -> bool:
     """Whether flex attention is compiled for the device. Warns once of an accelerator without, where it is `wanted`."""
     if wanted and not _is_nvidia(device) and device.type not in HOSTS:
         _tell(
-            f"attention: this accelerator ({_kind(device)}) has no flex attention that is proven; documents, windows and soft caps "
-            "take a mask of length x length, as on a CPU; data.documents = 'ignore' needs none"
+            f"attention: this accelerator ({_kind(device)}) has no flex attention that is proven; documents, windows and soft "
+            "caps take a mask of length x length, as on a CPU; data.documents = 'ignore' needs none"
         )
     return _is_nvidia(device)
 
@@ -66,7 +68,7 @@ def warn_of_loop(device: torch.device, fault: str) -> None:
 
 @cache
 def _tell(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+    _log.warning("%s", text)
 
 
 def _kind(device: torch.device) -> str:

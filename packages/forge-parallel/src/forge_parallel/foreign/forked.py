@@ -32,8 +32,8 @@ def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
     """
     if not hasattr(os, "fork") or is_initialized():
         raise PlanError(
-            "verify forks processes, which this system does not support, or not after its accelerator has started; run it at the start of "
-            "a process, with CUDA_VISIBLE_DEVICES= (empty)"
+            "verify forks processes, which this system does not support, or not after its accelerator has started; run it at the "
+            "start of a process, with CUDA_VISIBLE_DEVICES= (empty)"
         )
     children: dict[int, int] = {}  # the end of a pipe -> the process that writes to it
     order: list[int] = []

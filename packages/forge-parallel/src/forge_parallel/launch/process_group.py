@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from forge_core.errors import LayoutError
 from forge_parallel import accelerator
+from forge_parallel.launch import devices
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
 from forge_parallel.torch_private import set_timeouts
@@ -43,7 +44,7 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
         hurry: asked while waiting; once it says yes, the others have ten seconds left to come.
 
     Raises:
-        LayoutError: the address cannot be used; names address, port and rank.
+        LayoutError: the address cannot be used; names address, port and rank. Or ranks have devices that do not compute alike.
         PeerFailure: other processes did not come in `timeout` seconds, five minutes at most; names them.
     """
     device = _own(where.local_rank)
@@ -52,7 +53,10 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
     if accelerator.COLLECTIVES.get(device.type) == "nccl":
         _tell_nccl()
     try:
-        store = _meet(where, _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry))
+        wait = _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry)
+        store = _meet(where, wait, device)
+        if remark := devices.agree(store, where.rank, where.size, wait.until):
+            _log.log(logging.INFO if where.rank else logging.WARNING, "%s", remark)
         dist.init_process_group(
             accelerator.backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
         )
@@ -104,15 +108,17 @@ class _Wait:
             self.pause = min(1.5 * self.pause, 0.5)
 
 
-def _meet(where: Launch, wait: _Wait) -> dist.Store:
-    """The store of the group, once every rank has reached it."""
+def _meet(where: Launch, wait: _Wait, device: torch.device) -> dist.Store:
+    """The store of the group, once every rank has reached it, and told of its device there."""
     hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
         wait.until(lambda: _answers(where), lambda: f"rank 0 has not opened its store at {_at(where)}")
     limit = timedelta(seconds=wait.limit)
     tcp = dist.TCPStore(where.address, where.port, is_master=hosts, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
-    store.set(f"here/{where.rank}", socket.gethostname())
+    host = socket.gethostname()
+    devices.tell(store, where.rank, devices.Device.of(host, device))
+    store.set(f"here/{where.rank}", host)
     store.add("here", 1)
 
     def missing() -> str:
