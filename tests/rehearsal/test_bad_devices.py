@@ -43,7 +43,9 @@ def _started(changes: list[dict[str, object]]) -> str:
 def test_ranks_whose_gpus_have_other_kernels_refuse_in_the_same_words(devices: World) -> None:
     old = {"major": 8, "minor": 0, "name": "NVIDIA A100"}
     one, other = devices.run(_started, 2, [{}, old], group=False, fresh=True)
-    assert one == other and one.startswith("ranks have devices of different capabilities: rank 0 has NVIDIA H100 (rehearsal) of 9.0")
+    assert one == other and one.startswith(
+        "ranks have devices of different capabilities: rank 0 has NVIDIA H100 (rehearsal) of 9.0"
+    )
     assert "rank 1 has NVIDIA A100 of 8.0" in one
     assert devices.run(_started, 2, [{}, {}], group=False, fresh=True) == ["", ""]
 

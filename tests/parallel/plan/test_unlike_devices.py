@@ -36,7 +36,9 @@ def test_other_capabilities_are_refused() -> None:
 
 def test_other_memory_is_told_of() -> None:
     fault, remark = judged([H100, H200])
-    assert fault == "" and "rank 0 has NVIDIA H100 of 9.0 80.00 GiB (one), rank 1 has NVIDIA H200 of 9.0 141.00 GiB (two)" in remark
+    assert (
+        fault == "" and "rank 0 has NVIDIA H100 of 9.0 80.00 GiB (one), rank 1 has NVIDIA H200 of 9.0 141.00 GiB (two)" in remark
+    )
     slice_of_it = Device("one", "cuda", "NVIDIA H100", "9.0", 40 * GIB)
     assert "the smallest memory counts" in judged([H100, slice_of_it])[1]
 

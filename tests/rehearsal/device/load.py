@@ -52,8 +52,9 @@ def _after(library: str, devices: int) -> None:
     loader.exec_module(device)
     sys.modules[MODULE] = device
     device.set_count(devices)
-    from rehearsal.device import cuda, flash, nccl
+    from rehearsal.device import cuda, flash, grouped, nccl
 
     cuda.install(device, compiles=COMPILER in os.environ)
     flash.install()
+    grouped.install()
     nccl.install(device)

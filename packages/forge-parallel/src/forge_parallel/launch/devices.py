@@ -68,7 +68,11 @@ def judged(devices: Sequence[Device]) -> tuple[str, str]:
     """(why these cannot work together, what to know of them when they do), by rank; "" for nothing."""
     if len({one.kind for one in devices}) > 1:
         idle = sorted({one.host for one in devices if one.kind == accelerator.CPU.type})
-        why = f"`forge-train doctor` on {', '.join(idle[:4])} says why torch uses no GPU there" if idle else "choose nodes of one kind"
+        why = (
+            f"`forge-train doctor` on {', '.join(idle[:4])} says why torch uses no GPU there"
+            if idle
+            else "choose nodes of one kind"
+        )
         return f"ranks have devices of different kinds: {_listed(devices)}; {why}", ""
     if len({one.architecture for one in devices}) > 1:
         return (
