@@ -1,5 +1,5 @@
-"""Products of experts on a device: the borders of groups are wherever tokens fall, and CUDA's kernel takes them there; where it has
-none, experts are multiplied one by one."""
+"""Products of experts on a device: the borders of groups are wherever tokens fall, and CUDA's kernel takes them there; without a
+kernel, experts are multiplied one by one."""
 
 import logging
 

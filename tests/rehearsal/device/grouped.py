@@ -1,12 +1,13 @@
 """Products of several matrices at once as CUDA makes them: what its kernel refuses is refused here, and where it has none, the
 host waits for the ends of the groups, as torch's code for other precisions does (`_grouped_mm_fallback`).
 
-The kernel of Hopper moves tiles whose addresses and strides are multiples of 16 bytes. Where groups are cut along what is contiguous
-in memory, each must be such a multiple long (torch's `GroupMMCommon.cuh`, `prepare_grouped_gemm_data`); along rows, they may end
-anywhere.
+The kernel of Hopper moves tiles whose addresses and strides are multiples of 16 bytes. Where groups are cut along what is
+contiguous in memory, each must be such a multiple long (torch's `GroupMMCommon.cuh`, `prepare_grouped_gemm_data`); along rows,
+they may end anywhere.
 """
 
 import ctypes
+import warnings
 from typing import Any
 
 ALIGNMENT = 16
@@ -18,7 +19,8 @@ def install() -> None:
     import torch
 
     library = torch.library.Library("aten", "IMPL", "CUDA")
-    library.impl("_grouped_mm", grouped_mm)
+    with warnings.catch_warnings(action="ignore"):  # torch warns of what takes the place of a kernel
+        library.impl("_grouped_mm", grouped_mm)
     torch._forge_rehearsal_grouped = library  # torch forgets what a library that is not held has registered
 
 

@@ -29,7 +29,8 @@ class LocalAttention:
 
     on a CPU `scaled_dot_product_attention`, with a boolean mask for documents and windows (flex and varlen have no
     backward there), and so on accelerators other than CUDA, of which no kernel is proven; on CUDA its causal kernel when there
-    is nothing to mask, in the order that is fastest on the device. Else varlen, where the starts of documents are known and the kernel takes the dtype and width of heads, and flex for the rest:
+    is nothing to mask, in the order that is fastest on the device. Else varlen, where the starts of documents are known and the
+    kernel takes the dtype and width of heads, and flex for the rest:
     neither holds a T x T mask. A soft cap has no fused kernel on a CPU: there the softmax is written out.
     """
 

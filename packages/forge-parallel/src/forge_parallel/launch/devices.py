@@ -1,10 +1,11 @@
 """Do the ranks of a job have devices of one kind? They tell each other at the start, and rank 0 judges.
 
-Ranks with GPUs of different capabilities would choose different kernels, for attention and for float8: what one rank computes would
-not be what another one does, and nothing would say so. Devices that are alike but for memory or clocks are only slow together.
+Ranks with GPUs of different capabilities would choose different kernels, for attention and for float8: one rank would not compute
+what another one does, and nothing would say so. Devices that are alike but for memory or clocks are only slow together.
 """
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from forge_core.errors import LayoutError
 from forge_core.terminal.quantities import size
 from forge_parallel import accelerator
+
+_LAST_WORDS = 10.0
+"""Seconds for which rank 0 lets the others read why they are refused."""
 
 _NEARLY = 0.02
 """By which share two memories may differ and count as alike: error correction and drivers take some of it."""
@@ -60,20 +64,25 @@ def agree(store: dist.Store, rank: int, ranks: int, until: Callable[[Callable[[]
         until(lambda: store.check(["devices"]), lambda: "rank 0 has not compared the devices of all ranks")
     fault, remark = json.loads(store.get("devices"))
     if fault:
+        if store.add("devices/read", 1) < ranks and rank == 0:
+            _wait_for_readers(store, ranks)
         raise LayoutError(fault)
     return remark
+
+
+def _wait_for_readers(store: dist.Store, ranks: int) -> None:
+    """The store ends with rank 0, so the others read first; never for long."""
+    end = time.monotonic() + _LAST_WORDS
+    while store.add("devices/read", 0) < ranks and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def judged(devices: Sequence[Device]) -> tuple[str, str]:
     """(why these cannot work together, what to know of them when they do), by rank; "" for nothing."""
     if len({one.kind for one in devices}) > 1:
         idle = sorted({one.host for one in devices if one.kind == accelerator.CPU.type})
-        why = (
-            f"`forge-train doctor` on {', '.join(idle[:4])} says why torch uses no GPU there"
-            if idle
-            else "choose nodes of one kind"
-        )
-        return f"ranks have devices of different kinds: {_listed(devices)}; {why}", ""
+        do = f"`forge-train doctor` on {', '.join(idle[:4])} says why torch uses no GPU there" if idle else "choose one kind"
+        return f"ranks have devices of different kinds: {_listed(devices)}; {do}", ""
     if len({one.architecture for one in devices}) > 1:
         return (
             f"ranks have devices of different capabilities: {_listed(devices)}; their kernels would not compute the same. "
