@@ -19,6 +19,7 @@ from forge_core.specs import Init, TensorSpec
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.moe.experts import Experts
+from forge_parallel import accelerator
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
@@ -144,8 +145,8 @@ def test_float8_products_of_experts_are_the_emulated_ones(counts: list[int]) -> 
     """Operands and scales are the same bits, so kernels may only sum otherwise, and with fewer digits, before they round to bf16.
     Rows that are nobody's are NaN."""
     pytest.importorskip("torchao")
-    if torch.version.hip or torch.cuda.get_device_capability()[0] not in library.GROUPED:
-        pytest.skip("this GPU has no float8 product of several matrices")
+    if fault := accelerator.float8_groups_fault(torch.device("cuda")):
+        pytest.skip(fault)
     library.require()
     from forge_parallel.float8 import experts as float8
 

@@ -30,15 +30,18 @@ router = { name = "hash" }
 )
 MASKED = ["--data.documents=mask", "--precision.compute=bf16", "--model.dim=64"]
 """Heads of 16 numbers, which kernels of variable length take."""
+BF16 = ["--precision.compute=bf16"]
+"""In which a GPU has a kernel for all experts at once."""
 RUNS = {
     "dense": (TINY, 1, []),
-    "experts": (SPARSE, 1, []),
+    "experts": (SPARSE, 1, BF16),
+    "experts in fp32": (SPARSE, 1, []),
     "dense on dp_shard = 2": (TINY, 2, ["--parallel.dp_shard=2"]),
-    "experts on ep = 2, all_to_all": (SPARSE, 2, ["--parallel.dp_shard=2", "--parallel.ep=2"]),
+    "experts on ep = 2, all_to_all": (SPARSE, 2, ["--parallel.dp_shard=2", "--parallel.ep=2", *BF16]),
     "experts on ep = 2, all_gather": (
-        SPARSE, 2, ["--parallel.dp_shard=2", "--parallel.ep=2", "--transforms.expert.dispatcher=all_gather"],
+        SPARSE, 2, ["--parallel.dp_shard=2", "--parallel.ep=2", "--transforms.expert.dispatcher=all_gather", *BF16],
     ),
-    "experts by hash": (BY_HASH, 1, []),
+    "experts by hash": (BY_HASH, 1, BF16),
     "dense in float8 on dp_shard = 2": (
         TINY, 2, ["--parallel.dp_shard=2", "--model.dim=64", "--model.ffn_dim=64", "--transforms.float8.recipe=tensorwise"],
     ),

@@ -127,7 +127,7 @@ def test_pinned_batches_leave_the_rows_memory_at_once(data: Data, workers: int, 
         pinned.append(tensor.clone())
         return pinned[-1]
 
-    monkeypatch.setattr("forge_data.loading.stream.on_cuda", lambda: True)
+    monkeypatch.setattr("forge_data.accelerator.is_used", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     stream = opened(dataclasses.replace(data, loader_workers=workers, prefetch=1), batch=G, micro=4)
     reading = stream.from_cursor(stream.start())

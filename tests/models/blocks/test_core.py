@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import flex_attention, varlen
 
 from forge_core.protocols.model import Placed
+from forge_models import accelerator
 from forge_models.blocks import fused_attention as module
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.blocks.fused_attention import Boundaries
@@ -104,9 +105,7 @@ def test_varlen(monkeypatch, documents, window):
 
 def test_which_kernel_is_chosen_where(plain, monkeypatch):
     """`prepare` for CUDA, with the device check alone played: masks are then made on this machine."""
-    monkeypatch.setattr(module.torch, "device", lambda name: type("Device", (), {"type": "cuda", "index": 0})())
-    monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda index: (8, 0))
-    module._order.cache_clear()
+    monkeypatch.setattr(accelerator, "has_flex", lambda device, wanted=False: True)
     auto, capped = LocalAttention(), LocalAttention(capped=True)
     block = flex_attention.BlockMask
     assert auto.prepare(None, 9, None, "cpu") is None  # causal flash
@@ -125,7 +124,7 @@ def order_of(monkeypatch):
 
     def order(capability, installed):
         activated = []
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
         monkeypatch.setattr(module.attention, "activate_flash_attention_impl", activated.append)
         module._order.cache_clear()
@@ -138,6 +137,34 @@ def order_of(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
 def test_other_gpus_keep_the_order_of_torch(order_of, capability):
     assert order_of(capability, installed=True) == (None, [])
+
+
+def test_a_gpu_of_amd_is_none_of_hopper(order_of, monkeypatch):
+    """The capability of an MI300 reads 9.4, and its devices are called `cuda`."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    assert order_of((9, 4), installed=True) == (None, [])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert not accelerator.takes_lengths(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("hip", "device"), [("6.4.0", "cuda:0"), (None, "xpu:0")])
+def test_on_an_accelerator_where_it_is_not_proven_flex_is_never_taken(monkeypatch, caplog, hip, device):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    accelerator._tell.cache_clear()
+    there = torch.device(device)
+    auto = LocalAttention()
+    monkeypatch.setattr("forge_models.blocks.attention_core.mask", lambda *given: given)
+    assert auto.prepare(None, 9, None, there) is None, "nothing to mask, nothing to say"
+    assert auto.prepare(DOCUMENTS, 9, None, there) == (DOCUMENTS, 9, None, there)
+    auto.prepare(DOCUMENTS, 9, None, there)
+    kind = "ROCm" if hip else "xpu"
+    said = [f"this accelerator ({kind}) has no flex attention that is proven" in one.message for one in caplog.records]
+    assert said == [True], "once"
+    assert LocalAttention("sdpa").prepare(DOCUMENTS, 9, None, there)
+    for kind in ("flex", "varlen"):
+        with pytest.raises(ValueError, match=f"'{kind}' needs a CUDA device"):
+            LocalAttention(kind).prepare(DOCUMENTS, 9, None, there)
+    accelerator._tell.cache_clear()
 
 
 def test_on_hopper_the_kernels_that_were_made_for_it_come_first(order_of):

@@ -176,10 +176,9 @@ def test_rows_of_nobody_change_nothing_and_get_no_gradient(kernel):
 
 
 def test_a_kernel_that_does_not_fit_is_refused_and_auto_takes_the_loop():
-    cpu = torch.device("cpu")
-    assert unfit(torch.bfloat16, cpu, 16, 24) == ""
-    assert "fp64" in unfit(torch.float64, cpu, 16) or "float64" in unfit(torch.float64, cpu, 16)
-    assert "rows of 10 values" in unfit(torch.float32, cpu, 16, 10)
+    assert unfit(torch.bfloat16, 16, 24) == ""
+    assert "fp64" in unfit(torch.float64, 16) or "float64" in unfit(torch.float64, 16)
+    assert "rows of 10 values" in unfit(torch.float32, 16, 10)
     with pytest.raises(ValueError, match=r"model\.moe\.kernel 'grouped'.*use 'auto' or 'loop'"):
         layer(MoE(experts=4, kernel="grouped"))(inputs()[0])
     odd = layer(MoE(experts=4, ffn_dim=10), dtype=torch.float32)

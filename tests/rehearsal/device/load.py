@@ -52,9 +52,10 @@ def _after(library: str, devices: int) -> None:
     loader.exec_module(device)
     sys.modules[MODULE] = device
     device.set_count(devices)
-    from rehearsal.device import cuda, flash, nccl, streams
+    from rehearsal.device import cuda, flash, grouped, nccl, streams
 
     cuda.install(device, compiles=COMPILER in os.environ)
     streams.install(device)
     flash.install()
+    grouped.install()
     nccl.install(device)

@@ -63,7 +63,8 @@ def _batch(longest: int | None) -> Batch:
 def _model(decoder: Decoder, *transforms: Any, state: str = "fp32", layout: Layout = ONE) -> Any:
     topology = Topology.of(layout, torch.device("cuda", 0))
     plan = Plan.of([transform.build() for transform in transforms], layout)
-    return realize(Blueprint.of(decoder.build), plan, topology, 0, "bf16", state)
+    with recorded():  # the compiler is tried, and that is not launched either
+        return realize(Blueprint.of(decoder.build), plan, topology, 0, "bf16", state)
 
 
 def _step(decoder: Decoder, *transforms: Any, packed: bool = False) -> Record:

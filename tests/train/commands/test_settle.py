@@ -17,12 +17,11 @@ from rich.console import Console
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_parallel import settle
+from forge_parallel import accelerator, settle
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint
 from forge_parallel.checks import compositions_are_proven, options_are_declared
 from forge_parallel.dryrun.accelerators import ACCELERATORS
-from forge_parallel.placement import device
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import Settled, reduced_by, reduced_so_far, settled, shared_memory
 from forge_parallel.transforms.shard import Shard
@@ -172,12 +171,12 @@ def test_a_person_and_a_program_read_what_was_chosen(recipe: Path) -> None:
 def _agreed(memories: list[int], folder: str) -> tuple[int | None, int | None, tuple[Any, Any]]:
     """What ranks whose devices report different bytes agree on, and choose."""
     topology = Topology.of(Layout(dp_shard=2), torch.device("cpu"))
-    without, asked = shared_memory(topology), device.memory
-    device.memory = lambda _: memories[topology.rank]
+    without, asked = shared_memory(topology), accelerator.memory
+    accelerator.memory = lambda _: memories[topology.rank]
     try:
         memory = shared_memory(topology)
     finally:
-        device.memory = asked
+        accelerator.memory = asked
     return without, memory, values(settled_for(Path(folder) / "tiny.toml", 2, memory))
 
 

@@ -1,4 +1,5 @@
-"""A run in bf16 on a CPU without units for it is told so in its first seconds, and `check` and `doctor` know it."""
+"""A run in bf16 on a CPU without units for it is told so in its first seconds, and `check` and `doctor` know it; and so is a run
+that computes on the CPU of a machine with a GPU."""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from forge_core.machine import processor
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train.cli import main
+from forge_train.doctor.steps import build
 from forge_train.recipe.load import load
 from forge_train.report import matrix_speed
 from forge_train.report.matrix_speed import SECONDS, SIZE, bf16_remark, speed
@@ -73,6 +75,38 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
     assert text.startswith("cpu: 1 thread per process (OMP_NUM_THREADS)\n")
     assert ("1 GFLOP/s in bf16, 5 in fp32, 5 times as fast" in text) == (compute == "bf16")
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (
+            build.Facts(seen=True, version="2.13.0+cpu", driver=(12, 8)),
+            "torch is built for GPUs: 2.13.0+cpu has no CUDA; needed: a build for CUDA or ROCm, since this node has a GPU. "
+            "What to do: pip install torch --index-url https://download.pytorch.org/whl/cu128",
+        ),
+        (
+            build.Facts(seen=True, version="2.13.0+cu130", cuda="13.0", driver=(12, 4), error="The NVIDIA driver is too old"),
+            "driver: supports CUDA 12.4 at most; needed: CUDA 13.0 or newer, for torch built for 13.0. What to do: a newer "
+            "driver, or a torch for this one: pip install torch --index-url https://download.pytorch.org/whl/cu124",
+        ),
+    ],
+    ids=["a wheel without CUDA", "a driver that is too old"],
+)
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_says_why_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: build.Facts, why: str
+) -> None:
+    monkeypatch.setattr(processor, "has_accelerator", lambda root=None: True)
+    monkeypatch.setattr(build, "facts", lambda: facts)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY)
+    registry, said = Registry(), StringIO()
+    resolved = load(recipe, [f"--job.dir={tmp_path / 'run'}"], 1, registry)
+    assemble(resolved, tmp_path / "run", Launch(), torch.device("cpu"), registry, Console(file=said, width=500))
+    assert "warning: this machine shows a GPU, but torch cannot use it, and all work runs on the CPU" in said.getvalue()
+    assert f"\n  {why}\n" in said.getvalue()
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])

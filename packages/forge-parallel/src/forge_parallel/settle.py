@@ -11,11 +11,11 @@ from typing import Any
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.terminal.quantities import size
+from forge_parallel import accelerator
 from forge_parallel.build.plan import Plan
 from forge_parallel.checks import compositions_are_proven
 from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.features import ParallelJob
-from forge_parallel.placement import device
 from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import Shard
@@ -123,8 +123,8 @@ def settled(
 
 def shared_memory(topology: Topology) -> int | None:
     """Collective: bytes of the smallest device of all ranks, as `plan --device` counts them; None on CPUs."""
-    mine = device.memory(topology.device)
-    sizes = [accelerator.memory for accelerator in ACCELERATORS.values()]
+    mine = accelerator.memory(topology.device)
+    sizes = [one.memory for one in ACCELERATORS.values()]
     return None if mine is None else nominal(topology.least(mine), sizes)
 
 

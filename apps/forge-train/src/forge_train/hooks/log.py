@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_parallel.placement.device import take_peaks
+from forge_parallel.accelerator import take_peaks
 from forge_train.hooks.clock import Stopwatch
 
 
@@ -21,7 +21,7 @@ class LogHook(Hook):
     the run so far), `step_tokens` (with loss, in this step), `tokens_per_second` and `step_seconds` (means since the last line,
     all ranks together, without evaluation and saving), `peak_memory` (bytes, resident memory of rank 0's process). On an
     accelerator also `device_memory`, `device_memory_reserved` and `device_memory_retries` of rank 0 since the last line, as
-    `forge_parallel.placement.device.take_peaks` has them.
+    `forge_parallel.accelerator.take_peaks` has them.
     """
 
     watch: Stopwatch

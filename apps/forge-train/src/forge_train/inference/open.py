@@ -7,6 +7,7 @@ import torch
 
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
+from forge_parallel import accelerator
 
 FOREIGN = "config.json"
 
@@ -27,7 +28,7 @@ def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn
     from forge_models.hf.streamed_forward import buffers_of
 
     component: Any = weights.model
-    place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = device or torch.device(accelerator.kind())
     with torch.device("meta"):
         model = component.build()
     held = dict(model.named_buffers())  # they keep the dtypes that they have

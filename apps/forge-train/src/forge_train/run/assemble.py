@@ -23,15 +23,16 @@ from forge_core.machine.processor import idle_accelerator
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation, open_stream
+from forge_parallel.accelerator import name
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
-from forge_parallel.placement.device import name
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.step import Step
+from forge_train.doctor.steps.build import faults
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
 from forge_train.run.agreement import Agreement
@@ -90,7 +91,7 @@ def assemble(
     torch.set_num_threads(threads.count)
     say(f"cpu: {threads}")
     if idle := idle_accelerator(device.type, os.environ):
-        say(f"warning: {idle}")
+        say("\n  ".join([f"warning: {idle}", *faults()]))
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 

@@ -7,10 +7,11 @@ import numpy as np
 from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source
+from forge_data import accelerator
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.packings import open_packing
-from forge_data.loading.rows import Rows, on_cuda
+from forge_data.loading.rows import Rows
 from forge_data.loading.spec import LoadSpec
 
 
@@ -56,7 +57,7 @@ class HeldOut:
                     filled = labeled + 1
                 rows.pad(row, filled)
             samples = tuple(number if number < self.rows else -1 for number in numbers.tolist())
-            batch = rows.batch(0, micro_batch, samples, pin=on_cuda())
+            batch = rows.batch(0, micro_batch, samples, pin=accelerator.is_used())
             del rows  # else its memory would count as held while the next batch looks for free memory
             yield batch
             del batch

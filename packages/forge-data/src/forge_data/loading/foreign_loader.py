@@ -11,8 +11,8 @@ from typing import Any
 from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import Cursor, StatefulIterable, Stream, Tokenizer
+from forge_data import accelerator
 from forge_data.loading.json_state import as_plain, from_plain
-from forge_data.loading.rows import on_cuda
 from forge_data.order.cursor import VERSION
 
 
@@ -162,7 +162,7 @@ class ForeignStream:
             raise DataError(
                 f"the loader {self.label!r} gave tokens {tokens} and labels {labels}; both must be ({self.micro_batch}, length)"
             )
-        counted = on_cuda() and batch.documents is not None and batch.documents.device.type == "cpu"
+        counted = accelerator.is_used() and batch.documents is not None and batch.documents.device.type == "cpu"
         return batch.with_document_starts() if counted else replace(batch, document_starts=None)
 
     def _cursor(self, step: int, state: Any) -> Cursor:

@@ -104,13 +104,6 @@ def _with_pinned_starts(batch: Batch) -> Batch:
     return batch if starts is None else replace(batch, document_starts=starts.pin_memory())
 
 
-def on_cuda() -> bool:
-    """Whether batches will be copied to a CUDA device: then page-locked memory makes the copy asynchronous."""
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
 def _tensor(array: np.ndarray, pin: bool) -> "Tensor":
     import torch
 

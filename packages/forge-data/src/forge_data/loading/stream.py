@@ -14,10 +14,11 @@ import numpy as np
 from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import Cursor, StreamedSource, Tokenizer
+from forge_data import accelerator
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.entropy import token_counts, unigram_entropy
 from forge_data.loading.row_reader import RowReader
-from forge_data.loading.rows import Rows, on_cuda
+from forge_data.loading.rows import Rows
 from forge_data.loading.workers.pool import WorkerPool
 from forge_data.loading.workers.recipe import WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
@@ -144,7 +145,7 @@ class TrainingStream:
         make = self._made_ahead if self.data.loader_workers else self._made_here
         with closing(self._checksums(step)) as checksums:
             for rows, after in make(step, positions):
-                batches = rows.batches(self.micro_batch, self._first_row(step), on_cuda(), self._sources(step))
+                batches = rows.batches(self.micro_batch, self._first_row(step), accelerator.is_used(), self._sources(step))
                 del rows  # else its memory would count as held while the next step looks for free memory
                 step += 1
                 cursor = self._cursor(step, after)

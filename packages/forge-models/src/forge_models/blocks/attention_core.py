@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge_core.protocols.model import Placed
+from forge_models import accelerator
 from forge_models.blocks.fused_attention import (
     Boundaries,
     Order,
@@ -27,8 +28,9 @@ class LocalAttention:
     """`kind` chooses the kernel; "auto" means:
 
     on a CPU `scaled_dot_product_attention`, with a boolean mask for documents and windows (flex and varlen have no
-    backward there); on CUDA its causal kernel when there is nothing to mask, in the order that is fastest on the device. Else
-    varlen, where the starts of documents are known and the kernel takes the dtype and width of heads, and flex for the rest:
+    backward there), and so on accelerators other than CUDA, of which no kernel is proven; on CUDA its causal kernel when there
+    is nothing to mask, in the order that is fastest on the device. Else varlen, where the starts of documents are known and the
+    kernel takes the dtype and width of heads, and flex for the rest:
     neither holds a T x T mask. A soft cap has no fused kernel on a CPU: there the softmax is written out.
     """
 
@@ -46,14 +48,15 @@ class LocalAttention:
         Raises:
             ValueError: for a kernel that this device does not have.
         """
-        cuda = torch.device(device).type == "cuda"
-        if not cuda and self.kind in ("flex", "varlen"):
-            raise ValueError(f"attention core {self.kind!r} needs a CUDA device; use 'auto' or 'sdpa'")
         window = _hiding(window, length)
         plain = documents is None and window is None
+        masks = self.capped or not plain
+        cuda = accelerator.has_flex(torch.device(device), masks and self.kind == "auto")
+        if not cuda and self.kind in ("flex", "varlen"):
+            raise ValueError(f"attention core {self.kind!r} needs a CUDA device; use 'auto' or 'sdpa'")
         if self.kind == "varlen":
             return boundaries(documents, length, window, device)
-        if self.kind == "flex" or (self.kind == "auto" and cuda and (self.capped or not plain)):
+        if self.kind == "flex" or (self.kind == "auto" and cuda and masks):
             return block_mask(documents, length, window, device)
         if plain:
             return causal(device) if cuda and not self.capped else None
@@ -64,7 +67,7 @@ class LocalAttention:
         window = _hiding(window, length)
         plain, known = documents is None and window is None, documents is None or starts is not None
         fits = not (plain or self.capped) and takes_lengths(self.width, x.dtype, x.device)
-        if x.is_cuda and known and (self.kind == "varlen" or (self.kind == "auto" and fits)):
+        if known and ((self.kind == "varlen" and accelerator.has_flex(x.device)) or (self.kind == "auto" and fits)):
             return boundaries(documents, length, window, x.device, starts)
         return self.prepare(documents, length, window, x.device)
 
@@ -74,7 +77,7 @@ class LocalAttention:
         Raises:
             ValueError: for a kernel that takes places in their natural order only, or that this device does not have.
         """
-        cuda = queries.places.is_cuda
+        cuda = accelerator.has_flex(queries.places.device, self.kind == "auto")
         if self.kind == "varlen":
             raise ValueError("attention core 'varlen' takes whole rows only; use 'auto', 'flex' or 'sdpa'")
         if not cuda and self.kind == "flex":

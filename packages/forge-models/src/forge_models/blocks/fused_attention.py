@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from forge_core.protocols.model import Placed
+from forge_models import accelerator
 from forge_models.blocks.visible import visible
-
-HOPPER = 9
-"""Compute capability of H100 and H200."""
 
 
 class Boundaries(NamedTuple):
@@ -39,16 +37,13 @@ class Order(NamedTuple):
 
 def causal(device: Any) -> Order | None:
     """The order for causal attention over whole rows on a device; None is torch's own order."""
-    place = torch.device(device)
-    return _order(torch.cuda.current_device() if place.index is None else place.index)
+    return _order() if accelerator.is_hopper(torch.device(device)) else None
 
 
 @cache
-def _order(index: int) -> Order | None:
+def _order() -> Order:
     """On Hopper torch would take FlashAttention-2, which was made for the generation before: cuDNN's kernels are about twice as
     fast there, and so is FlashAttention-3, which this process uses from now on where it is installed."""
-    if torch.cuda.get_device_capability(index)[0] != HOPPER:
-        return None
     rest = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     if find_spec("flash_attn_interface") is not None and hasattr(attention, "activate_flash_attention_impl"):
         attention.activate_flash_attention_impl("FA3")
@@ -59,11 +54,7 @@ def _order(index: int) -> Order | None:
 def takes_lengths(width: int | None, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel of variable length takes heads of this width (FlashAttention: Ampere and later, 16 bits)."""
     fits = width is not None and width <= 256 and width % 8 == 0
-    return fits and dtype in (torch.bfloat16, torch.float16) and device.type == "cuda" and _is_ampere(device)
-
-
-def _is_ampere(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 8
+    return fits and dtype in (torch.bfloat16, torch.float16) and accelerator.takes_lengths(device)
 
 
 @cache

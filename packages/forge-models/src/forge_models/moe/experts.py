@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.specs import Init, TensorSpec
+from forge_models import accelerator
 from forge_models.blocks.layers import unfilled
 from forge_models.blocks.mlp import ACTIVATIONS
 from forge_models.context import BlockContext
@@ -55,10 +56,16 @@ class Experts(nn.Module):
         return _products(counts, len(tokens)) if self._loops(tokens) else _grouped(counts)
 
     def _loops(self, tokens: Tensor) -> bool:
-        fault = unfit(tokens.dtype, tokens.device, self.context.dim, self.up_proj.shape[1])
+        fault = unfit(tokens.dtype, self.context.dim, self.up_proj.shape[1])
         if self.kernel == "grouped" and fault:
             raise ValueError(f"model.moe.kernel 'grouped': {fault}; use 'auto' or 'loop'")
-        return self.kernel == "loop" or bool(fault)
+        if self.kernel != "auto":
+            return self.kernel == "loop"
+        if not fault and not torch.compiler.is_compiling():  # a graph may have a kernel of the compiler
+            fault = accelerator.groups_fault(tokens.device, tokens.dtype, len(self.up_proj))
+        if fault:
+            accelerator.warn_of_loop(tokens.device, fault)
+        return bool(fault)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Parameters by name relative to this module; each expert is drawn under a separate name."""
@@ -68,14 +75,12 @@ class Experts(nn.Module):
         return gate | {"up_proj": enter, "down_proj": leave}
 
 
-def unfit(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
+def unfit(dtype: torch.dtype, *widths: int) -> str:
     """Why a grouped product cannot be used; empty when it can."""
     if not hasattr(F, "grouped_mm"):
         return "this version of torch has no grouped_mm"
     if dtype not in GROUPED:
         return f"grouped_mm takes bf16, fp16 and fp32, not {dtype}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "grouped_mm needs a GPU of compute capability 8.0 or more"
     wrong = [width for width in widths if width * dtype.itemsize % ALIGNMENT]
     return f"rows of {wrong[0]} values are not a multiple of {ALIGNMENT} bytes" if wrong else ""
 

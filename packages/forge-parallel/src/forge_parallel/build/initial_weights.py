@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from forge_core.specs import Init, TensorSpec
+from forge_parallel import accelerator
 from forge_parallel.placement.boxes import Box
 
 BLOCK = 1 << 16
@@ -79,7 +80,7 @@ def _stream(seed: int, name: str, device: torch.device) -> Draw:
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
         return torch.empty(BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
 
-    one = cuda if device.type == "cuda" else cpu
+    one = cuda if accelerator.draws(device) else cpu
 
     def draw(first: int, last: int) -> torch.Tensor:
         start = first // BLOCK

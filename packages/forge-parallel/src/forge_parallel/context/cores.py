@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forge_core.batch import Batch, MTPTargets
 from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import AttentionCore, PlacedCore
+from forge_parallel.accelerator import flex_fault
 from forge_parallel.context.all_gather import AllGatherAttention
 from forge_parallel.context.placed import held, held_places
 from forge_parallel.context.ring import RingAttention
@@ -53,6 +54,8 @@ def _replacement(context: "Context", kind: str, order: SequenceOrder) -> Callabl
             raise PlanError(why)
         return lambda _, core: UlyssesAttention(core, ranks)
     if kind == "ring":
+        if why := flex_fault(topology.device):
+            raise PlanError(f"transforms.context.kind = 'ring': {why}; use 'all_gather' or 'ulysses'")
         return lambda name, core: RingAttention(_uncapped(name, core), order, ranks)
     return lambda name, core: AllGatherAttention(_placed(name, core), order, ranks)
 

@@ -58,8 +58,8 @@ def _visible(seen: Mask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
 def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-    if q.is_cuda and q.dtype == torch.float64:
-        raise ValueError("ring attention has no fp64 kernel on CUDA; use transforms.context.kind = 'all_gather', or a CPU")
+    if q.device.type != "cpu" and q.dtype == torch.float64:
+        raise ValueError("ring attention has no fp64 kernel on a GPU; use transforms.context.kind = 'all_gather', or a CPU")
     blocks = None
     if mask:
         count = len(LISTS) + len(LISTS_OF_QUERIES)

@@ -11,12 +11,7 @@ from typing import Literal
 import torch
 
 from forge_core.errors import ForgeError, PlanError
-
-NATIVE = (9, 4) if torch.version.hip else (8, 9)
-"""Compute capability from which GPUs multiply float8 numbers: MI300; Ada, Hopper and later."""
-
-GROUPED = (9, 10)
-"""Major compute capabilities with a float8 product of several matrices at once: Hopper, and Blackwell of data centers."""
+from forge_parallel import accelerator
 
 
 def check_installed() -> None:
@@ -46,8 +41,7 @@ def emulates(wanted: Literal["auto"] | bool, device: torch.device) -> bool:
     Raises:
         PlanError: the device's own float8 products were asked for, and it has none.
     """
-    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= NATIVE
-    return _emulates(wanted, device, native, "float8 products")
+    return _emulates(wanted, device, accelerator.float8_fault(device))
 
 
 def emulates_experts(wanted: Literal["auto"] | bool, device: torch.device, compute: torch.dtype) -> bool:
@@ -56,26 +50,24 @@ def emulates_experts(wanted: Literal["auto"] | bool, device: torch.device, compu
     Raises:
         PlanError: as above, or the device has them, but in another precision than `compute`.
     """
-    native = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] in GROUPED
-    chosen = _emulates(wanted, device, native, "float8 products of stacked experts")
+    chosen = _emulates(wanted, device, accelerator.float8_groups_fault(device))
     if not chosen and compute != torch.bfloat16:
         raise PlanError(
-            f"transforms.float8.experts: {_named(device)} supports bf16 results only; use precision.compute = 'bf16', or "
-            "transforms.float8.emulate = true"
+            f"transforms.float8.experts: {accelerator.name(device)} supports bf16 results only; use precision.compute = 'bf16', "
+            "or transforms.float8.emulate = true"
         )
     return chosen
 
 
-def _emulates(wanted: Literal["auto"] | bool, device: torch.device, native: bool, what: str) -> bool:
-    if wanted is False and not native:
-        raise PlanError(f"transforms.float8.emulate = false, but {_named(device)} has no {what}; use 'auto' or true")
-    if wanted == "auto" and not native and device.type == "cuda":
-        warnings.warn(f"{_named(device)} has no {what}: they are emulated, which is slower than bf16", stacklevel=3)
-    return not native if wanted == "auto" else wanted
-
-
-def _named(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the device {device.type!r}"
+def _emulates(wanted: Literal["auto"] | bool, device: torch.device, fault: str) -> bool:
+    if wanted is False and fault:
+        raise PlanError(f"transforms.float8.emulate = false, but {fault}; use 'auto' or true")
+    if wanted == "auto" and fault and device.type != accelerator.CPU.type:
+        warnings.warn(
+            f"{fault}: they are emulated, which is slower than bf16; leave out transforms.float8, or say emulate = true",
+            stacklevel=3,
+        )
+    return bool(fault) if wanted == "auto" else wanted
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_parallel.accelerator import random_states_kept
+
 
 class Draws:
     """Seeds every generator whenever a module is entered: by its path, the number of the share of rows, and `stream`.
@@ -44,9 +46,8 @@ def random_numbers_kept() -> Iterator[None]:
     """Generators are afterwards as they were before."""
     numpy = sys.modules.get("numpy")
     python, theirs = random.getstate(), numpy.random.get_state() if numpy is not None else None  # type: ignore[attr-defined]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_states_kept():
             yield
     finally:
         random.setstate(python)

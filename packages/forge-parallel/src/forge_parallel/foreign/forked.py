@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.errors import ForgeError, PlanError
+from forge_parallel.accelerator import is_initialized
 
 
 def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
@@ -29,10 +30,10 @@ def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
     Raises:
         PlanError: processes cannot be forked here, a rank raised or ended, or `timeout` seconds passed.
     """
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+    if not hasattr(os, "fork") or is_initialized():
         raise PlanError(
-            "verify forks processes, which this system does not support, or not after CUDA has started; run it at the start of "
-            "a process, with CUDA_VISIBLE_DEVICES= (empty)"
+            "verify forks processes, which this system does not support, or not after its accelerator has started; run it at the "
+            "start of a process, with CUDA_VISIBLE_DEVICES= (empty)"
         )
     children: dict[int, int] = {}  # the end of a pipe -> the process that writes to it
     order: list[int] = []

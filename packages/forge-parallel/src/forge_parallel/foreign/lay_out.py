@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
+from forge_parallel import accelerator
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
@@ -63,7 +64,7 @@ def lay_out(
         LayoutError: the layout has another number of ranks than are running.
     """
     refuse_axes(layout)
-    place = torch.device(device) if device is not None else _default_device()
+    place = torch.device(device) if device is not None else accelerator.current()
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
@@ -159,7 +160,3 @@ def _must_be_cast(compute: torch.dtype, module: nn.Module, _: Any) -> None:
             f"parallelize: on one data rank parameters are cast to {compute} for the span of a forward and its backward; write "
             "`with model.computing():` around both, or use model.step"
         )
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from forge_core.errors import LayoutError
+from forge_parallel import accelerator
+from forge_parallel.launch import devices
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
 from forge_parallel.torch_private import set_timeouts
@@ -42,26 +44,21 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
         hurry: asked while waiting; once it says yes, the others have ten seconds left to come.
 
     Raises:
-        LayoutError: the address cannot be used; names address, port and rank.
+        LayoutError: the address cannot be used; names address, port and rank. Or ranks have devices that do not compute alike.
         PeerFailure: other processes did not come in `timeout` seconds, five minutes at most; names them.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if where.local_rank >= torch.cuda.device_count():
-            raise LayoutError(
-                f"local rank {where.local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
-                "start one process per GPU"
-            )
-        device = torch.device("cuda", where.local_rank)
-        torch.cuda.set_device(device)
+    device = _own(where.local_rank)
     if where.size == 1:
         return device
-    if device.type == "cuda":
+    if accelerator.COLLECTIVES.get(device.type) == "nccl":
         _tell_nccl()
     try:
-        store = _meet(where, _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry))
+        wait = _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry)
+        store = _meet(where, wait, device)
+        if remark := devices.agree(store, where.rank, where.size, wait.until):
+            _log.log(logging.INFO if where.rank else logging.WARNING, "%s", remark)
         dist.init_process_group(
-            _backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
+            accelerator.backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
         )
     except (dist.DistError, OSError, RuntimeError, ValueError) as cause:
         told = (
@@ -71,6 +68,14 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
             raise PeerFailure(told) from cause
         raise LayoutError(f"{told}; is MASTER_ADDR the host of rank 0, and did every rank start?") from cause
     return device
+
+
+def _own(local_rank: int) -> torch.device:
+    """The accelerator of a process of this node; the CPU where there are none."""
+    there = accelerator.count()
+    if there and local_rank >= there:
+        raise LayoutError(f"local rank {local_rank} has no GPU: this node shows {there}; start one process per GPU")
+    return accelerator.use(local_rank) if there else accelerator.CPU
 
 
 class _Wait:
@@ -103,15 +108,17 @@ class _Wait:
             self.pause = min(1.5 * self.pause, 0.5)
 
 
-def _meet(where: Launch, wait: _Wait) -> dist.Store:
-    """The store of the group, once every rank has reached it."""
+def _meet(where: Launch, wait: _Wait, device: torch.device) -> dist.Store:
+    """The store of the group, once every rank has reached it, and told of its device there."""
     hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not hosts:
         wait.until(lambda: _answers(where), lambda: f"rank 0 has not opened its store at {_at(where)}")
     limit = timedelta(seconds=wait.limit)
     tcp = dist.TCPStore(where.address, where.port, is_master=hosts, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
-    store.set(f"here/{where.rank}", socket.gethostname())
+    host = socket.gethostname()
+    devices.tell(store, where.rank, devices.Device.of(host, device))
+    store.set(f"here/{where.rank}", host)
     store.add("here", 1)
 
     def missing() -> str:
@@ -146,11 +153,7 @@ def _at(where: Launch) -> str:
 
 def alone(device: torch.device) -> None:
     """Opens a process group of one, for what wants a mesh even there."""
-    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(accelerator.backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def limit(timeout: float, device: torch.device) -> None:
@@ -161,7 +164,7 @@ def limit(timeout: float, device: torch.device) -> None:
 
 def _limit(timeout: float, device: torch.device) -> timedelta:
     # NCCL ends the process at its limit; the watch, which names who is late, has to come first.
-    return timedelta(seconds=timeout + (60 if device.type == "cuda" else 0))
+    return timedelta(seconds=timeout + (60 if device.type in accelerator.COLLECTIVES else 0))
 
 
 def _tell_nccl() -> None:

@@ -13,6 +13,7 @@ from forge_parallel.optim import rounding
 from forge_parallel.optim.adamw import DECAYED
 from forge_parallel.optim.rounding import flat_index, key_of, noise, rounded
 from forge_parallel.placement.boxes import local_box
+from forge_parallel.transforms.compiler import require
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,6 +47,7 @@ class AdamWBf16:
             for group in {group for _, _, group in self._named}
         }
         fused = self._device.type != "cpu"
+        require(self._device, "precision.state = 'bf16'")
         self._parts = {name: list(_parts(name, tensor, None if fused else rounding.CHUNK)) for name, tensor, _ in self._named}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True) if fused else _update
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forge_core.errors import LayoutError
+from forge_parallel.accelerator import COLLECTIVES
 from forge_parallel.launch.watch import is_broken_connection
 from forge_parallel.torch_private import limit_of, set_timeouts
 
@@ -55,7 +56,7 @@ def connect(group: dist.ProcessGroup, name: str, device: torch.device) -> None:
         LayoutError: NCCL cannot; names the group and its ranks.
         RuntimeError: a connection broke, as it does when a rank ends or is late; the group is noted.
     """
-    if group.size() == 1 or device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
+    if group.size() == 1 or COLLECTIVES.get(device.type, "no") not in dist.get_backend_config(group):
         return
     ones = torch.ones((), dtype=torch.int64, device=device)
     try:

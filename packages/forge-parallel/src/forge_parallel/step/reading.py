@@ -2,6 +2,8 @@
 
 import torch
 
+from forge_parallel.accelerator import event_behind
+
 
 class Reading:
     """A few numbers that the host wants later.
@@ -18,7 +20,7 @@ class Reading:
         if values.device.type != "cpu":
             # The memory is used again as soon as this object is gone and the copy over: torch's allocator waits for it.
             self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-            self._arrived = torch.get_device_module(values.device).current_stream(values.device).record_event()
+            self._arrived = event_behind(values.device)
 
     def numbers(self) -> list[float]:
         """They, as soon as they are there."""

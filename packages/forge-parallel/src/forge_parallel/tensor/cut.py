@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from forge_core.errors import PlanError
 from forge_core.protocols.topology import Context, Topology
 from forge_core.specs import Specs
+from forge_parallel.accelerator import shares_memory
 from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk, rows_refusal
 from forge_parallel.step.reduce import local_gradient
@@ -77,9 +78,9 @@ def overlap(topology: Topology) -> None:
     Raises:
         PlanError: on a device that has no symmetric memory.
     """
-    if topology.device.type != "cuda":
+    if not shares_memory(topology.device):
         raise PlanError(
-            "tensor: asynchronous tensor parallelism needs CUDA devices that reach each other's memory; "
+            "tensor: asynchronous tensor parallelism needs GPUs of NVIDIA that reach each other's memory; "
             "set transforms.tensor.asynchronous = false"
         )
     overlap_tensor_parallelism(topology.group("tp"))

@@ -39,9 +39,15 @@ class Compile(Component, Transform):
         return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
-        """Replaces the forward of each block of `part` in place, and on an accelerator the loss head."""
-        from forge_parallel.transforms.compiled import compile_blocks, compile_loss_heads
+        """Replaces the forward of each block of `part` in place, and on an accelerator the loss head.
 
+        Raises:
+            PlanError: this process cannot compile for its accelerator.
+        """
+        from forge_parallel.transforms.compiled import compile_blocks, compile_loss_heads
+        from forge_parallel.transforms.compiler import require
+
+        require(context.topology.device, "transforms.compile")
         compile_loss_heads(part, context)
         compile_blocks(part, context, fullgraph=self.fullgraph, mode=self.mode, budget=self.budget)
         return part

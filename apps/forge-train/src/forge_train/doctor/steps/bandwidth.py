@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forge_parallel.placement.device import name
+from forge_parallel.accelerator import name
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.steps.measure import device, fastest

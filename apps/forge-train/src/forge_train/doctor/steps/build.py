@@ -59,15 +59,22 @@ class Facts:
 
 def examine(settings: Settings) -> Iterator[Check]:
     """The step: facts, judged."""
-    return judge(facts(settings))
+    from forge_train.recipe.load import load
+
+    return judge(facts(("forge.transforms", "float8") in load(settings.recipe, settings.overrides).used))
 
 
-def facts(settings: Settings) -> Facts:
+def faults() -> list[str]:
+    """Why torch cannot use the GPUs of this machine, and what to do, for a person; empty where nothing is wrong."""
+    wrong = (one for one in judge(facts()) if one.verdict == "FAIL")
+    return [f"{one.name}: {one.value()}; needed: {one.expected}. What to do: {one.remedy}" for one in wrong]
+
+
+def facts(wants_float8: bool = False) -> Facts:
     """What this machine and this torch are."""
     import torch
 
-    from forge_parallel.float8.library import NATIVE
-    from forge_train.recipe.load import load
+    from forge_parallel.accelerator import FLOAT8
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -88,8 +95,8 @@ def facts(settings: Settings) -> Facts:
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         architectures=tuple(torch.cuda.get_arch_list()) if available else (),
         devices=tuple(devices),
-        float8=NATIVE,
-        wants_float8=("forge.transforms", "float8") in load(settings.recipe, settings.overrides).used,
+        float8=FLOAT8,
+        wants_float8=wants_float8,
     )
 
 

@@ -6,6 +6,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from forge_parallel import accelerator
 from forge_parallel.launch.spawn import spawn
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, fastest, wait
@@ -17,12 +18,12 @@ _STRAGGLER = 1.05
 def examine(_: Settings) -> Iterator[Check]:
     """The step."""
     kind = device().type
-    ranks = 2 if kind == "cpu" else torch.accelerator.device_count()
+    ranks = 2 if kind == "cpu" else accelerator.count()
     if ranks < 2:
         raise Skip("this node shows one device")
     sizes = [1 << 16, 1 << 20] if kind == "cpu" else [1 << 20, 1 << 25, 1 << 29]
     found = spawn(f"{_MODULE}:rank", ranks, [kind, sizes], timeout=240)
-    backend = "gloo" if kind == "cpu" else "NCCL"
+    backend = "gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind].upper()
     for name, right in found[0]["right"].items():
         wrong = [str(index) for index, one in enumerate(found) if not one["right"][name]]
         told = "right on every rank" if right and not wrong else f"wrong on rank {', '.join(wrong)}"
@@ -50,10 +51,8 @@ def _stragglers(seconds: list[float], kind: str) -> Check:
 def rank(kind: str, sizes: list[int]) -> dict[str, object]:
     """Collective: what one rank sees."""
     index, ranks = dist.get_rank(), dist.get_world_size()
-    here = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
-    if kind != "cpu":
-        torch.accelerator.set_device_index(index)
-    group = dist.new_group(backend="gloo" if kind == "cpu" else "nccl")
+    here = torch.device(kind) if kind == "cpu" else accelerator.use(index)
+    group = dist.new_group(backend="gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind])
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     right = {name: bool(torch.equal(*work(here, index, ranks, group))) for name, work in _CASES.items()}
     rate = {}

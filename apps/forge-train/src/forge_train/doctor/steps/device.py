@@ -6,6 +6,7 @@ from time import perf_counter
 import torch
 
 from forge_core.terminal.quantities import size
+from forge_parallel import accelerator
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device
 
@@ -20,18 +21,19 @@ def examine(_: Settings) -> Iterator[Check]:
     kind = device().type
     if kind == "cpu":
         raise Skip("no accelerator is seen", "see the step torch for the reason")
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.set_device_index(index)
-        one = torch.device(kind, index)
+    for index in range(accelerator.count()):
+        one = accelerator.use(index)
         yield _memory(one)
-        torch.accelerator.empty_cache()
+        accelerator.forget_cache()
         yield _products(one)
 
 
 def _memory(one: torch.device) -> Check:
     """Numbers that tell their place are written to nearly all of the memory and read when all are there."""
     name = f"memory of device {one.index}"
-    free, _ = torch.cuda.mem_get_info(one)
+    free = accelerator.free_memory(one)
+    if free is None:
+        return Check(name, "SKIPPED", "this device does not say how much it has")
     wanted = int(free * _SHARE) // _CHUNK * _CHUNK or int(free * _SHARE) // 8 * 8
     chunk = min(wanted, _CHUNK)
     expected = "every number is read as it was written"

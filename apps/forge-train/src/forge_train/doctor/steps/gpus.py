@@ -67,9 +67,11 @@ def examine(_: Settings) -> Iterator[Check]:
     """The step: facts, judged."""
     import torch
 
-    if not torch.cuda.is_available():
+    from forge_parallel import accelerator
+
+    if accelerator.kind() != "cuda":
         raise Skip("no GPU is seen", "see the step torch for the reason")
-    return judge(facts([_bus(index) for index in range(torch.cuda.device_count())], torch.cuda.can_device_access_peer))
+    return judge(facts([_bus(index) for index in range(accelerator.count())], torch.cuda.can_device_access_peer))
 
 
 def facts(buses: Sequence[str | None], reads: Callable[[int, int], bool], root: Path = Path("/")) -> Facts:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forge_parallel.placement.device import name
+from forge_parallel.accelerator import FLOAT8, float8_fault, name
 from forge_train.doctor.peaks import Peak, peak
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.steps.measure import device, fastest
@@ -36,7 +36,7 @@ def examine(settings: Settings) -> Iterator[Check]:
     told = f"{name(here)}: report only" if known is None else ""
     for kind in _kinds(known, cpu):
         yield _judged(kind.name, _flops(_product(kind, here, *[_CPU_SQUARE if cpu else _SQUARE] * 3), here), kind.peak, told)
-    if here.type == "cuda":
+    if not cpu:
         yield _float8(here, known, told)
     for shape, rows in sorted(shapes(settings).items()):
         rows = min(rows, _CPU_ROWS) if cpu else rows
@@ -79,12 +79,10 @@ def _judged(label: str, measured: tuple[float, float], most: float | None, told:
 
 def _float8(here: torch.device, known: Peak | None, told: str) -> Check:
     """One scale for each operand."""
-    from forge_parallel.float8.library import NATIVE
-
-    label, capability = "float8, tensorwise", torch.cuda.get_device_capability(here)
-    if capability < NATIVE:
-        least = "{}.{}".format(*NATIVE)
-        return Check(label, "SKIPPED", "this GPU has no float8 products", expected=f"compute capability {least} or more")
+    label = "float8, tensorwise"
+    if fault := float8_fault(here):
+        least = "{}.{}".format(*FLOAT8)
+        return Check(label, "SKIPPED", fault, expected=f"compute capability {least} or more")
     one = torch.ones((), device=here)
     a = torch.randn(_SQUARE, _SQUARE, device=here).to(torch.float8_e4m3fn)
     b = torch.randn(_SQUARE, _SQUARE, device=here).to(torch.float8_e4m3fn)

@@ -5,19 +5,13 @@ from time import perf_counter
 
 import torch
 
-_CPU = torch.device("cpu")
+from forge_parallel import accelerator
+from forge_parallel.accelerator import wait
 
 
 def device() -> torch.device:
     """The accelerator of this process, else the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return _CPU if found is None else found
-
-
-def wait(of: torch.device) -> None:
-    """Returns when the device has done all work."""
-    if of.type != "cpu":
-        torch.accelerator.synchronize(of)
+    return torch.device(accelerator.kind())
 
 
 def fastest(work: Callable[[], object], of: torch.device, budget: float = 0.3, batch: int = 4) -> float:

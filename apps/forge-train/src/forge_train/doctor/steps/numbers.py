@@ -7,6 +7,7 @@ import torch
 from forge_core.layout import Layout
 from forge_core.protocols.model import Optimizer
 from forge_core.registry import Registry
+from forge_parallel.accelerator import float8_fault
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
@@ -91,10 +92,8 @@ def _float8(here: torch.device) -> Iterator[Check]:
     if find_spec("torchao") is None:
         yield Check(label, "SKIPPED", "torchao is not installed", remedy='pip install "forge-parallel[float8]"')
         return
-    from forge_parallel.float8.library import NATIVE
-
-    if here.type != "cuda" or torch.cuda.get_device_capability(here) < NATIVE:
-        yield Check(label, "SKIPPED", "this device has no float8 products", remedy="recipes for it leave out transforms.float8")
+    if fault := float8_fault(here):
+        yield Check(label, "SKIPPED", fault, remedy="recipes for it leave out transforms.float8")
         return
     native, emulated = (_measured("debug", here, 8, "bf16", emulate) for emulate in ("false", "true"))
     yield _rounded(label, emulated, native, 1e-2)

@@ -13,8 +13,8 @@ import torch
 from forge_core.protocols.run import Hook, StepResult
 from forge_core.registry import Registry
 from forge_core.terminal.quantities import size
+from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
 from forge_parallel.launch.environment import Launch
-from forge_parallel.placement.device import name
 from forge_train.doctor.peaks import peak
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, wait
@@ -42,6 +42,7 @@ class Watching(Hook):
         self.losses: list[float] = []
         self.waits: list[int] = []
         self.told: list[warnings.WarningMessage] = []
+        self.warned, self.peak = False, None
 
     def start(self, run: Any) -> None:
         """Starts the clock."""
@@ -73,12 +74,13 @@ def examine(settings: Settings) -> Iterator[Check]:
     yield Check("tokens per second", "PASS", rate, "tokens/s", "report only", "", "higher")
     yield Check("first step", "PASS", watching.seconds[0], "s", "report only: with compilation, where there is some")
     yield _used(resolved, rate, length, here)
-    if here.type == "cuda":
+    if watching.warned:
         waits = max(watching.waits[_WARM:])
         yield Check(
             "waits of the host in a step", "PASS", float(waits), "", "report only: none of a dense model, 1 a layer of experts"
         )
-        yield _memory(resolved, torch.cuda.max_memory_allocated(here))
+    if watching.peak is not None:
+        yield _memory(resolved, watching.peak)
 
 
 def endure(settings: Settings) -> Iterator[Check]:
@@ -118,17 +120,17 @@ def _trained(settings: Settings, here: torch.device, steps: int, limit: float = 
             "--schedule.name=constant",
         ]
         resolved = load(settings.recipe, [*settings.overrides, *changes], 1, registry)
-        if here.type == "cuda":
-            torch.cuda.set_device(here)
+        if here.index is not None:
+            use(here.index)
         run = assemble(resolved, run_directory(resolved.job), Launch(), here, registry, None)
         run.hooks = [*run.hooks, watching]
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             watching.told = told
-            if here.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(here)
-                torch.cuda.set_sync_debug_mode("warn")
+            take_peaks(here)
+            watching.warned = warns_of_waits(here)
             fit(run)
+            watching.peak = take_peaks(here).get("device_memory")
             for tracker in run.trackers:
                 tracker.close()
     return resolved, watching
