@@ -1,7 +1,8 @@
 """Pictures of learning-rate schedules, drawn by the schedules themselves when the pages are built.
 
 In a page, `curves` draws one chart for every schedule that is installed: the factor of each step of a run of 1000, a line
-for each of the settings that the schedule gives as its examples. `python docs/_ext/forge_curves.py NAME FILE.svg` writes one to a file.
+for each of the settings that the schedule gives as its examples. `python docs/_ext/forge_curves.py NAME FILE.svg` writes one
+to a file.
 """
 
 import sys
