@@ -107,7 +107,7 @@ class Run(Protocol):
         lr: learning rate of the newest step, where the optimizer has a single one.
         paused: seconds that were not training, such as evaluation.
         measured: newest result of each evaluation by the name under which it is logged, with its step; alike on all ranks.
-        marks: steps whose checkpoints have a name, such as `best`: retention spares them, and a file of that name names them.
+        marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
         due: whether hook `save` is to save this step, whatever its number.
     """
 
