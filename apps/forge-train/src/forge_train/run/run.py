@@ -148,7 +148,8 @@ class Run:
             ForgeError: no hook keeps it.
         """
         for hook in self.hooks:
-            if kept := hook.tensors(self.model).get(section):
+            kept = hook.tensors(self.model).get(section)
+            if kept is not None:  # a stage of a pipeline may have nothing that learns
                 return other_weights(self.model, kept)
         raise ForgeError(f"no hook of this run keeps weights {section!r}")
 

@@ -164,7 +164,7 @@ class Run(Protocol):
         ...
 
     def weights(self, section: str) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that a hook keeps in this section (`Hook.tensors`); afterwards its own, bit by bit."""
+        """Inside, the model has the weights that a hook keeps in a section (`Hook.tensors`); then its own again, bit by bit."""
         ...
 
 
