@@ -16,6 +16,7 @@ from forge_train.components.hooks import Ema
 from forge_train.hooks.ema import EmaHook
 from forge_train.inference.evaluate import recipe_for, scores
 from forge_train.inference.open import open_weights
+from forge_train.plan.dry_run import planned
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -133,7 +134,7 @@ def test_it_is_evaluated_and_read_on_request(recipe: Path, tmp_path: Path) -> No
 def test_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain.toml"
     plain.write_text(TINY)
-    run, _ = prepared(plain, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=1"])
+    run, _ = prepared(plain, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=2"])
     fit(run)
     with pytest.raises(ForgeError, match="has no weights 'ema'"):
         open_weights(tmp_path / "run", Registry(), "ema")
@@ -211,3 +212,19 @@ def test_hooks_in_an_order_that_cannot_work_are_refused(tmp_path: Path, hooks: s
     with pytest.raises(ForgeError, match=says) as refused:
         load(path, [], 1, Registry())
     assert key in str(refused.value)
+
+
+def test_a_plan_counts_it(recipe: Path, tmp_path: Path) -> None:
+    """Four bytes a parameter of the rank, and it says so."""
+    plain = tmp_path / "plain.toml"
+    plain.write_text(TINY)
+    registry, found = Registry(), []
+    for which in (plain, recipe):
+        resolved = load(which, [], 2, registry)
+        assert resolved.layout is not None
+        found.append(planned(resolved.job, resolved.layout, registry, 2))
+    without, with_it = (plan.ranks[0] for plan in found)
+    assert with_it.parameters == without.parameters and without.optimizer > 2 * with_it.parameters
+    assert with_it.optimizer - without.optimizer == with_it.parameters, "the average of fp32 weights is as large as they are"
+    assert sum(with_it.peak.values()) >= sum(without.peak.values()) + with_it.parameters
+    assert ("such as its average" in found[1].method, "such as its average" in found[0].method) == (True, False)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.protocols.model import Optimizer
+from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import Blueprint
@@ -17,7 +18,6 @@ from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
 from forge_parallel.settle import Settled, settled
-from forge_train.components.hooks import Ema
 from forge_train.recipe.schema import Job
 from forge_train.run.assemble import plan_of
 
@@ -25,7 +25,7 @@ METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
     "that is not there. "
 )
-KEPT = "The average that hook 'ema' keeps of the weights is counted with the optimizer's state. "
+KEPT = "What hooks keep of each parameter, such as its average, is counted with the optimizer's state. "
 ON_CPU = "Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less (see --device), and "
 ON_GPU = (
     "Memory within a step is that of attention as a GPU keeps it, its output and log-sum-exp, and what a CPU asks for elsewhere: "
@@ -139,7 +139,7 @@ def planned(
     groups = groups_of(layout, per_node)
     step = workload.micro_batches, workload.rows, workload.length
     experts = getattr(job.model, "moe", None) is not None
-    keeps = any(isinstance(hook, Ema) for hook in job.hooks)
+    keeps = bool(_keeping(job))
     return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding, keeps)
 
 
@@ -187,10 +187,16 @@ class _Keeping:
         return {**self._optimizer.state(), **self._kept}
 
 
+def _keeping(job: Job) -> list[Hook]:
+    """The hooks of a recipe that keep tensors."""
+    hooks = [component.build() for component in job.hooks]
+    return [hook for hook in hooks if type(hook).tensors is not Hook.tensors]
+
+
 def _with_kept(job: Job, model: ParallelModel) -> Any:
     """The optimizer of a recipe, and what its hooks keep for each parameter."""
     optimizer, kept = shards.build(job.optimizer, model), {}
-    for hook in (component.build() for component in job.hooks if isinstance(component, Ema)):
+    for hook in _keeping(job):
         kept |= hook.tensors(model)
     return _Keeping(optimizer, kept) if kept else optimizer
 

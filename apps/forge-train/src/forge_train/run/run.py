@@ -14,6 +14,7 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
+from forge_parallel.build.other_weights import other_weights
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
@@ -22,7 +23,6 @@ from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step, StepResult
 from forge_train.recipe.schema import Job
 from forge_train.run.health import Health
-from forge_train.run.other_weights import other_weights
 from forge_train.run.stop import Stop
 
 if TYPE_CHECKING:
