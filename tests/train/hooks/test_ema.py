@@ -134,7 +134,7 @@ def test_it_is_evaluated_and_read_on_request(recipe: Path, tmp_path: Path) -> No
 def test_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain.toml"
     plain.write_text(TINY)
-    run, _ = prepared(plain, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=2"])
+    run, _ = prepared(plain, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3"])
     fit(run)
     with pytest.raises(ForgeError, match="has no weights 'ema'"):
         open_weights(tmp_path / "run", Registry(), "ema")
