@@ -12,7 +12,7 @@ MARK = "best"
 
 class BestHook(Hook):
     """Where an evaluation is better than all before, hook `save` saves this step, the file `best` names that checkpoint, and
-    retention spares it until a better one is durable. Initial weights are no candidate."""
+    retention spares it until a better one is durable. Initial weights do not count."""
 
     def __init__(self, metric: str, mode: Mode = "min") -> None:
         self.improvement = Improvement(metric, mode)

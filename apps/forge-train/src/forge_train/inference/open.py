@@ -16,7 +16,7 @@ def open_weights(path: Path, registry: Registry, weights: str = "model") -> Weig
     """The weights at `path`: of a run, a checkpoint, or a folder in the Hugging Face format.
 
     Args:
-        weights: which ones of a checkpoint: the model's, or what a hook kept beside them, such as `ema`.
+        weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
 
     Raises:
         ForgeError: there is nothing of that kind; see the converters.

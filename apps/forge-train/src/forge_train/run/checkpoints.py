@@ -44,7 +44,7 @@ def _learned(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
 
 
 def _is_of_run(name: str) -> bool:
-    """Whether a tensor of a checkpoint is one of `pieces`; hooks have sections of their own."""
+    """Whether a tensor of a checkpoint is one of `pieces`; those of hooks are in other sections."""
     return name.partition("/")[0] in ("model", "optimizer")
 
 

@@ -108,7 +108,7 @@ class Run(Protocol):
         paused: seconds that were not training, such as evaluation.
         measured: newest result of each evaluation by the name under which it is logged, with its step; alike on all ranks.
         marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
-        due: whether hook `save` is to save this step, whatever its number.
+        due: whether hook `save` is to save this step, due by its number or not.
     """
 
     paused: float
