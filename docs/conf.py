@@ -10,7 +10,15 @@ project = "Forge"
 author = "the authors of Forge"
 version = release = metadata.version("forge-core")
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "forge_components", "forge_api", "forge_house"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "myst_parser",
+    "forge_components",
+    "forge_api",
+    "forge_house",
+    "forge_curves",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "Forge"

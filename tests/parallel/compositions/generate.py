@@ -21,6 +21,7 @@ from forge_core.errors import Caution, ForgeError
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
+from forge_models.components.objectives import CrossEntropy
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.features import DEFAULTS, features
 from forge_parallel.verify import proven
@@ -58,6 +59,7 @@ ALTERNATIVES = (
     ("", "etp"),
     ("", "ep_in_turn"),
     ("", "tied"),
+    ("", "label_smoothing"),
 )
 """What a row chooses: one of each line."""
 
@@ -129,7 +131,7 @@ def declared_features() -> set[str]:
     classes = [registry.load(group, name) for group in groups for name in registry.names(group)]
     found = {
         item.name
-        for cls in (*classes, Parallel, Precision, Decoder)
+        for cls in (*classes, Parallel, Precision, Decoder, CrossEntropy)
         for info in fields_of(cls)
         for item in declared(info)
         if isinstance(item, Feature)

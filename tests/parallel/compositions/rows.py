@@ -139,11 +139,15 @@ def rows_of(row: frozenset[str]) -> tuple[int, int]:
     return 4 * layout_of(row).data, 1 if "accumulate" in row else 4
 
 
+def objective_of(row: frozenset[str]) -> CrossEntropy:
+    """With a z term, which no layout is told of."""
+    return CrossEntropy(z_loss=1e-2, label_smoothing=0.1 if "label_smoothing" in row else 0.0)
+
+
 def case_of(row: frozenset[str]) -> Case:
     """In fp64; `measured` takes another precision from the case that it is given."""
     total, micro_batch = rows_of(row)
-    objective = CrossEntropy(z_loss=1e-2).build()
-    return Case(decoder_of(row).build, objective, AdamW(lr=1e-2).build, VOCAB, LENGTH, total, micro_batch)
+    return Case(decoder_of(row).build, objective_of(row).build(), AdamW(lr=1e-2).build, VOCAB, LENGTH, total, micro_batch)
 
 
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
@@ -164,6 +168,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
     return replace(
         base,
         model=decoder_of(row),
+        objective=objective_of(row),
         transforms=MappingProxyType(transforms_of(row)),
         parallel=Parallel(pipeline=pipeline, **sizes),
         precision=precision_of(row),

@@ -77,6 +77,9 @@ class ScriptedRun:
         )
         self.step = self
         self.stop = Stop(self.total)
+        self.measured: dict[str, tuple[int, float]] = {}
+        self.marks: dict[str, int] = {}
+        self.due = False
 
     def log(self, values: dict[str, float]) -> None:
         self.logged.append((self.state.step, dict(values)))

@@ -1,9 +1,13 @@
 """Schedules against closed forms and torch's own schedulers."""
 
+import importlib
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,10 +16,24 @@ from hypothesis import strategies as st
 
 from forge_core.errors import ConfigError
 from forge_core.layout import Layout
-from forge_train.components.schedules import Constant, Cosine, Linear, MultiStep, Schedule, Wsd
+from forge_core.registry import Registry
+from forge_train.components.schedules import (
+    Constant,
+    Cosine,
+    CosineRestarts,
+    InverseSqrt,
+    Linear,
+    MultiStep,
+    Rex,
+    Schedule,
+    Unscheduled,
+    Wsd,
+)
 from forge_train.recipe.checks import schedule_fits
+from forge_train.run.run import Run, State
 
-EVERY = [Constant, Cosine, Linear, MultiStep, Wsd]
+REGISTERED = {entry.name: Registry().load_entry(entry) for entry in Registry().of("forge.schedules")}
+EVERY = [schedule for schedule in REGISTERED.values() if issubclass(schedule, Schedule)]
 
 
 def torch_curve(make, steps):
@@ -133,3 +151,106 @@ def test_multi_step_names_what_does_not_fit() -> None:
         MultiStep(at=(0.5, 0.5), factors=(0.1, 0.2))
     assert [fault.key for fault in MultiStep(warmup=6, at=(0.5,), factors=(0.1,)).faults(10)] == ["schedule.at"]
     assert MultiStep(warmup=5, at=(0.5,), factors=(0.1,)).faults(10) == []
+
+
+def test_every_schedule_but_one_has_a_warm_up() -> None:
+    assert set(REGISTERED.values()) - set(EVERY) == {Unscheduled}
+    assert [Unscheduled().build(5)(step) for step in range(6)] == [1.0] * 6
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_warm_up_rises_in_a_line_to_the_full_rate(kind: type[Schedule], tmp_path) -> None:
+    for example in kind.examples(tmp_path):
+        factor = replace(example, warmup=40).build(1000)
+        assert [factor(step) for step in range(40)] == pytest.approx([(step + 1) / 40 for step in range(40)], abs=1e-15)
+        assert factor(40) == pytest.approx(1.0, abs=0.02), "the decay begins where the warm-up ends"
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_schedule_multiplies_with_the_rate_of_a_data_phase(name: str) -> None:
+    """`Run.update` gives the optimizer the product of both, at the step that is being done."""
+    given: list[float] = []
+    factor = REGISTERED[name]().build(100)
+    run = SimpleNamespace(
+        watch=SimpleNamespace(enter=lambda doing: None),
+        job=SimpleNamespace(train=SimpleNamespace(grad_clip=None)),
+        factor=factor,
+        data=SimpleNamespace(lr_scale=lambda step: 0.25 if step >= 60 else 1.0),
+        optimizer=SimpleNamespace(set_factor=given.append, step=lambda skip: None, zero_grad=lambda: None),
+        state=State(0, 0, {}),
+    )
+    for step in range(100):
+        run.state.step = step
+        Run.update(run, SimpleNamespace(skip=None))  # pyright: ignore[reportArgumentType]
+    assert given == [factor(step) * (0.25 if step >= 60 else 1.0) for step in range(100)]
+
+
+def test_rex_is_the_published_profile() -> None:
+    """Chen, Wolfe and Kyrillidis (2021): (1 - z) / (1/2 + 1/2 (1 - z)) with z = t / T; at half of the budget 2/3 are left."""
+    factor = Rex().build(200)
+    assert factor(100) == pytest.approx(2 / 3, abs=1e-15)
+    assert [factor(t) for t in range(200)] == pytest.approx([2 * (200 - t) / (400 - t) for t in range(200)], abs=1e-14)
+    later = Rex(warmup=10, min_ratio=0.1).build(210)
+    assert {s: later(s) for s in (9, 10, 110, 210)} == pytest.approx(
+        {9: 1.0, 10: 1.0, 110: 0.1 + 0.9 * 2 / 3, 210: 0.1}, abs=1e-14
+    )
+
+
+def test_inverse_sqrt_is_that_of_the_paper() -> None:
+    """Vaswani et al. (2017), 5.3: min(n^-0.5, n * W^-1.5) of step n = 1, 2, ..., here with its largest value as the full rate."""
+    factor = InverseSqrt(warmup=16).build(1000)
+    paper = [min(n**-0.5, n * 16**-1.5) * 4 for n in range(1, 1001)]
+    assert [factor(s) for s in range(1000)] == pytest.approx(paper, abs=1e-15)
+
+
+def test_inverse_sqrt_without_a_warm_up_and_with_a_timescale() -> None:
+    bare = InverseSqrt().build(100)
+    assert [bare(s) for s in (0, 3, 24, 99)] == pytest.approx([1.0, 0.5, 0.2, 0.1], abs=1e-15)
+    slow = InverseSqrt(warmup=10, timescale=300).build(1000)  # full at step 9, and 900 steps later at half
+    assert [slow(s) for s in (4, 9, 909)] == pytest.approx([0.5, 1.0, 0.5], abs=1e-15)
+
+
+@pytest.mark.parametrize(("first", "growth", "steps"), [(25, 1, 100), (10, 2, 70), (5, 3, 200)])
+def test_restarts_equal_torch(first: int, growth: int, steps: int) -> None:
+    count = {100: 4, 70: 3, 200: 4}[steps]  # 25 * 4, 10 + 20 + 40, 5 + 15 + 45 + 135
+    expected = torch_curve(
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=first, T_mult=growth, eta_min=0.1), steps
+    )
+    factor = CosineRestarts(cycles=count, growth=float(growth), min_ratio=0.1).build(steps)
+    assert [factor(s) for s in range(steps)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_peaks_of_restarts_sink() -> None:
+    factor = CosineRestarts(warmup=4, cycles=3, peak=0.5, min_ratio=0.1).build(64)
+    assert [factor(s) for s in (4, 14, 24, 34, 44, 54, 64)] == pytest.approx([1.0, 0.55, 0.5, 0.3, 0.25, 0.175, 0.1], abs=1e-12)
+    assert factor(65) == 0.1
+
+
+def test_cycles_that_do_not_fit_are_refused_before_anything_starts() -> None:
+    assert CosineRestarts(cycles=10).faults(10) == []
+    job = SimpleNamespace(schedule=CosineRestarts(warmup=1, cycles=10), train=SimpleNamespace(max_steps=10))
+    (fault,) = schedule_fits(job, Layout())
+    assert fault.key == "schedule.cycles" and "do not fit in the 9 steps" in fault.message
+    assert [fault.key for fault in CosineRestarts(cycles=3, growth=100.0).faults(50)] == ["schedule.cycles"]
+    assert [fault.key for fault in CosineRestarts(cycles=3, growth=1e300).faults(50)] == ["schedule.cycles"]
+    with pytest.raises(ValueError, match=r"below min_ratio = 0\.3; raise peak or lower min_ratio"):
+        CosineRestarts(cycles=3, peak=0.5, min_ratio=0.3)
+
+
+def test_the_pages_have_a_picture_of_every_schedule(monkeypatch) -> None:
+    """Drawn by the schedules: a line for each example, the same at every build."""
+    root = Path(__file__).parents[3]
+    monkeypatch.syspath_prepend(str(root / "docs" / "_ext"))
+    curves = importlib.import_module("forge_curves")
+    drawn = dict(curves.pictures())
+    assert drawn.keys() == REGISTERED.keys()
+    assert drawn == dict(curves.pictures())
+    page = (root / "docs/concepts/training.md").read_text()
+    assert ":::{curves}" in page
+    for name, svg in drawn.items():
+        assert f"| `{name}` |" in page, "its closed form is on the page"
+        picture = ElementTree.fromstring(svg)
+        points = [line.get("points", "") for line in picture.iter() if line.tag.endswith("polyline")]
+        assert len(points) == len(list(REGISTERED[name].examples(Path()))), name
+    assert curves.curve(Linear())[250] == (250.0, 0.75)
+    assert curves.settings(Wsd(warmup=50, shape="sqrt")) == "shape = sqrt"

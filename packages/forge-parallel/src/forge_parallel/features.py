@@ -56,6 +56,7 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
     found += _options(job.model, "model", sizes)
+    found += _options(getattr(job, "objective", None), "objective", sizes)
     if layout.world > 1:
         for section in ("model", "objective"):
             found += _brought(getattr(job, section, None), section)

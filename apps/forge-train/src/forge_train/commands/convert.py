@@ -30,6 +30,7 @@ def convert(
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
+    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
@@ -48,18 +49,19 @@ def convert(
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     options: dict[str, Any] = {"family": family, "max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer and str(tokenizer)}
     given = {name: value for name, value in options.items() if value is not None}
-    reader = converter(registry, from_, {"ignore": tuple(ignore)} if ignore else {})
+    kept = {} if weights == "model" else {"weights": weights}
+    reader = converter(registry, from_, kept | ({"ignore": tuple(ignore)} if ignore else {}))
     writer = converter(registry, to, given)
     origin = reader.read(source)
-    weights = origin if dtype is None else Cast(origin, DTYPES[dtype])
+    converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, source, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and "tokenizer" in _options(registry, to) and write_tokenizer(origin, Path(folder), registry):
             writer = converter(registry, to, given | {"tokenizer": folder})
-        writer.write(target, weights)
+        writer.write(target, converted)
     try:
         again = writer.read(target)
-        same(weights, again)
+        same(converted, again)
         notes.append(f"{target}: {compared(writer, target, again)}")
     except BaseException:
         aside = target.with_name(f"{target.name}.refused")

@@ -14,6 +14,7 @@ def evaluate(
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="Take all sections but the model from this recipe.", show_default=False)
     ] = None,
+    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Evaluate a checkpoint on held-out sets: those of its recipe, or others by --data.evaluation.NAME.name=text ...
@@ -33,18 +34,18 @@ def evaluate(
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first, code = where.rank == 0, 0
     try:
-        weights = open_weights(checkpoint, registry)
-        resolved = recipe_for(weights, recipe, context.args, where.size, registry)
+        opened = open_weights(checkpoint, registry, weights)
+        resolved = recipe_for(opened, recipe, context.args, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout)
         found = []
-        for score in scores(weights, resolved, device, registry, console.note if first else lambda _: None):
+        for score in scores(opened, resolved, device, registry, console.note if first else lambda _: None):
             found.append(asdict(score))
             if first and not as_json:
                 bits = f"  {score.bits_per_byte:.4f} bits per byte" if score.bits_per_byte is not None else ""
                 numbers = f"loss {score.loss:.4f}  perplexity {score.perplexity:.2f}{bits}"
                 console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
         if first and as_json:
-            console.document({"checkpoint": weights.facts.origin, "step": weights.facts.step, "sets": found})
+            console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": found})
         process_group.stop()
     except ForgeError as refusal:
         if where.size == 1:

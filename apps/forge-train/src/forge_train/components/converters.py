@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 class Forge(Component):
     """Forge's checkpoints: a run's directory, a directory of checkpoints, or one checkpoint, of any layout."""
 
+    weights: str = "model"
+    """Which weights are read: `model`, or what a hook kept next to them, such as `ema`, their average."""
+
     def build(self) -> "ForgeConverter":
         from forge_train.inference.forge_weights import ForgeConverter
 
-        return ForgeConverter()
+        return ForgeConverter(self.weights)

@@ -1,11 +1,11 @@
 """Hooks as they are chosen in `[[hooks]]`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
-from forge_core.component import FREE, Component
+from forge_core.component import FREE, IDENTITY, Component
 
 if TYPE_CHECKING:
     from forge_core.protocols.run import Hook
@@ -53,11 +53,72 @@ class Evaluate(Component):
     """Optimizer steps between two evaluations; the last step of the run is always evaluated."""
     at_start: bool = False
     """Also evaluate the initial weights, before the first step."""
+    weights: Literal["model", "ema"] = "model"
+    """Whose weights: the model's, or their average, which hook `ema` keeps. Results of the average have `@ema` in their names."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.evaluate import EvaluateHook
 
-        return EvaluateHook(every=self.every, at_start=self.at_start)
+        return EvaluateHook(every=self.every, at_start=self.at_start, weights=self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ema(Component):
+    """Keeps an exponential moving average of the weights, in checkpoints too; `evaluate` and `sample` use it when asked."""
+
+    key_class: ClassVar = FREE
+
+    decay: Annotated[float, Gt(0), Lt(1)] = 0.999
+    """What stays of the average m at each update: m = decay m + (1 - decay) w, with w the weights."""
+    start: Annotated[int, Ge(0)] = 0
+    """The average begins as the weights after this optimizer step; 0 takes the initial ones."""
+    every: Annotated[int, Gt(0)] = 1
+    """Optimizer steps between two updates of the average."""
+    dtype: Annotated[Literal["fp32", "weights"], IDENTITY] = "fp32"
+    """Of the average: fp32, or that of the weights, in which a decay near 1 may round to nothing. fp64 weights keep fp64."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.ema import EmaHook
+
+        return EmaHook(decay=self.decay, start=self.start, every=self.every, dtype=self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best(Component):
+    """Saves where an evaluation is better than all before; retention spares that checkpoint, and the file `best` names it."""
+
+    key_class: ClassVar = FREE
+
+    metric: str = "evaluation/held_out/loss"
+    """The result that counts, by the name under which it is logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more is better."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.best import BestHook
+
+        return BestHook(metric=self.metric, mode=self.mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStop(Component):
+    """Ends the run when evaluations no longer get better, with a checkpoint and exit code 0."""
+
+    key_class: ClassVar = FREE
+
+    metric: str = "evaluation/held_out/loss"
+    """The result that counts, by the name under which it is logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less or more is better."""
+    patience: Annotated[int, Gt(0)] = 3
+    """Evaluations in a row that may be no better than the best one; the last of them ends the run."""
+    min_delta: Annotated[float, Ge(0)] = 0.0
+    """By how much a result has to be better than the best one to count as better."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.early_stop import EarlyStopHook
+
+        return EarlyStopHook(metric=self.metric, mode=self.mode, patience=self.patience, min_delta=self.min_delta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +183,8 @@ class Sample(Component):
     """Leaves out tokens below this fraction of the most likely one's probability."""
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Above 1, tokens that already occurred become less likely."""
+    weights: Literal["model", "ema"] = "model"
+    """Whose weights: the model's, or their average, which hook `ema` keeps."""
 
     def build(self) -> "Hook":
         from forge_train.hooks.sample import SampleHook
@@ -135,4 +198,5 @@ class Sample(Component):
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            weights=self.weights,
         )

@@ -1,73 +1,18 @@
-"""Learning-rate schedules as they are chosen in `[schedule]`, and their arithmetic.
+"""Learning-rate schedules as they are chosen in `[schedule]`; `forge_train.schedules.curves` has their arithmetic."""
 
-A run of S steps calls the function with s = 0 ... S - 1. Progress p of a decay from `start` to `stop` is
-(s - start) / (stop - start), so the first step of a decay still runs at the full rate and `floor` would be reached one
-step after the last: no step of a run has the factor 0, not even with `floor` = 0.
-"""
-
-import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from forge_core.component import FREE, Component
 from forge_core.errors import ConfigError, Fault
+from forge_train.schedules.curves import Factor, constant, cycles, decayed, falling, restarted, stepped, warmed
 
-Factor = Callable[[int], float]
-"""Optimizer step 0, 1, ... -> factor on every group's learning rate; never 0 for a step of the run."""
-
-SHAPES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
-    {
-        "linear": lambda p: 1.0 - p,
-        "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
-        "sqrt": lambda p: math.sqrt(1.0 - p),
-        "one_minus_sqrt": lambda p: 1.0 - math.sqrt(p),
-    }
-)
-"""Decay curves: progress in [0, 1] -> what is left of the full rate; 1 at 0, 0 at 1."""
-
-
-def constant(step: int) -> float:  # noqa: ARG001 (a factor is given the step)
-    """1 at every step."""
-    return 1.0
-
-
-def decayed(shape: str, *, start: int, stop: int, floor: float) -> Factor:
-    """1 before `start`, then floor + (1 - floor) * shape(p), and `floor` from `stop` on."""
-    curve = SHAPES[shape]
-    length = stop - start
-
-    def factor(step: int) -> float:
-        if step < start:
-            return 1.0
-        if step >= stop:
-            return floor
-        return floor + (1.0 - floor) * curve((step - start) / length)
-
-    return factor
-
-
-def stepped(starts: Sequence[int], factors: Sequence[float]) -> Factor:
-    """1 before the first start, then `factors[i]` from step `starts[i]` on; starts ascend."""
-
-    def factor(step: int) -> float:
-        return ([1.0, *factors])[bisect_right(starts, step)]
-
-    return factor
-
-
-def warmed(warmup: int, after: Factor) -> Factor:
-    """(s + 1) / warmup for the first `warmup` steps, so that the first is not lost at rate 0; then `after`."""
-
-    def factor(step: int) -> float:
-        return (step + 1) / warmup if step < warmup else after(step)
-
-    return factor
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +43,14 @@ class Schedule(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unscheduled(Component):
+    """The optimizer's own rate at every step: f(s) = 1. It has no key; with a warm-up it is `constant`."""
+
+    def build(self, steps: int) -> Factor:
+        return constant
+
+
+@dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
     """The full rate after the warm-up."""
 
@@ -120,31 +73,110 @@ class Decaying(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Decaying):
-    """Half a cosine from the full rate after the warm-up to `min_ratio` at the end (Loshchilov and Hutter, 2017)."""
+class Curve(Decaying):
+    """One of `SHAPES` over the progress p from the end of the warm-up to the end of the run."""
 
     key_class: ClassVar = FREE
+    shape: ClassVar[str]
 
-    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Factor that the curve reaches just after the last step, relative to the full rate."""
 
     def build(self, steps: int) -> Factor:
         self.refuse(steps)
-        return warmed(self.warmup, decayed("cosine", start=self.warmup, stop=steps, floor=self.min_ratio))
+        return warmed(self.warmup, decayed(self.shape, start=self.warmup, stop=steps, floor=self.min_ratio))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Decaying):
-    """A straight line from the full rate after the warm-up to `min_ratio` at the end."""
+class Cosine(Curve):
+    """Half a cosine, (1 + cos(pi p)) / 2, from the full rate after the warm-up to `min_ratio` (Loshchilov and Hutter, 2017)."""
+
+    key_class: ClassVar = FREE
+    shape: ClassVar[str] = "cosine"
+
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
+    """Factor that the curve reaches just after the last step, relative to the full rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Curve):
+    """A straight line, 1 - p, from the full rate after the warm-up to `min_ratio` at the end."""
+
+    shape: ClassVar[str] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rex(Curve):
+    """(1 - p) / (1/2 + (1 - p)/2) over the progress p: above `linear` all the way (Chen et al., 2021, REX)."""
+
+    shape: ClassVar[str] = "rex"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSqrt(Decaying):
+    """After the warm-up, 1 / sqrt of the step: sqrt(warmup / (s + 1)) (Vaswani et al., 2017). It does not know the run's end."""
 
     key_class: ClassVar = FREE
 
-    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Factor that the line reaches just after the last step, relative to the full rate."""
+    timescale: Annotated[int, Gt(0)] | None = None
+    """Steps t of the curve sqrt(t / (t + n)), n steps after the last one of the full rate; none takes `warmup`, at least 1."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[InverseSqrt]":
+        """The curve of the paper, and a slower one."""
+        return (cls(warmup=100), cls(warmup=100, timescale=400))
 
     def build(self, steps: int) -> Factor:
         self.refuse(steps)
-        return warmed(self.warmup, decayed("linear", start=self.warmup, stop=steps, floor=self.min_ratio))
+        full = max(self.warmup, 1) - 1
+        return warmed(self.warmup, falling(full, self.timescale or full + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineRestarts(Decaying):
+    """Cosines in cycles, each back at the full rate at its first step (Loshchilov and Hutter, 2017, SGDR)."""
+
+    key_class: ClassVar = FREE
+
+    cycles: Annotated[int, Gt(0)] = 4
+    """Cycles between the warm-up and the end of the run, which is the end of the last one."""
+    growth: Annotated[float, Ge(1)] = 1.0
+    """How many times as long as the cycle before each one is (the paper's T_mult); borders are rounded to a step."""
+    peak: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Factor of each restart's rate on that of the restart before; 1 as published."""
+    min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Factor that each cycle reaches just after its last step, relative to the full rate."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[CosineRestarts]":
+        """Even cycles, and cycles that grow while their peaks sink."""
+        return (cls(warmup=50), cls(warmup=50, cycles=3, growth=2.0, peak=0.7, min_ratio=0.05))
+
+    def __post_init__(self) -> None:
+        if self.peak ** (self.cycles - 1) < self.min_ratio:
+            raise ValueError(
+                f"the last of {self.cycles} cycles begins at peak^{self.cycles - 1} = {self.peak ** (self.cycles - 1):g}, below "
+                f"min_ratio = {self.min_ratio:g}; raise peak or lower min_ratio"
+            )
+
+    def borders(self, steps: int) -> tuple[int, ...]:
+        """The first step of each cycle, and the end of the last one, in a run of `steps`."""
+        return cycles(self.warmup, steps, self.cycles, self.growth)
+
+    def faults(self, steps: int) -> list[Fault]:
+        """Those of every decay, and a cycle without a step."""
+        faults = super().faults(steps)
+        if not faults and any(before == after for before, after in pairwise(self.borders(steps))):
+            message = (
+                f"{self.cycles} cycles, each {self.growth:g} times as long as the one before, do not fit in the "
+                f"{steps - self.warmup} steps after the warm-up (train.max_steps = {steps}): one has no step"
+            )
+            faults.append(Fault("schedule.cycles", message, hint="lower schedule.cycles or schedule.growth"))
+        return faults
+
+    def build(self, steps: int) -> Factor:
+        self.refuse(steps)
+        return warmed(self.warmup, restarted(self.borders(steps), self.peak, self.min_ratio))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +191,12 @@ class Wsd(Schedule):
     """Curve of the decay over its progress p: 1 - p, (1 + cos(pi p)) / 2, sqrt(1 - p), or 1 - sqrt(p) (Haegele et al., 2024)."""
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Factor that the decay reaches just after the last step, relative to the full rate."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Wsd]":
+        """One for each curve of the decay."""
+        shapes = ("linear", "cosine", "sqrt", "one_minus_sqrt")
+        return tuple(cls(warmup=50, shape=shape) for shape in shapes)
 
     def decay_steps(self, steps: int) -> int:
         """Optimizer steps of the decay in a run of `steps`."""

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
+from forge_core.errors import ForgeError
+
 STEPS = (1000, 10_000)
 """Lengths of the runs that are tried."""
+SHORT = (*range(1, 24), 100, 1000)
+"""Lengths that leave no room for what a schedule has to fit in."""
 
 
 def check_factors(component: Any) -> None:
@@ -37,6 +41,25 @@ def check_beyond(component: Any) -> None:
         except Exception as error:
             raise AssertionError(f"factor of step {steps} of {steps}, the end, has no answer: {error!r}") from error
         assert isfinite(value) and value >= 0, f"factor of step {steps} of {steps}, the end, is {value!r}"
+
+
+def check_fits(component: Any) -> None:
+    """Where a part says by `faults(steps)` whether it fits a run, `build` agrees at every length, so that a run that its check
+    lets through is not refused later: what has a fault is refused, and what has none gives a factor at each step."""
+    faults = getattr(component, "faults", None)
+    if faults is None:
+        return
+    for steps in SHORT:
+        found = faults(steps)
+        try:
+            factor = component.build(steps)
+        except ForgeError as error:
+            assert found, f"`faults` has nothing against a run of {steps} steps, but `build` refuses it: {error}"
+            continue
+        assert not found, f"`build` takes a run of {steps} steps, in spite of the fault {found[0]}"
+        for step in range(steps):
+            value = factor(step)
+            assert isfinite(value) and value >= 0, f"factor of step {step} of {steps} is {value!r}"
 
 
 def _same(factor: Callable[[int], float], begun: int, wanted: list[float], who: str) -> None:

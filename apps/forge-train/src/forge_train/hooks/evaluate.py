@@ -3,16 +3,19 @@
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 from forge_core.batch import Batch
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
+from forge_train.hooks.results import metrics
 
 _log = logging.getLogger(__name__)
 
 
 class EvaluateHook(Periodic):
-    """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`.
+    """Evaluates every set on all ranks and logs `evaluation/NAME/loss` (nats per token) and `.../perplexity`. With the weights of
+    another hook, the average for one, `NAME@ema` takes the place of the name.
 
     Each rank reads its own share of a set; the step sums loss and valid tokens over all ranks before it divides, so
     the result does not depend on how many ranks there are.
@@ -20,9 +23,9 @@ class EvaluateHook(Periodic):
 
     leisurely = True
 
-    def __init__(self, every: int = 500, at_start: bool = False) -> None:
+    def __init__(self, every: int = 500, at_start: bool = False, weights: str = "model") -> None:
         super().__init__(every)
-        self.at_start = at_start
+        self.at_start, self.weights = at_start, weights
 
     def start(self, run: Run) -> None:
         """Evaluates the initial weights when asked to."""
@@ -32,6 +35,10 @@ class EvaluateHook(Periodic):
 
     def act(self, run: Run) -> None:
         """Evaluates every set; a run that is asked to stop meanwhile leaves it, without a result."""
+        with nullcontext() if self.weights == "model" else run.weights(self.weights):
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
         values: dict[str, float] = {}
         for name, held_out in run.evaluations.items():
             batches = held_out.batches(run.topology.data_rank, run.topology.data_size, run.job.train.micro_batch)
@@ -41,10 +48,11 @@ class EvaluateHook(Periodic):
             if result.tokens == 0:
                 _log.warning("evaluation set %r has no token to predict; it is skipped", name)
                 continue
-            values[f"evaluation/{name}/loss"] = result.loss
-            values[f"evaluation/{name}/perplexity"] = perplexity(result.loss)
+            results = result.loss, perplexity(result.loss)
+            values |= dict(zip(metrics(name, self.weights), results, strict=True))
         if not values:
             return
+        run.measured.update({metric: (run.state.step, value) for metric, value in values.items()})
         run.log({**values, "tokens": run.state.tokens})
         if run.console is not None:
             run.console.print("  ".join([f"step {run.state.step}", *_described(values)]), highlight=False)

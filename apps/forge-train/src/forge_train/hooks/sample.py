@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from forge_core.durable import replace_file
@@ -37,11 +38,12 @@ class SampleHook(Periodic):
         top_p: float = 0.95,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        weights: str = "model",
     ) -> None:
         super().__init__(every)
         self.prompts, self.max_tokens = prompts, max_tokens
         self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-        self.repetition_penalty = repetition_penalty
+        self.repetition_penalty, self.weights = repetition_penalty, weights
 
     def check(self, run: Run) -> None:
         """Refuses a run without a tokenizer."""
@@ -72,7 +74,8 @@ class SampleHook(Periodic):
             return run.topology.from_first(tokens)
 
         try:
-            with run.model.inference(whole_sequences=True):
+            other = nullcontext() if self.weights == "model" else run.weights(self.weights)
+            with other, run.model.inference(whole_sequences=True):
                 generated = generate(
                     run.model.part, prompts, sampling, max_tokens=self.max_tokens, eos=tokenizer.eos, agree=agree
                 )

@@ -1,11 +1,12 @@
 """Saves checkpoints."""
 
-from forge_core.protocols.run import Run
+from forge_core.protocols.run import Run, StepResult
 from forge_train.hooks.periodic import Periodic
 
 
 class SaveHook(Periodic):
-    """Saves every `checkpoint.every` steps and when the run ends; a step that is saved is not saved again."""
+    """Saves every `checkpoint.every` steps, when another hook says that a step is due, and when the run ends; a step that is
+    saved is not saved again, unless it became due since."""
 
     def __init__(self) -> None:
         super().__init__(every=0)
@@ -14,7 +15,24 @@ class SaveHook(Periodic):
         """Step 0 is what seed and recipe give back; a larger one was restored from a checkpoint of that step."""
         self.every = run.job.checkpoint.every
         self.acted = run.state.step
+        self._save_due(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Saves when due."""
+        super().after_step(run, result)
+        self._save_due(run)
+
+    def finish(self, run: Run) -> None:
+        """Saves the last step."""
+        super().finish(run)
+        self._save_due(run)
 
     def act(self, run: Run) -> None:
         """Writes a checkpoint of this step."""
+        run.due = False
         run.save()
+
+    def _save_due(self, run: Run) -> None:
+        if run.due:
+            self.acted = -1
+            self.once(run)

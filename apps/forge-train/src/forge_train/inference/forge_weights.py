@@ -52,16 +52,31 @@ def table_of(component: Component, registry: Registry) -> dict[str, Any]:
 
 
 class ForgeWeights:
-    """`Weights` of a checkpoint. What is read is verified first, and nothing else is."""
+    """`Weights` of a checkpoint. What is read is verified first, and nothing else is.
 
-    def __init__(self, place: Place, registry: Registry) -> None:
+    Args:
+        section: of the tensors that are read; what it lacks, such as buffers, is the model's.
+
+    Raises:
+        CheckpointError: the checkpoint does not have the section.
+    """
+
+    def __init__(self, place: Place, registry: Registry, section: str = "model") -> None:
         self.place = place
         self._store = LocalStore(place.store)
         manifest = open_manifest(self._store, place.name)[0]
         self.meta = manifest.meta
         self.model: Component = job_of(self.meta, registry, "model").model
-        infos = [info for info in manifest.tensors if info.name.startswith(PREFIX)]
-        self.tensors: Mapping[str, Stored] = {info.name.removeprefix(PREFIX): Stored(info.shape, info.dtype) for info in infos}
+        self._stored = {name: name for name in manifest.index if name.startswith(PREFIX)}
+        if section != "model":
+            found = [name for name in manifest.index if name.startswith(f"{section}/") and PREFIX + _bare(name) in self._stored]
+            if not found:
+                raise CheckpointError(
+                    f"{place.store / place.name} has no weights {section!r}: the run had no hook that keeps them"
+                )
+            self._stored |= {PREFIX + _bare(name): name for name in found}
+        infos = {_bare(name): manifest.tensors[manifest.index[stored]] for name, stored in self._stored.items()}
+        self.tensors: Mapping[str, Stored] = {name: Stored(info.shape, info.dtype) for name, info in infos.items()}
         kept = place.store / TOKENIZER
         self.facts = Facts(
             step=manifest.step,
@@ -87,19 +102,28 @@ class ForgeWeights:
     def _load(self, boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, torch.Tensor]:
         live = {name: torch.empty(extent, dtype=getattr(torch, self.tensors[name].dtype)) for name, (_, extent) in boxes.items()}
         pieces = [
-            Piece(PREFIX + name, self.tensors[name].shape, offset, live[name], False) for name, (offset, _) in boxes.items()
+            Piece(self._stored[PREFIX + name], self.tensors[name].shape, offset, live[name], False)
+            for name, (offset, _) in boxes.items()
         ]
         wanted = {piece.name for piece in pieces}
         resume.load(self._store, self.place.name, pieces, SingleProcessWorld(), select=wanted.__contains__)
         return live
 
 
+def _bare(name: str) -> str:
+    """The name of a tensor without its section."""
+    return name.partition("/")[2]
+
+
 class ForgeConverter:
     """The converter `forge`: directories of checkpoints."""
 
+    def __init__(self, weights: str = "model") -> None:
+        self.weights = weights
+
     def read(self, path: Path) -> ForgeWeights:
-        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given."""
-        return ForgeWeights(locate(path), Registry())
+        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given, itself or by a mark."""
+        return ForgeWeights(locate(path), Registry(), self.weights)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a directory with one checkpoint of weights, which carries a recipe with `[model]` only.

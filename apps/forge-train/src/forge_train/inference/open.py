@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from forge_core.errors import ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
 from forge_parallel import accelerator
@@ -12,14 +13,22 @@ from forge_parallel import accelerator
 FOREIGN = "config.json"
 
 
-def open_weights(path: Path, registry: Registry) -> Weights:
+def open_weights(path: Path, registry: Registry, weights: str = "model") -> Weights:
     """The weights at `path`: of a run, a checkpoint, or a folder in the Hugging Face format.
+
+    Args:
+        weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
 
     Raises:
         ForgeError: there is nothing of that kind; see the converters.
     """
     kind = "hf" if (path / FOREIGN).is_file() else "forge"
-    return registry.load("forge.converters", kind)().build().read(path)
+    if kind == "hf" and weights != "model":
+        raise ForgeError(
+            f"--weights {weights}: {path} is a Hugging Face folder, which has one set of weights; leave the option out"
+        )
+    options = {} if weights == "model" else {"weights": weights}
+    return registry.load("forge.converters", kind)(**options).build().read(path)
 
 
 @torch.no_grad()

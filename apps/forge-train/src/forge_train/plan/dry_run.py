@@ -1,12 +1,17 @@
 """A recipe as a dry run sees it, and the dry run as plain data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from forge_core.layout import DENSE, SPARSE, Layout
+from forge_core.protocols.model import Optimizer
+from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
+from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import Blueprint
 from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
@@ -20,6 +25,7 @@ METHOD = (
     "Parameters, gradients, optimizer state and traffic are exact: the real code ran on tensors without memory, in a world "
     "that is not there. "
 )
+KEPT = "What hooks keep of each parameter, such as its average, is counted with the optimizer's state. "
 ON_CPU = "Memory within a step is what operators of a CPU ask for: kernels of a GPU may keep more or less (see --device), and "
 ON_GPU = (
     "Memory within a step is that of attention as a GPU keeps it, its output and log-sum-exp, and what a CPU asks for elsewhere: "
@@ -55,6 +61,7 @@ class Planned:
         groups: for each axis larger than 1.
         ranks: estimates, one rank of each pipeline stage unless others were asked for.
         experts: whether the model has some.
+        keeps: whether a hook keeps something for each parameter.
         accelerator: the GPU that was asked about; None for a CPU.
         settled: what the recipe left to be chosen.
     """
@@ -70,6 +77,7 @@ class Planned:
     experts: bool = False
     accelerator: Accelerator | None = None
     settled: Settled | None = None
+    keeps: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Everything, bytes as integers."""
@@ -100,7 +108,13 @@ class Planned:
     @property
     def method(self) -> str:
         """What is exact in the numbers, and what is not."""
-        return METHOD + (ON_CPU if self.accelerator is None else ON_GPU) + BLOCKS + (EVEN if self.experts else "")
+        return (
+            METHOD
+            + (KEPT if self.keeps else "")
+            + (ON_CPU if self.accelerator is None else ON_GPU)
+            + BLOCKS
+            + (EVEN if self.experts else "")
+        )
 
 
 def planned(
@@ -125,7 +139,8 @@ def planned(
     groups = groups_of(layout, per_node)
     step = workload.micro_batches, workload.rows, workload.length
     experts = getattr(job.model, "moe", None) is not None
-    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding)
+    keeps = bool(_keeping(job))
+    return Planned(layout, per_node, plan.names(), *step, groups, tuple(estimates), experts, accelerator, sharding, keeps)
 
 
 def first_ranks(layout: Layout) -> Sequence[int]:
@@ -148,7 +163,7 @@ def _workload(job: Job, layout: Layout) -> Workload:
     return Workload(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=partial(shards.build, job.optimizer),
+        optimizer=partial(_with_kept, job),
         rows=train.micro_batch,
         length=job.data.sequence_length,
         micro_batches=train.global_batch // (layout.data * train.micro_batch),
@@ -157,6 +172,33 @@ def _workload(job: Job, layout: Layout) -> Workload:
         # Ranks that share rows tell each other where documents begin; others keep it to themselves.
         documents=layout.cp > 1 and job.data.documents == "mask",
     )
+
+
+class _Keeping:
+    """An optimizer whose state has what hooks keep, too."""
+
+    def __init__(self, optimizer: Optimizer, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._optimizer, self._kept = optimizer, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return {**self._optimizer.state(), **self._kept}
+
+
+def _keeping(job: Job) -> list[Hook]:
+    """The hooks of a recipe that keep tensors."""
+    hooks = [component.build() for component in job.hooks]
+    return [hook for hook in hooks if type(hook).tensors is not Hook.tensors]
+
+
+def _with_kept(job: Job, model: ParallelModel) -> Any:
+    """The optimizer of a recipe, and what its hooks keep for each parameter."""
+    optimizer, kept = shards.build(job.optimizer, model), {}
+    for hook in _keeping(job):
+        kept |= hook.tensors(model)
+    return _Keeping(optimizer, kept) if kept else optimizer
 
 
 def groups_of(layout: Layout, per_node: int) -> tuple[Group, ...]:

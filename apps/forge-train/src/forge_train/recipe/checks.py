@@ -1,11 +1,14 @@
 """Rules that no single key can show: functions of (job, layout) that return faults. They run before torch is imported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
-from forge_core.errors import Caution, Fault
+from forge_core.errors import Caution, Fault, did_you_mean
 from forge_core.layout import Layout
-from forge_train.components.hooks import Evaluate, Sample, Save
+from forge_train.components.hooks import Best, EarlyStop, Ema, Evaluate, Sample, Save
+from forge_train.hooks.results import metrics
 from forge_train.recipe.schema import Job
 
 
@@ -98,3 +101,51 @@ def samples_can_be_made(job: Job, layout: Layout) -> Iterator[Fault]:
                 f"{hook.max_tokens} new tokens leave no room for a prompt within model.max_length = {longest}",
                 hint=f"lower it, to {max(longest // 2, 1)} for example",
             )
+
+
+def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Hooks act in the order of the recipe: what uses the average of the weights, or a result, comes after what makes it, and
+    what is saved was made before."""
+    before: list[Any] = []
+    for index, hook in enumerate(job.hooks):
+        kinds = {type(other) for other in before}
+        if isinstance(hook, Ema) and Ema in kinds:
+            yield Fault(f"hooks.{index}.name", "'ema' is there twice; a run keeps one average", hint="remove one")
+        if isinstance(hook, Evaluate | Sample) and hook.weights == "ema" and Ema not in kinds:
+            yield Fault(
+                f"hooks.{index}.weights",
+                "'ema' is the average that hook 'ema' keeps, and no such hook comes before",
+                hint='add [[hooks]] name = "ema" above',
+            )
+        if isinstance(hook, Best | EarlyStop):
+            yield from _metric_faults(job, f"hooks.{index}.metric", hook.metric, before)
+        if isinstance(hook, Ema | Best | EarlyStop) and Save in kinds:
+            yield Fault(
+                f"hooks.{index}.name",
+                f"'{_NAMES[type(hook)]}' comes after 'save', so a checkpoint would not have what it does at the same step",
+                hint="put 'save' last",
+            )
+        before.append(hook)
+    if not any(isinstance(hook, Save) for hook in job.hooks):
+        for index, hook in enumerate(job.hooks):
+            if isinstance(hook, Best):
+                yield Fault(f"hooks.{index}.name", "'best' needs hook 'save', which saves", hint='add [[hooks]] name = "save"')
+
+
+_NAMES: Mapping[type, str] = MappingProxyType({Ema: "ema", Best: "best", EarlyStop: "early_stop"})
+
+
+def _metric_faults(job: Job, key: str, metric: str, before: Sequence[Any]) -> Iterator[Fault]:
+    """A result of an evaluation that no hook before measures; of what other names hooks of others measure, nothing is known."""
+    if not metric.startswith("evaluation/"):
+        return
+    measured = [
+        name
+        for hook in before
+        if isinstance(hook, Evaluate)
+        for held_out in job.data.evaluation
+        for name in metrics(held_out, hook.weights)
+    ]
+    if metric not in measured:
+        hint = did_you_mean(metric, measured) or 'add [[hooks]] name = "evaluate" above'
+        yield Fault(key, f"{metric!r} is measured by no hook that comes before", hint=hint)

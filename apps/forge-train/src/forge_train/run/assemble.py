@@ -170,6 +170,9 @@ def assemble(
         for hook in run.hooks:
             hook.check(run)
         dropped = restore_hooks(run.hooks, meta["hooks"])
+    if found:
+        with ranks.together("what hooks keep", collective=True):
+            checkpoints.restore_kept(found, run)
 
     with ranks.together("taking over the directory"):
         if topology.rank == 0:
@@ -182,6 +185,7 @@ def assemble(
             noted = check(later, resolved, registry, data)
             take_up(later, model, optimizer)
             dropped = restore_hooks(run.hooks, meta["hooks"])
+            checkpoints.restore_kept(later, run)
         checkpoints.tidy(later or found)
     with ranks.together("the logs"):
         begin()

@@ -23,7 +23,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.settle import reduced_by
 from forge_parallel.verify.finite import not_finite
 from forge_train.run.health import Health
-from forge_train.run.hook_states import states_of
+from forge_train.run.hook_states import kept_by, states_of
 from forge_train.run.resume import anchors
 from forge_train.run.run import Run
 from forge_train.run.stop import TrainingError
@@ -41,6 +41,11 @@ def _learned(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
     """What training moves, by the names of `pieces`; a model's buffers may be infinite for a reason."""
     buffers = {f"model/{name}" for name, tensor in model.tensors() if not isinstance(tensor, torch.nn.Parameter)}
     return (piece for piece in pieces(model, optimizer) if piece.name not in buffers)
+
+
+def _is_of_run(name: str) -> bool:
+    """Whether a tensor of a checkpoint is one of `pieces`; those of hooks are in other sections."""
+    return name.partition("/")[0] in ("model", "optimizer")
 
 
 def _is_good(manifest: Manifest, health: Health) -> bool:
@@ -112,12 +117,13 @@ class Checkpoints:
         try:
             name = saver.save(
                 self.store,
-                pieces(run.model, run.optimizer),
+                (*pieces(run.model, run.optimizer), *(piece for _, _, piece in kept_by(run.hooks, run.model))),
                 meta,
                 run.state.step,
                 self.world,
                 keep=self.keep,
                 spare=run.health.spare(),
+                marks=run.marks,
                 may=self.fence.may_write,
             )
         except CheckpointError:
@@ -169,7 +175,24 @@ class Checkpoints:
         Raises:
             CheckpointError: it does not fit the model.
         """
-        meta = resume.load(self.store, found, pieces(model, optimizer), self.world)
+        meta = resume.load(self.store, found, pieces(model, optimizer), self.world, select=_is_of_run)
         if bad := not_finite(_learned(model, optimizer), model.topology):
             raise CheckpointError(f"{found.name} cannot be resumed: {bad.name} has non-finite values. {self.advice(Health())}")
         return meta
+
+    def restore_kept(self, found: resume.Found, run: Run) -> None:
+        """Collective: fills the tensors that hooks keep, as far as the checkpoint has their section.
+
+        Raises:
+            CheckpointError: a section has other tensors.
+        """
+        stored = {info.name.partition("/")[0] for info in found.manifest.tensors}
+        kept = [(section, piece) for section, _, piece in kept_by(run.hooks, run.model) if section in stored]
+        sections = {section for section, _ in kept}
+        if self.world.size > 1:  # a stage of a pipeline may have nothing that learns
+            sections = {
+                section for part in self.world.all_gather(json.dumps(sorted(sections)).encode()) for section in json.loads(part)
+            }
+        if sections:
+            mine = lambda name: name.partition("/")[0] in sections  # noqa: E731 (a condition on names)
+            resume.load(self.store, found, [piece for _, piece in kept], self.world, select=mine)

@@ -4,11 +4,13 @@ A checkpoint keeps pairs [key, state] in the order of the hooks. A key is the re
 does not touch. Checkpoints of earlier versions have the class's name as the key.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Entry, Registry
+from forge_parallel.build.parallel_model import ParallelModel
 from forge_train.recipe.load import Resolved
 
 State = tuple[str, Any]
@@ -27,6 +29,14 @@ def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
 def states_of(hooks: Sequence[Hook]) -> list[State]:
     """What a checkpoint keeps of the hooks: JSON."""
     return [(hook.state_key or type(hook).__name__, dict(hook.state())) for hook in hooks]
+
+
+def kept_by(hooks: Sequence[Hook], model: ParallelModel) -> Iterator[tuple[str, str, Piece]]:
+    """(section, name, box) of every tensor that hooks keep; in a checkpoint it is called `section/name`."""
+    for hook in hooks:
+        for section, tensors in hook.tensors(model).items():
+            for name, tensor in tensors.items():
+                yield section, name, model.piece(f"{section}/{name}", tensor)
 
 
 def restore_hooks(hooks: Sequence[Hook], saved: Sequence[Sequence[Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.errors import ForgeError
 from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
+from forge_parallel.build.other_weights import other_weights
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
@@ -67,6 +70,9 @@ class Run:
     parameters: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     paused: float = 0.0
+    measured: dict[str, tuple[int, float]] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)
+    due: bool = False
     save: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)
     watch: Watch = field(default_factory=Watch)
@@ -134,6 +140,18 @@ class Run:
             self.judge()  # queued is not done: a rank may still compile while this one is ahead
             self.watch.timeout = seconds
             limit(seconds, self.topology.device)
+
+    def weights(self, section: str) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that a hook keeps in this section; afterwards its own, bit by bit.
+
+        Raises:
+            ForgeError: no hook keeps it.
+        """
+        for hook in self.hooks:
+            kept = hook.tensors(self.model).get(section)
+            if kept is not None:  # a stage of a pipeline may have nothing that learns
+                return other_weights(self.model, kept)
+        raise ForgeError(f"no hook of this run keeps weights {section!r}")
 
     def log(self, values: Mapping[str, float]) -> None:
         """Writes values of the current step to every tracker, unless a newer job does so in the same directory."""

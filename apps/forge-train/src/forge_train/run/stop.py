@@ -111,6 +111,7 @@ class Stop:
     agreed: bool = False
     fence: "Fence | None" = None
     looked: float = 0.0
+    ended: str = ""
 
     def wanted(self) -> bool:
         """Whether this rank wants the run to end after the current step."""
@@ -147,8 +148,12 @@ class Stop:
         """Reads whether any rank asked for a stop: the host synchronization of the step."""
         self.agreed = result.numbers()["stop"] > 0
 
+    def end(self, why: str) -> None:
+        """The run has reached what it was for: it ends before the next step. All ranks say so after the same step."""
+        self.ended = why
+
     def reason(self, state: RunState) -> str:
         """Why the run ends before the next step; empty while it goes on."""
         if self.agreed:
             return STOPPED  # also after the last step: evaluations may be left
-        return FINISHED if state.step >= self.max_steps else ""
+        return FINISHED if state.step >= self.max_steps else self.ended

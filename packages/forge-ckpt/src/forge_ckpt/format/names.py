@@ -8,6 +8,7 @@ damaged-*             failed verification; kept for a person to look at
 superseded-step-*     a later step of a history that a run left by going back; kept likewise
 owner                 the mark of the job that writes here
 latest                one line naming the checkpoint committed last; for people and tools, a resume does not trust it
+best, ...             marks that a run sets, one line each; retention spares what they name
 """
 
 import re

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from forge_ckpt.format.names import LATEST, MANIFEST, SAVING, SUPERSEDED, commit
 from forge_ckpt.format.table import RankTable, join, of_pieces, pack, unpack
 from forge_ckpt.format.tensor_files import RankFile
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
+from forge_ckpt.store.marks import check_mark, point, pointed
 from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
@@ -39,6 +41,7 @@ def save(
     *,
     keep: int = 0,
     spare: Collection[int] = (),
+    marks: Mapping[str, int] = MappingProxyType({}),
     may: Callable[[], None] | None = None,
 ) -> str:
     """Collective: writes a checkpoint. Returns its directory name on every rank when it is durable.
@@ -49,6 +52,7 @@ def save(
         step: the optimizer step; saving a step again puts a new generation in place of the old.
         keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
         spare: steps whose checkpoints are kept in addition, however old.
+        marks: steps by the names of the files that are to name their checkpoints (`store.marks`); they are kept as well.
         may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
 
     Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
@@ -64,6 +68,8 @@ def save(
         table, written = of_pieces(list(pieces))
         if world.rank == 0:
             _check_step(step)
+            for mark in marks:
+                check_mark(mark)
             check_meta(dict(meta))
     except Exception as cause:  # noqa: BLE001 (the caller's pieces may raise anything; every rank must learn of it)
         error = describe_error(cause)
@@ -108,7 +114,7 @@ def save(
         return str(cause) if any(errors) else refusal(0, cause, 0)
 
     name = from_rank_0(world, commit, describe)
-    _tidy(store, world, name, keep, spare)
+    _tidy(store, world, name, keep, {*spare, *marks.values()}, marks)
     return name
 
 
@@ -137,16 +143,19 @@ def _commit(store: Store, temporary: str, step: int) -> str:
     return name
 
 
-def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[int]) -> None:
-    """Collective: after the commit, `latest`, then retention. The checkpoint stands, so a fault here is a warning."""
+def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[int], marks: Mapping[str, int]) -> None:
+    """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now. The checkpoint
+    stands, so a fault here is a warning."""
     if world.rank == 0:
+        mark = LATEST
         try:
-            pending = f"{SAVING}{LATEST}"
-            store.remove(pending)
-            store.write(pending, [name.encode() + b"\n"])
-            store.rename(pending, LATEST)
+            point(store, mark, name)
+            names = {entry.step: entry.name for entry in reversed(committed(store.list()))}
+            for mark, step in marks.items():
+                if step in names and pointed(store, mark) != names[step]:
+                    point(store, mark, names[step])
         except (OSError, CheckpointError) as cause:
-            _log.warning("%s is committed, but %r could not be updated: %s", name, LATEST, cause)
+            _log.warning("%s is committed, but %r could not be updated: %s", name, mark, cause)
     try:
         retain(store, world, keep, spare)
     except (OSError, CheckpointError) as cause:

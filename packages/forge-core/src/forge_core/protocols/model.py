@@ -24,7 +24,8 @@ class LossTerms(NamedTuple):
     A named tuple because torch's module hooks look for tensors inside tuples, not inside arbitrary objects.
 
     Attributes:
-        sum: scalar fp32, the loss summed over valid tokens, with its graph.
+        sum: scalar fp32, the loss summed over valid tokens, with its graph. A term that only regularizes may be in its gradient
+            and not in its value, so that what is reported can be compared with runs that are trained without the term.
         tokens: scalar int64, number of valid tokens.
         metrics: further detached fp32 scalars, each a sum over valid tokens.
         rows: (B,) detached, what each row adds to `sum`; None where it is not counted; then no loss by source is known.
@@ -186,11 +187,18 @@ class LossHead(Protocol):
     """
 
     def __call__(
-        self, hidden: "Tensor", weight: "Tensor", labels: "Tensor", z_loss: float, soft_cap: float | None
+        self,
+        hidden: "Tensor",
+        weight: "Tensor",
+        labels: "Tensor",
+        z_loss: float,
+        soft_cap: float | None,
+        smoothing: float = 0.0,
     ) -> "tuple[Tensor, Tensor, Tensor]":
         """(total with graph, nll, z): a scalar fp32, and of each label (N,) fp32, detached, 0 where there is none.
 
-        `total = sum(nll + z_loss * z)`, with z the square of the log of the partition function.
+        `total = sum((1 - smoothing) * nll + smoothing * mean + z_loss * z)`, with z the square of the log of the partition
+        function, and mean that of the nll that each word of the vocabulary would have as the label.
 
         Args:
             hidden: (N, embed) in compute precision.
@@ -198,6 +206,7 @@ class LossHead(Protocol):
             labels: (N,) int64, `IGNORE` = no loss. A batch without any valid label gives zeros with a graph.
             z_loss: weight of the z term.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
+            smoothing: given only where it is not 0: a loss head that cannot do this must not take the argument.
         """
         ...
 
@@ -216,7 +225,9 @@ class LossHead(Protocol):
 class Head(Protocol):
     """The last module of a model, as an objective sees it."""
 
-    def loss(self, hidden: "Tensor", labels: "Tensor", z_loss: float = 0.0) -> "tuple[Tensor, Tensor, Tensor]":
+    def loss(
+        self, hidden: "Tensor", labels: "Tensor", z_loss: float = 0.0, smoothing: float = 0.0
+    ) -> "tuple[Tensor, Tensor, Tensor]":
         """`hidden` (B, T, embed), `labels` (B, T): what `LossHead` returns, nll and z as (B, T)."""
         ...
 

@@ -1,6 +1,7 @@
 """What the trainer, its hooks and its trackers agree on."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from forge_core.protocols.topology import Topology
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
 
 class StepResult(Protocol):
@@ -20,6 +22,11 @@ class StepResult(Protocol):
     def numbers(self) -> Mapping[str, float]:
         """All numbers of the step on the host: `loss`, `grad_norm`, `tokens`, `skipped`, ... On an accelerator this waits for the
         step, and the device may run dry: read them when they are due, not in every step."""
+        ...
+
+    @property
+    def skip(self) -> "Tensor":
+        """Scalar on the device: 1 where the update did not happen, since loss or gradient was not finite; else 0."""
         ...
 
 
@@ -60,6 +67,11 @@ class Stop(Protocol):
         """Why the run ends before the next step; empty while it goes on."""
         ...
 
+    def end(self, why: str) -> None:
+        """The run has reached what it was for, as `why` says: it ends before the next step, with a checkpoint and exit code 0.
+        All ranks say so after the same step."""
+        ...
+
 
 class Watch(Protocol):
     """Is told what the rank is doing, so that a rank that hangs can be named."""
@@ -94,9 +106,13 @@ class Run(Protocol):
         health: counts skipped steps, and watches the loss.
         lr: learning rate of the newest step, where the optimizer has a single one.
         paused: seconds that were not training, such as evaluation.
+        measured: newest result of each evaluation by the name under which it is logged, with its step; alike on all ranks.
+        marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
+        due: whether hook `save` is to save this step, due by its number or not.
     """
 
     paused: float
+    due: bool
 
     @property
     def job(self) -> Job: ...
@@ -121,6 +137,10 @@ class Run(Protocol):
     @property
     def console(self) -> "Console | None": ...
     @property
+    def measured(self) -> dict[str, tuple[int, float]]: ...
+    @property
+    def marks(self) -> dict[str, int]: ...
+    @property
     def stop(self) -> Stop: ...
     @property
     def watch(self) -> Watch: ...
@@ -141,6 +161,10 @@ class Run(Protocol):
 
     def log(self, values: Mapping[str, float]) -> None:
         """Writes values of the current step to every tracker."""
+        ...
+
+    def weights(self, section: str) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that a hook keeps in a section (`Hook.tensors`); then its own again, bit by bit."""
         ...
 
 
@@ -181,6 +205,13 @@ class Hook:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes what `state` gave, after `check` and before `start`."""
+
+    def tensors(self, model: Any) -> "Mapping[str, Mapping[str, Tensor]]":
+        """What a checkpoint keeps of this hook besides: section -> name of a parameter -> live tensor, laid out as the parameter.
+
+        Asked for at each save, and at a resume after `load_state`, when the tensors are filled. No other hook has this section.
+        """
+        return {}
 
 
 class Tracker(Protocol):

@@ -30,7 +30,7 @@ class Head(nn.Module):
         logits = F.linear(hidden, self.weight)
         return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
 
-    def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(self, hidden: Tensor, labels: Tensor, z_loss: float = 0.0, smoothing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """`hidden` (B, T, embed), `labels` (B, T): the loss head's (total, nll, z), the latter two (B, T).
 
         Raises:
@@ -38,7 +38,8 @@ class Head(nn.Module):
         """
         if labels.shape != hidden.shape[:-1]:
             raise ValueError(f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}")
-        total, nll, z = self.core(hidden.flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap)
+        smoothed = {"smoothing": smoothing} if smoothing else {}
+        total, nll, z = self.core(hidden.flatten(0, -2), self.weight, labels.flatten(), z_loss, self.soft_cap, **smoothed)
         return total, nll.view(labels.shape), z.view(labels.shape)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 
 from forge_core.component import IDENTITY, Component
+from forge_core.features import Feature
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,12 +24,15 @@ class CrossEntropy(Component):
     z_loss: Annotated[float, Ge(0)] = 0.0
     """Weight of the squared log partition function, which keeps logits from drifting (Chowdhery et al., 2022)."""
 
+    label_smoothing: Annotated[float, Ge(0), Lt(1), Feature("label_smoothing", unless=0.0, plane="model")] = 0.0
+    """Share of the target that all words have evenly (Szegedy et al., 2016). Reported losses stay those of the labels."""
+
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[CrossEntropy]":
-        """With and without the second term."""
-        return (cls(), cls(z_loss=0.1))
+        """With and without further terms."""
+        return (cls(), cls(z_loss=0.1), cls(z_loss=0.1, label_smoothing=0.2))
 
     def build(self) -> "Objective":
         from forge_models import objectives
 
-        return objectives.CrossEntropy(z_loss=self.z_loss)
+        return objectives.CrossEntropy(z_loss=self.z_loss, label_smoothing=self.label_smoothing)

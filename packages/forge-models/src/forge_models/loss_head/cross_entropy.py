@@ -5,9 +5,12 @@ for row n with logits c, log partition function L = logsumexp(c) and label y,
 
     loss = L - c[y] + z_loss * L^2,    d loss / d c = softmax(c) * (1 + 2 * z_loss * L) - onehot(y).
 
+Label smoothing a (Szegedy et al., 2016) puts the share a of the target evenly on all V words: L - (1 - a) c[y] - a mean(c) in
+the place of L - c[y], and (1 - a) onehot(y) + a / V in that of onehot(y).
+
 Where ranks share the vocabulary, each has some of the logits of every row. They exchange three numbers a row: their maximum m,
-s = sum(exp(c - m)), and the logit of the label where they have it. With M the largest m, L = M + log(sum(s * exp(m - M))), and
-the rest is as in one process.
+s = sum(exp(c - m)), and the logit of the label where they have it; for smoothing the sum of their logits and how many these are,
+too. With M the largest m, L = M + log(sum(s * exp(m - M))), and the rest is as in one process.
 """
 
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from forge_core.batch import IGNORE
 from forge_core.logits import block_rows, chunk_rows
-from forge_models.loss_head.passes import Fused, InParts, Passes
+from forge_models.loss_head.passes import Chunk, Fused, InParts, Passes, Target
 from forge_models.loss_head.projection import project
 from forge_models.torch_private import graph_is_kept
 
@@ -34,7 +37,7 @@ class ChunkedCrossEntropy:
     Attributes:
         rows: of a chunk; chosen from the vocabulary when None.
         first: number of the projection's first row that is here.
-        gather: Collective: (3, n) -> (ranks, 3, n), what each rank gave; None where the projection is whole.
+        gather: Collective: (k, n) -> (ranks, k, n), what each rank gave; None where the projection is whole.
         fused: whether what is done to logits is compiled.
     """
 
@@ -52,7 +55,7 @@ class ChunkedCrossEntropy:
         return replace(self, fused=True)
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, soft_cap: float | None, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(total with graph, nll (N,), z (N,)) in fp32 (fp64 for fp64 inputs); 0 without a label.
 
@@ -62,10 +65,11 @@ class ChunkedCrossEntropy:
             labels: (N,) int64 over the whole vocabulary; `IGNORE` = no loss.
             z_loss: weight of the squared log partition function.
             soft_cap: logits become soft_cap * tanh(logits / soft_cap) when given.
+            smoothing: share of the target that all words have evenly. It is in the total; nll is that of the label.
         """
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, self)
-        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, self, (False, False))
+            return _CrossEntropy.apply(hidden, weight, labels, z_loss, soft_cap, smoothing, self)
+        losses, _, _ = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, self, (False, False))
         return losses
 
 
@@ -78,10 +82,11 @@ class _CrossEntropy(torch.autograd.Function):
         labels: Tensor,
         z_loss: float,
         soft_cap: float | None,
+        smoothing: float,
         head: ChunkedCrossEntropy,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, head, needs)
+        (total, nll, z), hidden_grad, weight_grad = _chunked(hidden, weight, labels, z_loss, soft_cap, smoothing, head, needs)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(nll, z)
@@ -95,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (
             None if hidden_grad is None else hidden_grad * scale,
             None if weight_grad is None else _scaled(weight_grad, scale, ctx.weight_dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -120,6 +125,7 @@ def _chunked(
     labels: Tensor,
     z_loss: float,
     soft_cap: float | None,
+    smoothing: float,
     head: ChunkedCrossEntropy,
     needs: tuple[bool, bool],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
@@ -128,6 +134,7 @@ def _chunked(
     count, vocab = hidden.shape[0], weight.shape[0]
     nll = torch.empty(count, dtype=wide, device=hidden.device)
     z = torch.empty_like(nll)
+    uniform = torch.empty_like(nll) if smoothing else None
     hidden_grad = torch.empty_like(hidden) if needs[0] else None
     weight_sum = _WeightGradient(weight, wide) if needs[1] else None
     # Buffers are reused: fresh ones of this size cost a page fault per 4 KiB on a CPU.
@@ -150,31 +157,45 @@ def _chunked(
             if head.gather is not None:
                 mine = mine & (index >= 0) & (index < len(weight))
             index = index.where(mine, 0).unsqueeze(1)
-            passes = Fused(part, index, mine, soft_cap) if head.fused else InParts(part, index, mine, size, scratch, soft_cap)
-            nll[here], z[here] = _losses(passes, labels[here], head, z_loss, any(needs))
+            chunk = Chunk(part, index, mine, soft_cap, spread=smoothing > 0)
+            passes = Fused(chunk) if head.fused else InParts(chunk, size, scratch)
+            found = _losses(passes, labels[here], head, z_loss, smoothing, any(needs))
+            nll[here], z[here] = found[:2]
+            if uniform is not None:
+                uniform[here] = found[2]
         if hidden_grad is not None:
             torch.mm(products, weight, out=hidden_grad[start : start + rows])
         if weight_sum is not None:
             weight_sum.add(products, x)
-    total = (nll + z_loss * z).sum()
+    target = nll if uniform is None else (1 - smoothing) * nll + smoothing * uniform
+    total = (target + z_loss * z).sum()
     return (total, nll, z), hidden_grad, None if weight_sum is None else weight_sum.total
 
 
-def _losses(passes: Passes, labels: Tensor, head: ChunkedCrossEntropy, z_loss: float, gradient: bool) -> tuple[Tensor, Tensor]:
-    """nll and z of each row. With `gradient`, the logits of `passes` become the derivative of the total by them."""
+def _losses(
+    passes: Passes, labels: Tensor, head: ChunkedCrossEntropy, z_loss: float, smoothing: float, gradient: bool
+) -> tuple[Tensor, ...]:
+    """nll and z of each row, and with smoothing the mean over all words of what would be their nll. With `gradient`, the logits
+    of `passes` become the derivative of the total by them."""
     numbers = passes.numbers()
-    top, partition, chosen = numbers.unbind(0)
+    top, partition, chosen, *of_all = numbers.unbind(0)
     highest = top
     if head.gather is not None:
-        tops, sums, picked = head.gather(numbers).unbind(1)
+        tops, sums, picked, *each = head.gather(numbers).unbind(1)
         highest = tops.amax(0)
         partition, chosen = (sums * (tops - highest).exp()).sum(0), picked.sum(0)
+        of_all = [numbers.sum(0) for numbers in each]
     log_partition, counted = highest + partition.log(), (labels != IGNORE).to(partition.dtype)
     losses = (log_partition - chosen) * counted, log_partition.square() * counted
+    target = None
+    if smoothing:
+        logit_sum, words = of_all
+        losses += ((log_partition - logit_sum / words) * counted,)
+        target = Target((1 - smoothing) * counted, smoothing * counted / words)
     if gradient:
         # softmax * (1 + 2 z_loss L) - onehot, in place of exp(logits - top)
         factor = counted * (1 + 2 * z_loss * log_partition) / partition
-        passes.differentiate(factor if head.gather is None else factor * (top - highest).exp())
+        passes.differentiate(factor if head.gather is None else factor * (top - highest).exp(), target)
     return losses
 
 

@@ -1,0 +1,1 @@
+"""The arithmetic of learning-rate schedules: functions of the step, without torch."""

@@ -1,0 +1,231 @@
+"""The best checkpoint and early stopping: over a script of results, and in runs that stop and resume."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_ckpt.format.names import committed
+from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.saving import saver
+from forge_ckpt.saving.locate import locate
+from forge_ckpt.store.store import LocalStore
+from forge_core.errors import CheckpointError, ForgeError
+from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.run import Hook
+from forge_core.registry import Registry
+from forge_train.hooks.best import BestHook
+from forge_train.hooks.early_stop import EarlyStopHook
+from forge_train.hooks.results import Improvement
+from forge_train.hooks.save import SaveHook
+from forge_train.recipe.load import load
+from forge_train.run.loop import fit
+from harness.pool import World
+from train.runs import TINY, prepared
+
+METRIC = "evaluation/held_out/loss"
+TAIL = """
+[data.evaluation.held_out]
+name = "random"
+vocab_size = 61
+tokens = 600
+seed = 1
+"""
+HOOKS = '[[hooks]]\nname = "evaluate"\nevery = 1\n\n[[hooks]]\nname = "early_stop"\npatience = 2\n\n[[hooks]]\nname = "best"\n\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY.replace("[[hooks]]", HOOKS + "[[hooks]]") + TAIL)
+    return path
+
+
+def verdicts(values: list[float], mode: str = "min", least: float = 0.0) -> list[bool | None]:
+    improvement = Improvement("m", mode, least)  # type: ignore[arg-type]
+    return [
+        improvement.look(SimpleNamespace(measured={"m": (step, value)}, state=SimpleNamespace(step=step)))  # type: ignore[arg-type]
+        for step, value in enumerate(values, 1)
+    ]
+
+
+def test_better_is_less_or_more_by_enough() -> None:
+    assert verdicts([3.0, 2.0, 2.0, 2.5, 1.9]) == [True, True, False, False, True]
+    assert verdicts([3.0, 2.0, 3.5], mode="max") == [True, False, True]
+    assert verdicts([3.0, 2.9, 2.75, 2.5], least=0.2) == [True, False, True, True]
+    assert verdicts([math.nan, math.inf, 2.0, math.nan, 1.0]) == [False, False, True, False, True]
+
+
+def test_a_result_counts_once_and_only_at_its_step() -> None:
+    improvement = Improvement("m")
+    run: Any = SimpleNamespace(measured={}, state=SimpleNamespace(step=3))
+    assert improvement.look(run) is None
+    run.measured["m"] = (2, 1.0)
+    assert improvement.look(run) is None
+    run.measured["m"] = (3, 1.0)
+    assert improvement.look(run) is True and improvement.look(run) is None
+
+
+def test_a_state_of_another_metric_or_mode_is_not_taken() -> None:
+    kept = {"metric": "m", "mode": "min", "best": 1.0, "step": 4, "seen": 6}
+    for metric, mode, taken in (("m", "min", True), ("m", "max", False), ("n", "min", False)):
+        improvement = Improvement(metric, mode)  # type: ignore[arg-type]
+        assert improvement.load_state(kept) == taken
+        assert improvement.state() == (kept if taken else {})
+
+
+class Script(Hook):
+    """Takes the place of an evaluation: its results by step."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.values = values
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.state.step in self.values:
+            run.measured[METRIC] = (run.state.step, self.values[run.state.step])
+
+
+def scripted(recipe: Path, overrides: list[str], values: dict[int, float]) -> tuple[str, int]:
+    """Why a run with the recipe's hooks and such results ended, and after which step."""
+    run, _ = prepared(recipe, overrides)
+    run.hooks = [Script(values), *run.hooks[1:]]
+    return fit(run), run.state.step
+
+
+def test_the_best_checkpoint_is_spared_and_named(recipe: Path, tmp_path: Path) -> None:
+    """Results of steps 1 to 8; retention keeps two besides."""
+    kept = tmp_path / "run" / "checkpoints"
+    overrides = [f"--job.dir={tmp_path / 'run'}", "--checkpoint.keep=2", "--checkpoint.every=1"]
+    values = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.9}
+    scripted(recipe, [*overrides, "--train.max_steps=3", "--schedule.name=constant"], values)
+    assert (kept / "best").read_text() == "step-00000002\n"
+    scripted(recipe, [*overrides, "--train.max_steps=5", "--schedule.name=constant"], values)
+    assert (kept / "best").read_text() == "step-00000004\n"
+    assert locate(kept / "best").name == "step-00000004" and locate(kept).name == "step-00000005"
+    names = [entry.name for entry in committed(path.name for path in kept.iterdir())]
+    assert names == ["step-00000005", "step-00000004"], "step 2 was the best one until step 4 was durable"
+    scripted(recipe, [*overrides, "--train.max_steps=8", "--schedule.name=constant"], {6: 3.5})
+    assert {entry.name for entry in committed(path.name for path in kept.iterdir())} >= {"step-00000004", "step-00000008"}
+    assert (kept / "best").read_text() == "step-00000004\n"
+
+
+def test_a_best_step_is_saved_though_its_number_is_not_due(recipe: Path, tmp_path: Path) -> None:
+    overrides = [f"--job.dir={tmp_path / 'run'}", "--checkpoint.every=100", "--train.max_steps=4", "--schedule.name=constant"]
+    scripted(recipe, overrides, {1: 5.0, 2: 3.0, 3: 4.0})
+    names = [entry.name for entry in committed(path.name for path in (tmp_path / "run/checkpoints").iterdir())]
+    assert names == ["step-00000004", "step-00000002", "step-00000001"]
+
+
+def test_a_run_ends_when_patience_is_over_and_goes_on_with_more(recipe: Path, tmp_path: Path) -> None:
+    values = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5, 5: 1.0, 6: 2.0, 7: 2.0}
+    directory = f"--job.dir={tmp_path / 'run'}"
+    why = f"{METRIC} was not better than 3 of step 2 in 2 evaluations"
+    assert scripted(recipe, [directory, "--schedule.name=constant"], values) == (why, 4)
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
+    assert scripted(recipe, [directory, "--schedule.name=constant"], values) == (why, 4), "again, before the first step"
+    patient = recipe.with_name("patient.toml")
+    patient.write_text(recipe.read_text().replace("patience = 2", "patience = 3"))
+    assert scripted(patient, [directory, "--schedule.name=constant"], values) == ("finished", 8)
+
+
+def test_patience_survives_a_resume(recipe: Path, tmp_path: Path) -> None:
+    values = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5}
+    directory = f"--job.dir={tmp_path / 'run'}"
+    assert scripted(recipe, [directory, "--schedule.name=constant", "--train.max_steps=3"], values) == ("finished", 3)
+    assert scripted(recipe, [directory, "--schedule.name=constant"], values)[1] == 4
+
+
+def _ended(recipe: Path, overrides: list[str]) -> tuple[str, int, dict[str, Any]]:
+    run, _ = prepared(recipe, overrides)
+    return fit(run), run.state.step, dict(run.marks)
+
+
+def test_all_ranks_decide_alike(world: World, recipe: Path, tmp_path: Path) -> None:
+    """A rate that is far too high: evaluations get worse, and both ranks leave after the same step."""
+    recipe.write_text(recipe.read_text().replace("lr = 1e-2", "lr = 3.0"))
+    first, second = world.run(_ended, 2, recipe, [f"--job.dir={tmp_path / 'run'}"])
+    assert first == second
+    assert "was not better than" in first[0] and first[1] < 8
+    name = (tmp_path / "run/checkpoints/best").read_text().strip()
+    assert name == f"step-{first[2]['best']:08d}" and (tmp_path / "run/checkpoints" / name).is_dir()
+
+
+def saved(store: LocalStore, step: int, **options: Any) -> str:
+    value = torch.ones(3)
+    return saver.save(store, [Piece("w", (3,), (0,), value, True)], {}, step, SingleProcessWorld(), **options)
+
+
+def test_marks_of_a_store(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    saved(store, 1, marks={"best": 1})
+    saved(store, 2, keep=1, marks={"best": 1})
+    assert (tmp_path / "step-00000001").is_dir() and locate(tmp_path / "best").name == "step-00000001"
+    (tmp_path / "best").unlink()  # as if the process had died before
+    saved(store, 3, keep=1, marks={"best": 1})
+    assert (tmp_path / "best").read_text() == "step-00000001\n"
+    saved(store, 4, keep=1, marks={"best": 9})
+    assert (tmp_path / "best").read_text() == "step-00000001\n", "there is no step 9"
+    with pytest.raises(CheckpointError, match="names step-00000001, which is not there"):
+        locate(tmp_path / "best")
+    for wrong in ("latest", "owner", "step-00000001", "a/b", ".saving-x"):
+        with pytest.raises(CheckpointError, match="cannot be the name of a mark"):
+            saved(store, 5, marks={wrong: 5})
+
+
+def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
+    saves: list[int] = []
+    run: Any = SimpleNamespace(
+        state=SimpleNamespace(step=0),
+        job=SimpleNamespace(checkpoint=SimpleNamespace(every=2)),
+        due=False,
+        measured={},
+        marks={},
+        paused=0.0,
+        judge=lambda: None,
+        topology=SimpleNamespace(device=torch.device("cpu")),
+        save=lambda: saves.append(run.state.step),
+    )
+    hook, best = SaveHook(), BestHook(METRIC)
+    hook.start(run)
+    run.state.step = 2
+    hook.after_step(run, None)  # type: ignore[arg-type]
+    run.measured[METRIC] = (2, 1.0)  # as an evaluation at the end of the run gives it
+    for one in (best, hook):
+        one.finish(run)
+    assert saves == [2, 2] and not run.due and run.marks == {"best": 2}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "says"),
+    [
+        ('name = "best"\n[[hooks]]\nname = "save"', "measured by no hook that comes before"),
+        ('name = "evaluate"\n[[hooks]]\nname = "best"', "'best' needs hook 'save'"),
+        ('name = "evaluate"\n[[hooks]]\nname = "save"\n[[hooks]]\nname = "early_stop"', "'early_stop' comes after 'save'"),
+        (
+            'name = "evaluate"\n[[hooks]]\nname = "best"\nmetric = "evaluation/held_out/los"\n[[hooks]]\nname = "save"',
+            "did you mean 'evaluation/held_out/loss'",
+        ),
+    ],
+)
+def test_hooks_that_could_never_act_are_refused(tmp_path: Path, hooks: str, says: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(TINY.replace('[[hooks]]\nname = "save"\n', f"[[hooks]]\n{hooks}\n{TAIL}"))
+    with pytest.raises(ForgeError) as refused:
+        load(path, [], 1, Registry())
+    assert says in str(refused.value)
+
+
+def test_early_stopping_without_any_finite_result_ends_too() -> None:
+    run: Any = SimpleNamespace(measured={}, state=SimpleNamespace(step=0), stop=SimpleNamespace(end=lambda why: ends.append(why)))
+    ends: list[str] = []
+    hook = EarlyStopHook(METRIC, patience=2)
+    for step in (1, 2):
+        run.state.step, run.measured[METRIC] = step, (step, math.nan)
+        hook.after_step(run, None)  # type: ignore[arg-type]
+    assert ends == [f"{METRIC} was not better than no finite result in 2 evaluations"]
+    again = EarlyStopHook(METRIC, patience=2)
+    again.load_state(hook.state())
+    assert again.state() == hook.state()
