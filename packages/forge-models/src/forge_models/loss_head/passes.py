@@ -18,14 +18,14 @@ class Chunk(NamedTuple):
 
     Attributes:
         products: (n, vocab), before the cap.
-        index: (n, 1) of labels.
+        labels: (n, 1) of words, 0 where it is not here.
         mine: (n,) whether they are here.
         soft_cap: see `LossHead`.
         spread: whether the target has a share of every word.
     """
 
     products: Tensor
-    index: Tensor
+    labels: Tensor
     mine: Tensor
     soft_cap: float | None
     spread: bool = False

@@ -42,7 +42,8 @@ class Watching(Hook):
         self.losses: list[float] = []
         self.waits: list[int] = []
         self.told: list[warnings.WarningMessage] = []
-        self.warned, self.peak = False, None
+        self.warned = False
+        self.peak: int | None = None
 
     def start(self, run: Any) -> None:
         """Starts the clock."""
