@@ -58,6 +58,7 @@ ALTERNATIVES = (
     ("", "etp"),
     ("", "ep_in_turn"),
     ("", "tied"),
+    ("", "muon"),
 )
 """What a row chooses: one of each line."""
 
@@ -136,6 +137,11 @@ def declared_features() -> set[str]:
     }
     found |= set(registry.names("forge.transforms")) - set(DEFAULTS)
     found |= {f"pp_{name}" for name in registry.names("forge.pipeline_schedules")}
+    found |= {
+        name
+        for name in registry.names("forge.optimizers")
+        if getattr(registry.load("forge.optimizers", name), "shards", None) == "gathers"
+    }
     return found | {"accumulate"}
 
 

@@ -21,6 +21,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
+from forge_parallel.components.muon import Muon
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
@@ -139,11 +140,16 @@ def rows_of(row: frozenset[str]) -> tuple[int, int]:
     return 4 * layout_of(row).data, 1 if "accumulate" in row else 4
 
 
+def optimizer_of(row: frozenset[str]) -> Any:
+    """The component."""
+    return Muon(lr=1e-2) if "muon" in row else AdamW(lr=1e-2)
+
+
 def case_of(row: frozenset[str]) -> Case:
     """In fp64; `measured` takes another precision from the case that it is given."""
     total, micro_batch = rows_of(row)
     objective = CrossEntropy(z_loss=1e-2).build()
-    return Case(decoder_of(row).build, objective, AdamW(lr=1e-2).build, VOCAB, LENGTH, total, micro_batch)
+    return Case(decoder_of(row).build, objective, optimizer_of(row).build, VOCAB, LENGTH, total, micro_batch)
 
 
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
@@ -167,6 +173,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
         transforms=MappingProxyType(transforms_of(row)),
         parallel=Parallel(pipeline=pipeline, **sizes),
         precision=precision_of(row),
+        optimizer=optimizer_of(row),
         train=replace(base.train, global_batch=total, micro_batch=micro_batch),
         data=replace(base.data, sequence_length=LENGTH),
         hooks=[],

@@ -1,6 +1,5 @@
 """Muon in every layout against torch's Muon and AdamW on one process, in fp64, with an orthogonalization by SVD."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,15 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import _muon as theirs
 
-from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_core.specs import Specs
 from forge_models.components.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.muon import Muon
-from forge_parallel.optim import muon
-from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World

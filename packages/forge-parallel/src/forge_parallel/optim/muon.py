@@ -15,7 +15,7 @@ from forge_parallel.optim.whole_matrices import Part, WholeMatrices
 Scale = Literal["original", "match_rms_adamw"]
 
 A, B, C = 3.4445, -4.7750, 2.0315
-"""Of the polynomial a x + b x^3 + c x^5, which is steep at 0 and keeps singular values of up to 1 near 1 (Jordan et al., 2024)."""
+"""Of the polynomial a x + b x^3 + c x^5, which is steep at 0 and keeps values up to 1 near 1 (Jordan et al., 2024)."""
 
 SMALLEST = 1e-7
 """Norms below count as this, so that a gradient of zeros stays one."""
@@ -34,8 +34,8 @@ class Muon:
     """Updates `model.trainable()`; implements `forge_core.protocols.model.Optimizer`.
 
     Parameters of the group `matrix` take the step -lr * s * orthogonal(momentum), matrix by matrix: each expert of a stack, and
-    each of several fused ones, for itself. Every whole matrix is orthogonalized once over all ranks, by its owner. Embeddings, head,
-    routers, norms and biases go to AdamW.
+    each of several fused ones, for itself. Every whole matrix is orthogonalized once over all ranks, by its owner. Embeddings,
+    head, routers, norms and biases go to AdamW.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class Muon:
         """
         formats = {tensor.dtype for _, tensor, _ in model.trainable()}
         if low := formats - {torch.float32, torch.float64}:
-            raise PlanError(f"muon updates parameters of fp32 and fp64, not {', '.join(map(str, low))}; set precision.state = 'fp32'")
+            raise PlanError(
+                f"muon updates parameters of fp32 and fp64, not {', '.join(map(str, low))}; set precision.state = 'fp32'"
+            )
         self._matrices = WholeMatrices(model, cost=lambda rows, columns: flops(rows, columns, steps))
         self._named = {name: tensor for name, tensor, _ in self._matrices.named}
         self._momentum = {

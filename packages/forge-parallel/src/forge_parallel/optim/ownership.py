@@ -15,9 +15,12 @@ from forge_core.errors import PlanError
 from forge_core.specs import TensorSpec
 from forge_parallel.placement.boxes import Span
 
+Cost = Callable[[int, int], int]
+"""(rows, columns) -> what it costs to work on such a matrix."""
+
 
 class Matrix(NamedTuple):
-    """A logical matrix: where its box begins in the parameter `name`, and its size there; all but the last two dimensions are 1."""
+    """A logical matrix: where its box begins in the parameter `name`, and its size, 1 in all but the last two dimensions."""
 
     name: str
     offset: tuple[int, ...]
@@ -43,8 +46,8 @@ def matrices_of(name: str, shape: Sequence[int], spec: TensorSpec) -> Iterator[M
     rows = int(spec.stacked)
     if len(shape) - rows != 2:
         raise PlanError(
-            f"{name} has shape {tuple(shape)}, of which its spec makes no matrices; set `stacked` in its TensorSpec if dimension 0 "
-            "stacks them, or put it into another group, such as 'vector'"
+            f"{name} has shape {tuple(shape)}, of which its spec makes no matrices; set `stacked` in its TensorSpec if dimension "
+            "0 stacks them, or put it into another group, such as 'vector'"
         )
     sizes = spec.fused or (shape[rows],)
     for stacked in range(shape[0]) if spec.stacked else (None,):
@@ -97,7 +100,3 @@ def rounds(matrices: Sequence[Matrix], owner: Sequence[int], costs: Sequence[int
             made.append([])
         made[at[rank]].append(index)
     return made
-
-
-Cost = Callable[[int, int], int]
-"""(rows, columns) -> what it costs to work on such a matrix."""

@@ -4,10 +4,10 @@
     for part, update in matrices.each(lambda part: part.of(gradients[part.name]), lambda matrix: matrix / matrix.norm(), dtype):
         part.of(parameters[part.name]).sub_(rate * update)
 
-Each logical matrix has one owner (`optim.ownership`). Ranks send their parts to the owner, which computes a function of the whole,
-once over all ranks, and sends every rank the part of the result that it holds. So the result does not depend on the layout, however
-a parameter is cut: by FSDP, HSDP, tensor, context or expert parallelism. Matrices travel in rounds of bounded size, and while one
-is computed the next comes in and the one before goes out.
+Each logical matrix has one owner (`optim.ownership`). Ranks send their parts to the owner, which computes a function of the
+whole, once over all ranks, and sends every rank the part of the result that it holds. So the result does not depend on the
+layout, however a parameter is cut: by FSDP, HSDP, tensor, context or expert parallelism. Matrices travel in rounds of bounded
+size, and while one is computed the next comes in and the one before goes out.
 """
 
 from collections.abc import Callable, Collection, Iterator
