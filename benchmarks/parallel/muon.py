@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model")
     options = parser.parse_args()
     registry = Registry()
-    job = load("debug" if options.smoke else options.shape, registry=registry).job
+    job: Any = load("debug" if options.smoke else options.shape, registry=registry).job
     layers = min(options.layers, job.model.layers)
     (alone,), _ = measured(job, Layout(), registry, layers)
     print(f"{'layout':>14} {'matrices':>9} {'operations':>11} {'busiest rank':>13} {'sent MiB':>10} {'least MiB':>10} {'ratio':>7}")

@@ -69,7 +69,8 @@ class Muon:
         }
         self._rest = AdamW(_Rest(self._matrices.rest), adamw_lr, adamw_betas, adamw_eps, weight_decay)
         self._peak, self.lr = lr, lr
-        self._decay, self._mu, self._nesterov, self._scale, self._steps = weight_decay, momentum, nesterov, scale, steps
+        self._decay, self._mu, self._nesterov, self._steps = weight_decay, momentum, nesterov, steps
+        self._scale: Scale = scale
         # So that layouts can be compared, matrices of fp64 are never rounded to less.
         self._dtype = torch.float64 if torch.float64 in formats else precision
 
