@@ -12,7 +12,6 @@ from torch.optim import _muon as theirs
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.component import Component
-from forge_core.conformance import conforms
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
@@ -116,7 +115,7 @@ def test_the_update_has_the_same_bits_in_every_layout_and_is_made_once(world: Wo
 @pytest.mark.parametrize("shape", [(12, 30), (30, 12), (17, 17)])
 def test_newton_schulz_is_torchs_bit_by_bit_in_bf16(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = theirs._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    expected = theirs._zeropower_via_newtonschulz(matrix.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
     assert torch.equal(orthogonalized(matrix, 5), expected)
     assert not orthogonalized(torch.zeros(shape), 5).any()
     with FlopCounterMode(display=False) as counter:
@@ -221,7 +220,3 @@ def test_bf16_state_is_refused_by_name() -> None:
     model = realize(Blueprint.of(Tiny), Plan.of([], Layout()), Topology(Layout(), CPU), 0, "bf16", "bf16")
     with pytest.raises(PlanError, match=r"fp32 and fp64, not torch.bfloat16"):
         Muon().build(model)
-
-
-def test_ours_conforms() -> None:
-    conforms("muon", "forge.optimizers")
