@@ -1,10 +1,10 @@
-"""Operations and bytes of Muon over all ranks, against one process and the least that would do; counted in a fake world, so exact.
+"""Operations and bytes of Muon over all ranks, against one process and the least that would do; counted in a fake world, exactly.
 
     python benchmarks/parallel/muon.py [--shape 1b] [--layers 4] [--layouts dp8,hsdp2x4,dp4tp2] [--smoke]
 
-The real optimizer steps on tensors without memory, rank by rank. Operations are counted by torch, in its products. The least bytes:
-every matrix goes to the rank that already has most of it, and every rank gets what it holds; nothing is balanced then. A preset with
-experts takes layouts with ep.
+The real optimizer steps on tensors without memory, rank by rank. Operations are counted by torch, in its products. The least
+bytes: every matrix goes to the rank that already has most of it, and every rank gets what it holds; nothing is balanced then. A
+preset with experts takes layouts with ep.
 """
 
 import argparse
