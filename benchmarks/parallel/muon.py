@@ -102,7 +102,7 @@ def main() -> None:
         f"{'layout':>14} {'matrices':>9} {'operations':>11} {'busiest rank':>13} {'sent MiB':>10} {'least MiB':>10} {'ratio':>7}"
     )
     print("operations of all ranks over those of one process; of the busiest rank over an even share")
-    for text in ["dp2", "dp2tp2"] if options.smoke else options.layouts.split(","):
+    for text in ["dp2", "dp2tp2", "hsdp2x2"] if options.smoke else options.layouts.split(","):
         layout = Layout.parse(text)
         ranks, bound = measured(job, layout, registry, layers)
         total, sent = sum(rank.flops for rank in ranks), sum(rank.sent for rank in ranks)

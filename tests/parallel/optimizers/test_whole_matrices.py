@@ -170,6 +170,21 @@ def test_owners_share_the_work_and_rounds_are_bounded() -> None:
     assert sorted(owners([5] * 8, [(0,)] * 8, 2)) == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+def test_a_matrix_without_a_gradient_stays_as_it_is() -> None:
+    model = laid_out("1")
+    optimizer: Any = Muon().build(model)
+    _given(model)
+    tensors = {name: tensor for name, tensor, _ in model.trainable()}
+    name = "blocks.0.mlp.up_proj.weight"
+    optimizer.step(torch.zeros(()))
+    before = _bits(model, optimizer)
+    tensors[name].grad = None
+    optimizer.step(torch.zeros(()))
+    after = _bits(model, optimizer)
+    still = {key for key, tensor in after.items() if torch.equal(tensor, before[key])}
+    assert {name, f"momentum/{name}"} == still
+
+
 @pytest.fixture
 def plugin(tmp_path: Path) -> str:
     """The optimizer of the page, as a file."""
