@@ -58,9 +58,11 @@ ALTERNATIVES = (
     ("", "etp"),
     ("", "ep_in_turn"),
     ("", "tied"),
-    ("", "muon"),
 )
 """What a row chooses: one of each line."""
+
+OPTIMIZERS = ("", "muon")
+"""A further line, for rows that are to show one of them: an optimizer meets layouts only."""
 
 NEEDS: Mapping[str, str] = {
     "compile_budget": "compile",
@@ -198,7 +200,7 @@ def _random_row(wanted: Row, most: int, rng: random.Random) -> Row | None:
         wanted |= {"bf16"} | ({"recompute_full"} if "recompute" in wanted else set())
     low = wanted & LOW
     fitting = []
-    for line in ALTERNATIVES:
+    for line in (*ALTERNATIVES, *([OPTIMIZERS] if wanted & set(OPTIMIZERS) else [])):
         names = set().union(*(choice.split() for choice in line))
         need = wanted & names
         fitting.append([word for word in line if need <= set(word.split()) and (low or LOW.isdisjoint(word.split()))])
@@ -226,7 +228,7 @@ def _pick(choices: list[str], rng: random.Random) -> str:
 def _filled(row: Row, open_pairs: set[Row], most: int, rng: random.Random) -> Row:
     """The row with other choices of its lines, as long as each brings more open pairs for the price."""
     best, gain = row, len(pairs_of(row) & open_pairs) / price(row)
-    lines = list(ALTERNATIVES)
+    lines = [*ALTERNATIVES, OPTIMIZERS]
     for _ in range(2):
         rng.shuffle(lines)
         for line in lines:
@@ -317,7 +319,7 @@ def _turns(choices: list[str], rng: random.Random) -> Iterator[str]:
 
 def text_of(row: Row) -> str:
     """The features of a row in the order of `ALTERNATIVES`."""
-    order = [word for line in ALTERNATIVES for choice in line for word in choice.split()] + sorted(ON_GPUS)
+    order = [word for line in (*ALTERNATIVES, OPTIMIZERS) for choice in line for word in choice.split()] + sorted(ON_GPUS)
     return " ".join(sorted(row, key=order.index))
 
 

@@ -1,4 +1,4 @@
-"""Every matrix is whole on one rank, once, whatever the layout; the plugin of the page shows that anybody can use it."""
+"""Every matrix is whole on one rank, once, in every layout; the plugin of the page shows that others can use it."""
 
 import re
 from dataclasses import replace
