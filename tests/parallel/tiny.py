@@ -87,7 +87,7 @@ class Tiny(nn.Module):
             tensors |= {
                 at + "norm.weight": TensorSpec(("embed",), ones, "vector"),
                 at + "norm.bias": TensorSpec(("embed",), zeros, "vector"),
-                at + "qkv.weight": TensorSpec((None, "embed"), normal, "matrix"),
+                at + "qkv.weight": TensorSpec((None, "embed"), normal, "matrix", fused=(DIM, DIM, DIM)),
                 at + "out.weight": TensorSpec(("embed", None), normal, "matrix"),
                 at + "up.weight": TensorSpec(("ffn", "embed"), normal, "matrix"),
                 at + "up.bias": TensorSpec(("ffn",), zeros, "vector"),

@@ -49,6 +49,15 @@ def test_eager_configurations_of_experts_train_and_agree(script):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)  # bf16 products in another order
 
 
+def test_ranks_orthogonalize_what_one_process_does_and_send_no_byte_too_much():
+    """Every matrix once over all ranks, from copies that are near to its owner."""
+    lines = run(BENCHMARKS / "parallel" / "muon.py", "--smoke").splitlines()
+    found = {line.split()[0]: line.split() for line in lines if line.split()[0] in ("dp2", "dp2tp2", "hsdp2x2")}
+    assert len(found) == 3
+    for _, _, operations, _, sent, least, ratio in found.values():
+        assert operations == ratio == "1.0000" and sent == least
+
+
 def test_a_roofline_counts_the_products_that_published_shapes_have(script):
     """Llama-3-8B: 32 blocks of 218,103,808 weights in matrices and a head of 128,256 x 4,096; of Qwen3-30B-A3B 48 layers in which
     8 of 128 experts take part. And every preset has a verdict."""

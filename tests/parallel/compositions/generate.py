@@ -59,9 +59,14 @@ ALTERNATIVES = (
     ("", "etp"),
     ("", "ep_in_turn"),
     ("", "tied"),
-    ("", "label_smoothing"),
 )
 """What a row chooses: one of each line."""
+
+ANYWHERE = ("label_smoothing",)
+"""What goes with every row, and so is in one only where a pair asks for it."""
+
+OPTIMIZERS = ("", "muon")
+"""A further line, for rows that are to show one of them: an optimizer meets layouts only."""
 
 NEEDS: Mapping[str, str] = {
     "compile_budget": "compile",
@@ -138,6 +143,11 @@ def declared_features() -> set[str]:
     }
     found |= set(registry.names("forge.transforms")) - set(DEFAULTS)
     found |= {f"pp_{name}" for name in registry.names("forge.pipeline_schedules")}
+    found |= {
+        name
+        for name in registry.names("forge.optimizers")
+        if getattr(registry.load("forge.optimizers", name), "shards", None) == "gathers"
+    }
     return found | {"accumulate"}
 
 
@@ -194,14 +204,14 @@ def _random_row(wanted: Row, most: int, rng: random.Random) -> Row | None:
         wanted |= {"bf16"} | ({"recompute_full"} if "recompute" in wanted else set())
     low = wanted & LOW
     fitting = []
-    for line in ALTERNATIVES:
+    for line in (*ALTERNATIVES, *([OPTIMIZERS] if wanted & set(OPTIMIZERS) else [])):
         names = set().union(*(choice.split() for choice in line))
         need = wanted & names
         fitting.append([word for word in line if need <= set(word.split()) and (low or LOW.isdisjoint(word.split()))])
     if not all(fitting):  # two choices of one line
         return None
     for _ in range(1000):
-        row = frozenset(word for choices in fitting for word in _pick(choices, rng).split())
+        row = frozenset(word for choices in fitting for word in _pick(choices, rng).split()) | wanted.intersection(ANYWHERE)
         if wanted <= row and _ranks(row) <= most and legal(row):
             return row
     return None
@@ -222,7 +232,7 @@ def _pick(choices: list[str], rng: random.Random) -> str:
 def _filled(row: Row, open_pairs: set[Row], most: int, rng: random.Random) -> Row:
     """The row with other choices of its lines, as long as each brings more open pairs for the price."""
     best, gain = row, len(pairs_of(row) & open_pairs) / price(row)
-    lines = list(ALTERNATIVES)
+    lines = [*ALTERNATIVES, OPTIMIZERS]
     for _ in range(2):
         rng.shuffle(lines)
         for line in lines:
@@ -313,7 +323,8 @@ def _turns(choices: list[str], rng: random.Random) -> Iterator[str]:
 
 def text_of(row: Row) -> str:
     """The features of a row in the order of `ALTERNATIVES`."""
-    order = [word for line in ALTERNATIVES for choice in line for word in choice.split()] + sorted(ON_GPUS)
+    order = [word for line in (*ALTERNATIVES, OPTIMIZERS) for choice in line for word in choice.split()]
+    order += [*ANYWHERE, *sorted(ON_GPUS)]
     return " ".join(sorted(row, key=order.index))
 
 

@@ -21,6 +21,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
+from forge_parallel.components.muon import Muon
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
@@ -144,10 +145,15 @@ def objective_of(row: frozenset[str]) -> CrossEntropy:
     return CrossEntropy(z_loss=1e-2, label_smoothing=0.1 if "label_smoothing" in row else 0.0)
 
 
+def optimizer_of(row: frozenset[str]) -> Any:
+    """The component."""
+    return Muon(lr=1e-2) if "muon" in row else AdamW(lr=1e-2)
+
+
 def case_of(row: frozenset[str]) -> Case:
     """In fp64; `measured` takes another precision from the case that it is given."""
     total, micro_batch = rows_of(row)
-    return Case(decoder_of(row).build, objective_of(row).build(), AdamW(lr=1e-2).build, VOCAB, LENGTH, total, micro_batch)
+    return Case(decoder_of(row).build, objective_of(row).build(), optimizer_of(row).build, VOCAB, LENGTH, total, micro_batch)
 
 
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
@@ -172,6 +178,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
         transforms=MappingProxyType(transforms_of(row)),
         parallel=Parallel(pipeline=pipeline, **sizes),
         precision=precision_of(row),
+        optimizer=optimizer_of(row),
         train=replace(base.train, global_batch=total, micro_batch=micro_batch),
         data=replace(base.data, sequence_length=LENGTH),
         hooks=[],

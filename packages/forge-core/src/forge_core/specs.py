@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 Dim = Literal["batch", "sequence", "embed", "heads", "kv_heads", "ffn", "expert", "vocab"] | None
 """Logical meaning of one dimension; None where no strategy may split it."""
 
-Group = Literal["matrix", "embedding", "head", "vector"]
-"""Optimizer group: hidden matrices; lookup tables; the output projection; norms, biases and other 1-D tensors."""
+Group = Literal["matrix", "embedding", "head", "router", "vector"]
+"""Optimizer group: hidden matrices; lookup tables; the output projection; what chooses experts; norms, biases and other 1-D
+tensors."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class Init:
 class TensorSpec:
     """One parameter or buffer. `dims` has one entry per dimension of the tensor.
 
-    `stacked` says that dimension 0 stacks separate tensors (experts), each drawn under its own name.
+    `stacked` says that dimension 0 stacks separate tensors (experts), each drawn under its own name. `fused` has the outputs
+    (rows, after a stack) of the matrices that lie one after the other in this one, such as q, k and v; empty where it is one.
     """
 
     dims: tuple[Dim, ...]
     init: Init
     group: Group
     stacked: bool = False
+    fused: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

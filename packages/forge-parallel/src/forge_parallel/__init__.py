@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forge_parallel.launch.environment import read_launcher as read_launcher
     from forge_parallel.launch.process_group import start as start
     from forge_parallel.launch.process_group import stop as stop
+    from forge_parallel.optim.whole_matrices import WholeMatrices as WholeMatrices
     from forge_parallel.pipeline.definition import Pipeline as Pipeline
     from forge_parallel.placement.topology import Topology as Topology
     from forge_parallel.step.clipping import clip as clip
@@ -34,6 +35,7 @@ __getattr__, __dir__ = lazily(
         "Step": "step.step",
         "StepResult": "step.step",
         "Topology": "placement.topology",
+        "WholeMatrices": "optim.whole_matrices",
         "clip": "step.clipping",
         "read_launcher": "launch.environment",
         "parallelize": "foreign.parallelize",

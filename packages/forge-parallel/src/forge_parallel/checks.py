@@ -171,6 +171,14 @@ def optimizer_takes_parts(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         yield Fault("optimizer.name", why, hint=shards.HINT)
 
 
+def optimizer_keeps_the_state(job: ParallelJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (signature of a check)
+    """An optimizer may say which formats its parameters have (`states`); one that says nothing takes any."""
+    states, state = getattr(job.optimizer, "states", None), job.precision.state
+    if states is not None and state not in states:
+        said = f"{type(job.optimizer).__name__} updates parameters of {' and '.join(sorted(states))}"
+        yield Fault("precision.state", f"is {state!r}, but {said}", hint="set precision.state = 'fp32', or use adamw")
+
+
 def compositions_are_proven(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """A feature, or a pair of them, that no parity test covers is refused."""
     used = features(job, layout)

@@ -1,7 +1,8 @@
 """Which features a job uses in a layout: what `forge_parallel.verify.proven` then has to know together.
 
 A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each transform, each
-pipeline schedule, gradient accumulation, and each part of the model or the objective that another package brings. What another
+pipeline schedule, each optimizer that exchanges what it needs of whole tensors, gradient accumulation, and each part of the model
+or the objective that another package brings. What another
 package brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
 """
 
@@ -55,6 +56,10 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
         found.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
+    optimizer = getattr(job, "optimizer", None)
+    if layout.world > 1 and getattr(optimizer, "shards", None) == "gathers":
+        name = type(optimizer).__name__.lower()
+        found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
     found += _options(job.model, "model", sizes)
     found += _options(getattr(job, "objective", None), "objective", sizes)
     if layout.world > 1:

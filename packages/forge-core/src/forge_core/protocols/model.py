@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from forge_core.features import Plane
-from forge_core.protocols.topology import Context
+from forge_core.protocols.topology import Context, Topology
 from forge_core.specs import Specs
 
 if TYPE_CHECKING:
@@ -268,6 +268,15 @@ class TrainableModel(Protocol):
     def trainable(self) -> Iterable[NamedTensor]:
         """Every local parameter once; a tied copy is not repeated."""
         ...
+
+
+class LaidOutModel(TrainableModel, Protocol):
+    """What an optimizer of whole matrices needs to know besides: what the tensors are, and where their parts lie."""
+
+    @property
+    def specs(self) -> Specs: ...
+    @property
+    def topology(self) -> Topology: ...
 
 
 class Optimizer(Protocol):

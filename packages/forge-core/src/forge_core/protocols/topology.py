@@ -67,6 +67,11 @@ class Topology(Protocol):
         """The ranks that differ from this one on `axis` only, in the order of their coordinates. `axis` is larger than 1."""
         ...
 
+    def stage_group(self) -> "ProcessGroup":
+        """Collective: the ranks that together hold the pipeline stages of this one, in rank order; all ranks without a pipeline.
+        There are several."""
+        ...
+
     def nodes(self, axis: str, size: int) -> "tuple[ProcessGroup, ProcessGroup]":
         """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
         nodes."""

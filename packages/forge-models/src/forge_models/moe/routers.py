@@ -182,7 +182,7 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
 
 def _spec(context: RouterContext) -> TensorSpec:
     # Every rank decides for its own tokens among all experts, so no strategy splits the rows.
-    return TensorSpec((None, "embed"), Init("normal", context.init_std), "matrix")
+    return TensorSpec((None, "embed"), Init("normal", context.init_std), "router")
 
 
 def _mix(x: Tensor) -> Tensor:

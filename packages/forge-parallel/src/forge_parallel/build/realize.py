@@ -61,6 +61,9 @@ def _agree(module: nn.Module, specs: Specs) -> None:
     for name, tensor in tensors.items():
         if len(specs.tensors[name].dims) != tensor.dim():
             raise PlanError(f"{name} has {tensor.dim()} dimensions, but its spec names {len(specs.tensors[name].dims)}")
+        spec = specs.tensors[name]
+        if spec.fused and sum(spec.fused) != (rows := tensor.shape[spec.stacked]):
+            raise PlanError(f"{name} has {rows} rows, but its spec fuses matrices of {' + '.join(map(str, spec.fused))}")
     if (ties := _ties(module)) != dict(specs.ties):
         raise PlanError(f"the model shares tensors {ties}, but its specs say {dict(specs.ties)}")
     paths = dict(module.named_modules())

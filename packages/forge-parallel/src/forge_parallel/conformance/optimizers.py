@@ -4,15 +4,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor, Optimizer
+from forge_core.specs import Group, Init, Specs, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHAPES = {"a.weight": ((12, 10), "matrix"), "table.weight": ((9, 4), "embedding"), "norm.weight": ((7,), "vector")}
-"""(shape, group) of the parameters that are tried."""
+    from forge_parallel.placement.topology import Topology
 
-CUTS = ((0, 5, 5, 9, 12), (0, 2, 4, 4, 9), (0, 3, 3, 7, 7))
+SHAPES: "dict[str, tuple[tuple[int, ...], Group]]" = {
+    "a.weight": ((12, 10), "matrix"),
+    "table.weight": ((9, 4), "embedding"),
+    "norm.weight": ((7,), "vector"),
+    "experts.weight": ((3, 5, 4), "matrix"),
+    "choice.weight": ((3, 4), "router"),
+}
+"""(shape, group) of the parameters that are tried; what has three dimensions stacks matrices."""
+
+CUTS = ((0, 5, 5, 9, 12), (0, 2, 4, 4, 9), (0, 3, 3, 7, 7), (0, 1, 1, 2, 3), (0, 0, 1, 3, 3))
 """Where each is cut for four ranks along its first dimension; some ranks have nothing."""
 
 TOLERANCE = 1e-12
@@ -29,6 +39,22 @@ class Held:
 
     def trainable(self) -> list[NamedTensor]:
         return [NamedTensor(name, tensor, SHAPES[name][1]) for name, tensor in self.tensors.items()]
+
+    @property
+    def specs(self) -> Specs:
+        described = {
+            name: TensorSpec((None,) * len(shape), Init("zeros"), group, stacked=len(shape) > 2)
+            for name, (shape, group) in SHAPES.items()
+        }
+        return Specs(described, {}, (), {})
+
+    @property
+    def topology(self) -> "Topology":
+        import torch
+
+        from forge_parallel.placement.topology import Topology
+
+        return Topology(Layout(), torch.device("cpu"))
 
 
 def check_skip(component: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from forge_core.protocols.model import TrainableModel
 
-DECAYED = frozenset({"matrix", "head"})
+DECAYED = frozenset({"matrix", "head", "router"})
 """Optimizer groups that weight decay applies to."""
 
 

@@ -3,7 +3,8 @@
 The component of an optimizer says it by a class attribute `shards`:
     elementwise: the update of an element depends on that element's own value, gradient and state, as in Adam. A part is then
         updated as the whole would be. `forge_core.conformance.conforms` tests the claim.
-    gathers: it needs more, such as a norm or a product of a whole tensor, and gets it from the other ranks itself.
+    gathers: it needs more, such as a norm or a product of a whole tensor, and gets it from the other ranks itself, as
+        `optim.whole_matrices` does. On several ranks it is a feature then, which has to be proven.
 One that says neither may compute a norm of its part and be wrong in silence (Muon, LAMB), so it is refused where tensors are
 split.
 """
@@ -39,7 +40,8 @@ def refusal(component: Any, layout: Layout) -> str | None:
 
 HINT = (
     "in its component set `shards: ClassVar[str] = 'elementwise'` if each element is updated by itself (test it with "
-    "forge_core.conformance.conforms), or 'gathers' if it exchanges what it needs; or use one process"
+    "forge_core.conformance.conforms), or 'gathers' if it exchanges what it needs, as by forge_parallel's WholeMatrices; or use "
+    "one process"
 )
 
 

@@ -17,7 +17,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import split
 from forge_parallel.placement.shares import mtp_refusal
 
-MULTIPLIED = frozenset({"matrix", "head"})
+MULTIPLIED = frozenset({"matrix", "head", "router"})
 """Groups of tensors that every token is multiplied with. Looking up an embedding costs nothing."""
 
 

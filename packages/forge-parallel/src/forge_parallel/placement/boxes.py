@@ -1,12 +1,14 @@
 """Which box of a global tensor a rank holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from forge_core.layout import Layout
 from forge_parallel.placement.shares import chunk
 from forge_parallel.torch_private import StridedShard
 
@@ -33,13 +35,40 @@ def local_box(tensor: torch.Tensor) -> Box:
     mesh, local = tensor.device_mesh, plain(tensor.to_local()).detach()
     at = mesh.get_coordinate()
     assert at is not None, "a tensor lives on the mesh of its rank"
-    offset, extent = [0] * tensor.dim(), list(shape)
+    span = _span(tensor, at)
+    if span.extent != tuple(local.shape):
+        raise AssertionError(f"{tensor.placements} of {shape} should give {span.extent}, but torch holds {tuple(local.shape)}")
+    return Box(shape, span.offset, local)
+
+
+class Span(NamedTuple):
+    """Where a box begins in the global tensor, and its size in every dimension."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+def span_on(tensor: torch.Tensor, layout: Layout, rank: int) -> Span:
+    """The box of another rank of the same pipeline stage, from the layout alone: nothing is exchanged."""
+    if not isinstance(tensor, DTensor):
+        return Span((0,) * tensor.dim(), tuple(tensor.shape))
+    coordinates, names = layout.coordinates(rank), tensor.device_mesh.mesh_dim_names
+    assert names is not None, "meshes of a topology have names"
+    at = []
+    for name in names:
+        index = 0
+        for axis in name.split("+"):  # a dimension of several axes is named by all of them
+            index = index * layout.size(axis) + coordinates[axis]
+        at.append(index)
+    return _span(tensor, at)
+
+
+def _span(tensor: DTensor, at: Sequence[int]) -> Span:
+    offset, extent = [0] * tensor.dim(), list(tensor.shape)
     for axis, dim in _cuts(tensor.placements):
-        start, size = chunk(extent[dim], mesh.size(axis), at[axis])
+        start, size = chunk(extent[dim], tensor.device_mesh.size(axis), at[axis])
         offset[dim], extent[dim] = offset[dim] + start, size
-    if tuple(extent) != tuple(local.shape):
-        raise AssertionError(f"{tensor.placements} of {shape} should give {tuple(extent)}, but torch holds {tuple(local.shape)}")
-    return Box(shape, tuple(offset), local)
+    return Span(tuple(offset), tuple(extent))
 
 
 def plain(local: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,11 @@ class Topology:
         within = [axis for axis in DENSE if axis != "pp"]
         return open_group(self.layout.groups(within), "stages", self.device)
 
+    def stage_group(self) -> dist.ProcessGroup:
+        """Collective: the ranks that together hold the pipeline stages of this one, in rank order; all ranks without a pipeline.
+        There are several."""
+        return world() if self.layout.pp == 1 else self._stage_group
+
     def nodes(self, axis: str, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
         nodes."""

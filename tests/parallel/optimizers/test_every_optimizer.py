@@ -1,0 +1,38 @@
+"""Every optimizer of ours, those to come too, gives the weights of one process in layouts that cut parameters in every way."""
+
+from dataclasses import replace
+
+import pytest
+
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_models.components.objectives import CrossEntropy
+from forge_parallel.features import features
+from forge_parallel.verify.parity import Case, compare
+from forge_train.recipe.load import load
+from harness.pool import World
+from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, measured
+from parallel.one_process import alone
+
+REGISTRY = Registry()
+OURS = sorted(entry.name for entry in REGISTRY.of("forge.optimizers") if entry.distribution.startswith("forge-"))
+LAYOUTS = {"dp2tp2ep2etp2": "etp", "hsdp2x2ep2": "ep_all_to_all"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OURS)
+def test_it_equals_one_process(world: World, name: str, layout: str) -> None:
+    component = REGISTRY.load("forge.optimizers", name)(lr=1e-2)
+    build = replace(DECODER, moe=EXPERTS, layers=2).build
+    case = Case(build, CrossEntropy().build(), component.build, VOCAB, rows=8, micro_batch=2, steps=4)
+    row = frozenset(LAYOUTS[layout].split())
+    for found in world.run(measured, Layout.parse(layout).world, case, layout, row, timeout=300):
+        difference = compare(alone(measured, case, "1", frozenset()), found)
+        assert difference.accepted("fp64"), difference
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_that_exchanges_is_a_feature_by_its_name(name: str) -> None:
+    job = load("debug", [f"--optimizer.name={name}", "--parallel.dp_shard=2"], 2, REGISTRY).job
+    used = {use.name for use in features(job, Layout.parse("dp2")) if use.plane == "optimizer"}
+    assert used == ({name} if job.optimizer.shards == "gathers" else set())
