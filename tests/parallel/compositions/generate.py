@@ -21,6 +21,7 @@ from forge_core.errors import Caution, ForgeError
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
+from forge_parallel.components.parameters import ParameterGroup
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.features import DEFAULTS, features
 from forge_parallel.verify import proven
@@ -60,6 +61,9 @@ ALTERNATIVES = (
     ("", "tied"),
 )
 """What a row chooses: one of each line."""
+
+ANYWHERE = ("frozen",)
+"""What goes with every row, and so is in one only where a pair asks for it."""
 
 NEEDS: Mapping[str, str] = {
     "compile_budget": "compile",
@@ -129,7 +133,7 @@ def declared_features() -> set[str]:
     classes = [registry.load(group, name) for group in groups for name in registry.names(group)]
     found = {
         item.name
-        for cls in (*classes, Parallel, Precision, Decoder)
+        for cls in (*classes, Parallel, Precision, Decoder, ParameterGroup)
         for info in fields_of(cls)
         for item in declared(info)
         if isinstance(item, Feature)
@@ -199,7 +203,7 @@ def _random_row(wanted: Row, most: int, rng: random.Random) -> Row | None:
     if not all(fitting):  # two choices of one line
         return None
     for _ in range(1000):
-        row = frozenset(word for choices in fitting for word in _pick(choices, rng).split())
+        row = frozenset(word for choices in fitting for word in _pick(choices, rng).split()) | wanted.intersection(ANYWHERE)
         if wanted <= row and _ranks(row) <= most and legal(row):
             return row
     return None
@@ -311,7 +315,7 @@ def _turns(choices: list[str], rng: random.Random) -> Iterator[str]:
 
 def text_of(row: Row) -> str:
     """The features of a row in the order of `ALTERNATIVES`."""
-    order = [word for line in ALTERNATIVES for choice in line for word in choice.split()] + sorted(ON_GPUS)
+    order = [word for line in ALTERNATIVES for choice in line for word in choice.split()] + [*ANYWHERE, *sorted(ON_GPUS)]
     return " ".join(sorted(row, key=order.index))
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 
 from forge_core.layout import Layout
+from forge_core.protocols.model import Optimizer
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
@@ -20,14 +21,18 @@ from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
+from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.parameters import ParameterGroup, Parameters
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.experts.transform import Expert
 from forge_parallel.experts.transform import Kind as Dispatcher
 from forge_parallel.features import features
 from forge_parallel.float8.transform import Float8
+from forge_parallel.optim import shards
+from forge_parallel.optim.settings import NO_SETTINGS, Settings
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
@@ -139,11 +144,22 @@ def rows_of(row: frozenset[str]) -> tuple[int, int]:
     return 4 * layout_of(row).data, 1 if "accumulate" in row else 4
 
 
+def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
+    """What is frozen: a block, experts included; a part of a block; a table, but not a tied one, whose two gradients count."""
+    patterns = ("blocks.1.*", "blocks.2.attention.k_proj.weight", *(() if "tied" in row else ("embed.weight",)))
+    patterns = patterns if "frozen" in row else ()
+    return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
+
+
+def _adamw(model: ParallelModel, settings: Settings = NO_SETTINGS) -> Optimizer:
+    return shards.build(AdamW(lr=1e-2), model, settings)
+
+
 def case_of(row: frozenset[str]) -> Case:
     """In fp64; `measured` takes another precision from the case that it is given."""
     total, micro_batch = rows_of(row)
     objective = CrossEntropy(z_loss=1e-2).build()
-    return Case(decoder_of(row).build, objective, AdamW(lr=1e-2).build, VOCAB, LENGTH, total, micro_batch)
+    return Case(decoder_of(row).build, objective, _adamw, VOCAB, LENGTH, total, micro_batch, groups=groups_of(row))
 
 
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
@@ -167,6 +183,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
         transforms=MappingProxyType(transforms_of(row)),
         parallel=Parallel(pipeline=pipeline, **sizes),
         precision=precision_of(row),
+        parameters=Parameters(groups=list(groups_of(row))),
         train=replace(base.train, global_batch=total, micro_batch=micro_batch),
         data=replace(base.data, sequence_length=LENGTH),
         hooks=[],

@@ -55,6 +55,8 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
         found.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
+    groups = getattr(getattr(job, "parameters", None), "groups", ())
+    found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
     found += _options(job.model, "model", sizes)
     if layout.world > 1:
         for section in ("model", "objective"):

@@ -13,6 +13,7 @@ from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
 from forge_parallel.settle import Settled, settled
+from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.run.assemble import plan_of
 
@@ -145,10 +146,11 @@ def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] =
 
 def _workload(job: Job, layout: Layout) -> Workload:
     train = job.train
+    settings = settings_in(job, Blueprint.of(job.model.build))
     return Workload(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=partial(shards.build, job.optimizer),
+        optimizer=partial(shards.build, job.optimizer, settings=settings),
         rows=train.micro_batch,
         length=job.data.sequence_length,
         micro_batches=train.global_batch // (layout.data * train.micro_batch),
@@ -156,6 +158,7 @@ def _workload(job: Job, layout: Layout) -> Workload:
         state=job.precision.state,
         # Ranks that share rows tell each other where documents begin; others keep it to themselves.
         documents=layout.cp > 1 and job.data.documents == "mask",
+        settings=settings,
     )
 
 
