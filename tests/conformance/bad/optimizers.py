@@ -73,6 +73,13 @@ class Accumulates(Built):
         pass
 
 
+class DecaysAll(Built):
+    """Decays norms and tables too."""
+
+    def direct(self, weight: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        return slope + 0.1 * weight
+
+
 class Compounds(Built):
     """Multiplies the rate that an earlier call has set."""
 
@@ -130,6 +137,7 @@ GOOD = Part(make=Built)
 BAD = {
     "check_skip": [(Part(make=Multiplies), "skip = 1 changes"), (Part(make=Sleeps), "skip = 0 does not change")],
     "check_zero_grad": [(Part(make=Accumulates), "leaves a gradient of a.weight")],
+    "check_decay": [(Part(make=DecaysAll), r"move table\.weight, norm\.weight, which weight decay is not for")],
     "check_factor": [(Part(make=Ignores), r"set_factor\(0\)"), (Part(make=Compounds), "depends on the factor before")],
     "check_resume": [(Part(make=Forgets), "after a resume"), (Part(make=Late), "other tensors after 4 steps")],
     "check_parts": [(Part(make=Lamb), "in parts differs"), (Part(make=Muon), "in parts differs")],

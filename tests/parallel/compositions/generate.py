@@ -22,6 +22,7 @@ from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
+from forge_parallel.components.parameters import ParameterGroup
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.features import DEFAULTS, features
 from forge_parallel.verify import proven
@@ -62,7 +63,7 @@ ALTERNATIVES = (
 )
 """What a row chooses: one of each line."""
 
-ANYWHERE = ("label_smoothing",)
+ANYWHERE = ("label_smoothing", "frozen")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
 OPTIMIZERS = ("", "muon")
@@ -136,7 +137,7 @@ def declared_features() -> set[str]:
     classes = [registry.load(group, name) for group in groups for name in registry.names(group)]
     found = {
         item.name
-        for cls in (*classes, Parallel, Precision, Decoder, CrossEntropy)
+        for cls in (*classes, Parallel, Precision, Decoder, CrossEntropy, ParameterGroup)
         for info in fields_of(cls)
         for item in declared(info)
         if isinstance(item, Feature)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -23,12 +23,14 @@ from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.muon import Muon
 from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.parameters import ParameterGroup, Parameters
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.experts.transform import Expert
 from forge_parallel.experts.transform import Kind as Dispatcher
 from forge_parallel.features import features
 from forge_parallel.float8.transform import Float8
+from forge_parallel.optim import shards
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
@@ -145,6 +147,13 @@ def objective_of(row: frozenset[str]) -> CrossEntropy:
     return CrossEntropy(z_loss=1e-2, label_smoothing=0.1 if "label_smoothing" in row else 0.0)
 
 
+def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
+    """What is frozen: a block, experts included; a part of a block; a table, but not a tied one, whose two gradients count."""
+    patterns = ("blocks.1.*", "blocks.2.attention.k_proj.weight", *(() if "tied" in row else ("embed.weight",)))
+    patterns = patterns if "frozen" in row else ()
+    return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
+
+
 def optimizer_of(row: frozenset[str]) -> Any:
     """The component."""
     return Muon(lr=1e-2) if "muon" in row else AdamW(lr=1e-2)
@@ -153,7 +162,16 @@ def optimizer_of(row: frozenset[str]) -> Any:
 def case_of(row: frozenset[str]) -> Case:
     """In fp64; `measured` takes another precision from the case that it is given."""
     total, micro_batch = rows_of(row)
-    return Case(decoder_of(row).build, objective_of(row).build(), optimizer_of(row).build, VOCAB, LENGTH, total, micro_batch)
+    return Case(
+        decoder_of(row).build,
+        objective_of(row).build(),
+        partial(shards.build, optimizer_of(row)),
+        VOCAB,
+        LENGTH,
+        total,
+        micro_batch,
+        groups=groups_of(row),
+    )
 
 
 def measured(case: Case, layout: str, row: frozenset[str], device: torch.device = CPU) -> Measurement:
@@ -179,6 +197,7 @@ def job_of(row: frozenset[str], base: Any) -> Any:
         parallel=Parallel(pipeline=pipeline, **sizes),
         precision=precision_of(row),
         optimizer=optimizer_of(row),
+        parameters=Parameters(groups=list(groups_of(row))),
         train=replace(base.train, global_batch=total, micro_batch=micro_batch),
         data=replace(base.data, sequence_length=LENGTH),
         hooks=[],

@@ -13,7 +13,8 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Precision
 from forge_parallel.optim import rounding
-from forge_parallel.optim.adamw_bf16 import AdamWBf16, _parts, _update
+from forge_parallel.optim.adamw_bf16 import adamw_bf16, rule
+from forge_parallel.optim.elementwise import Elementwise, _kernel, _parts
 from forge_parallel.optim.rounding import flat_index, key_of, noise, regions, rounded
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
@@ -176,7 +177,7 @@ class Several:
         return [NamedTensor(name, tensor, "norm" if tensor.dim() < 2 else "matrix") for name, tensor in self.named.items()]
 
 
-def _steps(optimizer: AdamWBf16, model: Several) -> dict[str, torch.Tensor]:
+def _steps(optimizer: Elementwise, model: Several) -> dict[str, torch.Tensor]:
     for number in range(4):
         for _, tensor, _ in model.trainable():
             generator = torch.Generator().manual_seed(hash((number, tensor.shape)))
@@ -195,12 +196,14 @@ def test_on_an_accelerator_a_parameter_is_one_compiled_kernel_with_its_noise(mon
     rates, decays and places. A compiler may round a sum once less, so an element in hundreds falls to its other neighbor."""
     settings = (1e-2, (0.9, 0.95), 1e-8, 0.1)
     plain = Several()
-    expected = _steps(AdamWBf16(plain, *settings), plain)  # type: ignore[arg-type]
+    expected = _steps(adamw_bf16(plain, *settings), plain)  # type: ignore[arg-type]
     counters.clear()
     model = Several()
-    optimizer = AdamWBf16(model, *settings)  # type: ignore[arg-type]
-    monkeypatch.setattr(optimizer, "_parts", {name: list(_parts(name, t, None)) for name, t, _ in model.trainable()})
-    monkeypatch.setattr(optimizer, "_update", torch.compile(_update, dynamic=True, fullgraph=True))
+    optimizer = adamw_bf16(model, *settings)  # type: ignore[arg-type]
+    chosen = rule(settings[1], settings[2])
+    states = chosen.states
+    monkeypatch.setattr(optimizer, "_parts", {name: list(_parts(name, t, states, None)) for name, t, _ in model.trainable()})
+    monkeypatch.setattr(optimizer, "_update", torch.compile(_kernel(chosen), dynamic=True, fullgraph=True))
     found = _steps(optimizer, model)
     assert counters["stats"]["unique_graphs"] == 4
     for name, tensor in expected.items():
@@ -213,7 +216,7 @@ def test_a_shortened_step_updates_one_part_of_each_parameter(monkeypatch: pytest
     monkeypatch.setattr(rounding, "CHUNK", 100)
     model = Several()
     before = {name: tensor.detach().clone() for name, tensor in model.named.items()}
-    optimizer = AdamWBf16(model, 1.0, (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
+    optimizer = adamw_bf16(model, 1.0, (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
     optimizer.shorten()
     found = _steps(optimizer, model)
     moved = {name: int((found[name] != old).sum()) for name, old in before.items()}

@@ -24,7 +24,7 @@ from forge_parallel.checks import compositions_are_proven
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.launch.process_group import alone
 from forge_parallel.optim.adamw import AdamW as FusedAdamW
-from forge_parallel.optim.adamw_bf16 import AdamWBf16
+from forge_parallel.optim.adamw_bf16 import adamw_bf16
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step import clipping
@@ -135,7 +135,7 @@ def test_the_norm_goes_to_the_device_and_the_clip_to_the_host(monkeypatch: pytes
     assert used == [CPU]
 
 
-@pytest.mark.parametrize("kind", [FusedAdamW, AdamWBf16])
+@pytest.mark.parametrize("kind", [FusedAdamW, adamw_bf16])
 def test_optimizers_run_on_the_host(kind: Any) -> None:
     with _on_host(torch.float32 if kind is FusedAdamW else torch.bfloat16) as model:
         optimizer = kind(model, 1e-3, (0.9, 0.95), 1e-8, 0.1)

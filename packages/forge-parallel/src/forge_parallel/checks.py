@@ -6,7 +6,8 @@ A job is read by attribute, so that any tree with these sections can be checked.
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
-from forge_core.errors import Fault
+from forge_core.component import fields_of
+from forge_core.errors import Fault, did_you_mean
 from forge_core.features import Use, undeclared
 from forge_core.layout import Layout, divisors
 from forge_core.registry import Registry
@@ -201,3 +202,21 @@ def _without_receipts(job: ParallelJob, used: list[Use]) -> tuple[list[tuple[Use
     counted = [frozenset(receipt.features) for receipt in found if receipt.holds(now)]
     changed = sorted({name for receipt in found for name in receipt.changed(now)} & now.keys())
     return unproven(used, counted), f" (receipts of other code of {', '.join(changed)} do not count)" if changed else ""
+
+
+def widths_can_be_scaled(job: ParallelJob, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Width scaling is known for optimizers that move an element by about the rate, and names keys of the model."""
+    parameters = getattr(job, "parameters", None)
+    if parameters is None or not parameters.width_base:
+        return
+    name = type(job.optimizer).__name__
+    if getattr(job.optimizer, "width_rule", None) != "adam":
+        yield Fault(
+            "parameters.width_base",
+            f"optimizer {name} has no rule of width scaling; it is known for Adam and sign descent",
+            hint="choose another optimizer; or, if it moves each element by the rate, set `width_rule: ClassVar = 'adam'` in it",
+        )
+    known = [info.name for info in fields_of(type(job.model))]
+    for key in parameters.width_base:
+        if key not in known:
+            yield Fault(f"parameters.width_base.{key}", "[model] has no such key", hint=did_you_mean(key, known))

@@ -60,6 +60,8 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     if layout.world > 1 and getattr(optimizer, "shards", None) == "gathers":
         name = type(optimizer).__name__.lower()
         found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
+    groups = getattr(getattr(job, "parameters", None), "groups", ())
+    found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
     found += _options(job.model, "model", sizes)
     found += _options(getattr(job, "objective", None), "objective", sizes)
     if layout.world > 1:

@@ -123,16 +123,21 @@ def rank(
 
     from forge_core.layout import Layout
     from forge_core.registry import Registry
+    from forge_parallel.optim import shards
+    from forge_parallel.optim.settings import NO_SETTINGS
     from forge_parallel.verify.parity import Case, measure
     from forge_train.recipe.load import load
+    from forge_train.recipe.parameters import narrow_of
     from forge_train.run.assemble import plan_of
 
     registry = Registry()
     job = load(recipe, overrides, None, registry).job
+    at = Layout.parse(layout)
+    narrow = narrow_of(job)
     case = Case(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=job.optimizer.build,
+        optimizer=lambda model, settings=NO_SETTINGS: shards.build(job.optimizer, model, settings),
         vocab_size=getattr(job.model, "vocab_size"),  # noqa: B009 (a plugin's model may call it otherwise)
         length=length,
         rows=rows,
@@ -141,8 +146,9 @@ def rank(
         seed=job.job.seed,
         compute=mode,
         state=mode,
+        groups=tuple(job.parameters.groups),
+        narrow=None if narrow is None else narrow.build,
     )
-    at = Layout.parse(layout)
     return asdict(measure(case, plan_of(as_measured(job, at, rows, micro_batch), at, registry), torch.device("cpu")))
 
 

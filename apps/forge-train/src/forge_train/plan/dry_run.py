@@ -17,7 +17,9 @@ from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
 from forge_parallel.dryrun.parameters import Placed, parameters_of
 from forge_parallel.optim import shards
+from forge_parallel.optim.settings import Settings
 from forge_parallel.settle import Settled, settled
+from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.run.assemble import plan_of
 
@@ -160,10 +162,11 @@ def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] =
 
 def _workload(job: Job, layout: Layout) -> Workload:
     train = job.train
+    settings = settings_in(job, Blueprint.of(job.model.build))
     return Workload(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=partial(_with_kept, job),
+        optimizer=partial(_with_kept, job, settings),
         rows=train.micro_batch,
         length=job.data.sequence_length,
         micro_batches=train.global_batch // (layout.data * train.micro_batch),
@@ -171,6 +174,7 @@ def _workload(job: Job, layout: Layout) -> Workload:
         state=job.precision.state,
         # Ranks that share rows tell each other where documents begin; others keep it to themselves.
         documents=layout.cp > 1 and job.data.documents == "mask",
+        settings=settings,
     )
 
 
@@ -193,9 +197,9 @@ def _keeping(job: Job) -> list[Hook]:
     return [hook for hook in hooks if type(hook).tensors is not Hook.tensors]
 
 
-def _with_kept(job: Job, model: ParallelModel) -> Any:
+def _with_kept(job: Job, settings: Settings, model: ParallelModel) -> Any:
     """The optimizer of a recipe, and what its hooks keep for each parameter."""
-    optimizer, kept = shards.build(job.optimizer, model), {}
+    optimizer, kept = shards.build(job.optimizer, model, settings), {}
     for hook in _keeping(job):
         kept |= hook.tensors(model)
     return _Keeping(optimizer, kept) if kept else optimizer

@@ -21,6 +21,30 @@ def schedule_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG0
     return faults(job.train.max_steps) if faults else []
 
 
+def schedule_suits_the_optimizer(job: Job, layout: Layout | None) -> list[Fault]:
+    """A schedule that decays, for an optimizer whose averages take its place (Defazio et al., 2024).
+
+    Steps of a decaying rate would weigh as much in the average as those of the full one.
+    """
+    steps = job.train.max_steps
+    if not getattr(job.optimizer, "decays_by_itself", False) or schedule_fits(job, layout):
+        return []
+    factor, last = job.schedule.build(steps), 0.0
+    for step in sorted({*range(0, steps, max(1, steps // 1000)), steps - 1}):
+        now = factor(step)
+        if now < last:
+            return [
+                Fault(
+                    "schedule.name",
+                    f"a rate that falls (from a factor of {last:.3g} to {now:.3g} at step {step}) is not for optimizer "
+                    f"{type(job.optimizer).__name__}, whose averages take the place of a decay",
+                    hint="set schedule.name = 'constant', with a warm-up",
+                )
+            ]
+        last = now
+    return []
+
+
 def mtp_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Multi-token prediction: a schedule of its weight that does not fit the run, or rows too short to have labels."""
     mtp = getattr(job.model, "mtp", None)

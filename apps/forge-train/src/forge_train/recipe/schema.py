@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt
 from forge_ckpt.components.section import Checkpoint
 from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
 from forge_data.section import Data
+from forge_parallel.components.parameters import Parameters
 from forge_parallel.components.sections import Parallel, Precision
 
 
@@ -75,6 +76,8 @@ class Job:
     """Strategies that are switched on by their presence; an axis larger than 1 pulls in its default."""
     optimizer: Annotated[Component, Slot("forge.optimizers", default="adamw"), IDENTITY] = Slot.unset()
     """How parameters are updated."""
+    parameters: Parameters = field(default_factory=Parameters)
+    """Which of them are trained, and which in another way than the others."""
     schedule: Annotated[Component, Slot("forge.schedules", default="cosine")] = Slot.unset()
     """How the learning rate moves over the run."""
     objective: Annotated[Component, Slot("forge.objectives", default="cross_entropy"), IDENTITY] = Slot.unset()

@@ -24,6 +24,7 @@ from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation, open_stream
 from forge_parallel.accelerator import name
+from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
@@ -33,6 +34,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.step import Step
 from forge_train.doctor.steps.build import faults
+from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
 from forge_train.run.agreement import Agreement
@@ -122,27 +124,35 @@ def assemble(
         blueprint = Blueprint.of(job.model.build)
         sharding = settled(job, layout, lambda: blueprint, memory, reduced_so_far(found.meta, layout) if found else None)
         job = sharding.job
+        settings = settings_in(job, blueprint)
+        blueprint = apply(blueprint, settings)
+        checkpoints.frozen = settings.frozen
         plan = plan_of(job, layout, registry)
         factor, objective = job.schedule.build(job.train.max_steps), job.objective.build()
     optimizers: list[Any] = []
     state = State(0, 0, data.start())
     meta: dict[str, Any] = {"hooks": []}
 
+    def optimizer_of(model: ParallelModel) -> Any:
+        return shards.build(job.optimizer, model, settings)
+
     def take_up(found: Found, model: ParallelModel, optimizer: Any) -> None:
-        meta.update(checkpoints.restore(found, model, optimizer))
+        meta.update(checkpoints.restore(found, model, optimizer, optimizer_of))
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
 
     def restore(model: ParallelModel) -> None:
         assert found is not None
-        optimizers.append(shards.build(job.optimizer, model))
+        optimizers.append(optimizer_of(model))
         take_up(found, model, optimizers[0])
 
     with ranks.together("the model", collective=True):
         weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
         model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
-        optimizer = optimizers[0] if optimizers else shards.build(job.optimizer, model)
+        optimizer = optimizers[0] if optimizers else optimizer_of(model)
     parameters = model.parameter_count()
-    say(f"model: {parameters:,} parameters, layout {layout}, {name(device)}, transforms: {', '.join(plan.names()) or 'none'}")
+    frozen = f" ({len(settings.frozen)} tensors frozen)" if settings.frozen else ""
+    names = ", ".join(plan.names()) or "none"
+    say(f"model: {parameters:,} parameters{frozen}, layout {layout}, {name(device)}, transforms: {names}")
     for line in sharding.lines():
         say(line)
 
@@ -201,6 +211,8 @@ def assemble(
     if later or found:
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
+        for line in checkpoints.other_frozen(meta):
+            say(line)
         for key in dropped:
             say(f"the checkpoint has a state of hook {key!r}, and no hook of the recipe takes it: the state is dropped")
     elif not fresh:

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from forge_core.protocols.model import Optimizer
 from forge_core.redact import redacted
 from forge_data.order.cursor import merged
 from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.optim.grouped import Beginning
+from forge_parallel.placement.boxes import local_box
 from forge_parallel.settle import reduced_by
 from forge_parallel.verify.finite import not_finite
 from forge_train.run.health import Health
@@ -28,11 +30,14 @@ from forge_train.run.resume import anchors
 from forge_train.run.run import Run
 from forge_train.run.stop import TrainingError
 
+Named = Mapping[str, torch.Tensor]
 
-def pieces(model: ParallelModel, optimizer: Optimizer) -> Iterator[Piece]:
-    """Every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`."""
+
+def pieces(model: ParallelModel, optimizer: Optimizer, trained: Named | None = None) -> Iterator[Piece]:
+    """Every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`. `trained`, of `ParallelModel.averaged`, are weights that
+    are not the ones to evaluate: `optimizer/trained/NAME`."""
     yield from model.pieces()
-    for state, tensors in optimizer.state().items():
+    for state, tensors in {**optimizer.state(), "trained": trained or {}}.items():
         for name, tensor in tensors.items():
             yield model.piece(f"optimizer/{state}/{name}", tensor)
 
@@ -55,9 +60,17 @@ def _is_good(manifest: Manifest, health: Health) -> bool:
     return kept is not None and kept["band"]["left"] is None and health.is_before(manifest.step)
 
 
+def _of(piece: str) -> str:
+    """The parameter whose state a piece of the optimizer is."""
+    return piece.split("/", 2)[2] if piece.startswith("optimizer/") else ""
+
+
 @dataclass
 class Checkpoints:
-    """Saves and restores one run."""
+    """Saves and restores one run.
+
+    `frozen`: parameters of the model that are not trained.
+    """
 
     store: Store
     world: World
@@ -67,6 +80,7 @@ class Checkpoints:
     present: Sequence[str] = ()
     fence: Fence | None = None
     checked: int = -1
+    frozen: frozenset[str] = frozenset()
 
     def newest(self, policy: resume.Policy) -> resume.Found | None:
         """Collective: what a start resumes from; changes nothing until this job owns the store."""
@@ -109,23 +123,25 @@ class Checkpoints:
             # The model is built from its part again, so that is kept as it is.
             "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),
+            "frozen": sorted(self.frozen),
             "health": run.health.state(),
             "hooks": states_of(run.hooks),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
         assert self.fence is not None, "a run owns its store before it trains"
         try:
-            name = saver.save(
-                self.store,
-                (*pieces(run.model, run.optimizer), *(piece for _, _, piece in kept_by(run.hooks, run.model))),
-                meta,
-                run.state.step,
-                self.world,
-                keep=self.keep,
-                spare=run.health.spare(),
-                marks=run.marks,
-                may=self.fence.may_write,
-            )
+            with run.model.averaged() as trained:
+                name = saver.save(
+                    self.store,
+                    (*pieces(run.model, run.optimizer, trained), *(piece for _, _, piece in kept_by(run.hooks, run.model))),
+                    meta,
+                    run.state.step,
+                    self.world,
+                    keep=self.keep,
+                    spare=run.health.spare(),
+                    marks=run.marks,
+                    may=self.fence.may_write,
+                )
         except CheckpointError:
             self.fence.check()  # a newer job may be why
             raise
@@ -169,16 +185,43 @@ class Checkpoints:
         parts = self.world.all_gather(json.dumps(cursor).encode())
         return dict(merged([json.loads(part) for part in parts]))
 
-    def restore(self, found: resume.Found, model: ParallelModel, optimizer: Optimizer) -> Mapping[str, Any]:
+    def restore(
+        self, found: resume.Found, model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer]
+    ) -> Mapping[str, Any]:
         """Collective: fills model and optimizer from a verified checkpoint and returns its facts.
+
+        What was frozen and is trained from now on gets the state that an optimizer has at first, from `again`, which builds one;
+        the state of what is frozen now is left out.
 
         Raises:
             CheckpointError: it does not fit the model.
         """
-        meta = resume.load(self.store, found, pieces(model, optimizer), self.world, select=_is_of_run)
+        begins, ends = self._other_frozen(found.meta)
+        with model.averaged() as trained:
+            mine = (piece for piece in pieces(model, optimizer, trained) if _of(piece.name) not in begins)
+            meta = resume.load(
+                self.store, found, mine, self.world, select=lambda name: _is_of_run(name) and _of(name) not in ends
+            )
+            for name, tensor in model.parameters_held():
+                if name in begins and name in trained:  # it has been evaluated as it was
+                    local_box(trained[name]).local.copy_(local_box(tensor).local)
+        _begin(model, optimizer, again, begins)
         if bad := not_finite(_learned(model, optimizer), model.topology):
             raise CheckpointError(f"{found.name} cannot be resumed: {bad.name} has non-finite values. {self.advice(Health())}")
         return meta
+
+    def other_frozen(self, meta: Mapping[str, Any]) -> Iterator[str]:
+        """Which parameters were frozen in a checkpoint and are not now, and the other way round; a line each."""
+        begins, ends = self._other_frozen(meta)
+        if begins:
+            yield f"trained from now on, without optimizer state at first: {', '.join(sorted(begins))}"
+        if ends:
+            yield f"frozen from now on, their optimizer state is dropped: {', '.join(sorted(ends))}"
+
+    def _other_frozen(self, meta: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+        """Parameters that begin to be trained, and that no longer are."""
+        before = frozenset(meta.get("frozen", ()))
+        return before - self.frozen, self.frozen - before
 
     def restore_kept(self, found: resume.Found, run: Run) -> None:
         """Collective: fills the tensors that hooks keep, as far as the checkpoint has their section.
@@ -196,3 +239,12 @@ class Checkpoints:
         if sections:
             mine = lambda name: name.partition("/")[0] in sections  # noqa: E731 (a condition on names)
             resume.load(self.store, found, [piece for _, piece in kept], self.world, select=mine)
+
+
+def _begin(model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer], names: frozenset[str]) -> None:
+    """Gives some parameters the state of an optimizer that has just been built."""
+    if names.isdisjoint(name for name, _ in model.parameters_held()):
+        return
+    for state, tensors in again(Beginning(model, names)).state().items():
+        for name, tensor in tensors.items():
+            local_box(optimizer.state()[state][name]).local.copy_(local_box(tensor).local)

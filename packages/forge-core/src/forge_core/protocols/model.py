@@ -12,6 +12,8 @@ from forge_core.protocols.topology import Context, Topology
 from forge_core.specs import Specs
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from torch import Tensor, nn
 
@@ -300,6 +302,16 @@ class Optimizer(Protocol):
 
     def state(self) -> "Mapping[str, Mapping[str, Tensor]]":
         """State name -> global parameter name -> tensor: live tensors, laid out as the parameter or scalar."""
+        ...
+
+
+class AveragingOptimizer(Optimizer, Protocol):
+    """One that evaluates other weights than those that it trains. It tells the model so when it is built:
+    `model.evaluate_with(self.averaged)`, where the model has that method."""
+
+    def averaged(self) -> "AbstractContextManager[Mapping[str, Tensor]]":
+        """Inside, parameters hold the weights to evaluate, to save and to export. Gives those that are trained by global name,
+        laid out as the parameters: they are back afterwards bit for bit, or what was written to them meanwhile."""
         ...
 
 

@@ -1,8 +1,8 @@
 """What `realize` returns: the only thing that a step or an optimizer accepts."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -21,6 +21,9 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.owner import owns
 from forge_parallel.placement.topology import Topology
 
+Averages = Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]
+"""As `forge_core.protocols.model.AveragingOptimizer.averaged`."""
+
 
 @dataclass(frozen=True)
 class ParallelModel:
@@ -35,6 +38,7 @@ class ParallelModel:
         topology: this rank's place.
         compute: dtype of parameters in forward and backward.
         cut: which stages the parts are; None without a pipeline.
+        averages: of optimizers that evaluate other weights than they train; they put them there themselves (`evaluate_with`).
     """
 
     parts: tuple[nn.Module, ...]
@@ -45,6 +49,7 @@ class ParallelModel:
     topology: Topology
     compute: torch.dtype
     cut: Cut | None = None
+    averages: list[Averages] = field(default_factory=list)
 
     @cached_property
     def everything(self) -> Mapping[str, torch.Tensor]:
@@ -87,9 +92,13 @@ class ParallelModel:
         """Every local parameter that takes a gradient, once."""
         return [
             NamedTensor(name, tensor, self.specs.tensors[name].group)
-            for name, tensor in self._tensors
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            for name, tensor in self.parameters_held()
+            if tensor.requires_grad
         ]
+
+    def parameters_held(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every local parameter, frozen ones too, once."""
+        yield from ((name, tensor) for name, tensor in self._tensors if isinstance(tensor, nn.Parameter))
 
     def reshard(self) -> None:
         """Frees gathered parameters. After a forward without backward they would linger, and the next one use them."""
@@ -98,9 +107,22 @@ class ParallelModel:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def evaluate_with(self, averages: Averages) -> None:
+        """For optimizers: inference, and what is saved, has the weights that parameters hold inside of this context."""
+        self.averages.append(averages)
+
+    @contextmanager
+    def averaged(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Inside, parameters hold the weights to evaluate, to save and to export. Gives, by name, those that are trained, where
+        they are others; they are back afterwards, bit for bit."""
+        with ExitStack() as stack:
+            trained = [stack.enter_context(averages()) for averages in self.averages]
+            yield {name: tensor for tensors in trained for name, tensor in tensors.items()}
+
     @contextmanager
     def inference(self, whole_sequences: bool = False) -> Iterator[None]:
-        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind.
+        """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind; with the
+        weights that the optimizer evaluates.
 
         With `whole_sequences` every rank has the whole residual stream, so that forwards may have any length.
         """
@@ -108,14 +130,15 @@ class ParallelModel:
         for part in self.parts:
             part.eval()
         self._whole_sequences(whole_sequences)
-        try:
-            with torch.no_grad(), self.computing():
-                yield
-        finally:
-            self._whole_sequences(False)
-            for module in training:
-                module.training = True
-            self.reshard()
+        with self.averaged():
+            try:
+                with torch.no_grad(), self.computing():
+                    yield
+            finally:
+                self._whole_sequences(False)
+                for module in training:
+                    module.training = True
+                self.reshard()
 
     def _whole_sequences(self, on: bool) -> None:
         for transform in self.plan.transforms:
@@ -148,8 +171,8 @@ class ParallelModel:
                 tell(step, steps)
 
     def parameter_count(self) -> int:
-        """Collective: parameters of the whole model, counted once over all ranks and ties."""
-        owned = sum(local_box(p).local.numel() for _, p, _ in self.trainable() if owns(p, self.topology))
+        """Collective: parameters of the whole model, frozen ones too, counted once over all ranks and ties."""
+        owned = sum(local_box(p).local.numel() for _, p in self.parameters_held() if owns(p, self.topology))
         count = torch.tensor(owned, dtype=torch.int64, device=self.topology.device)
         return int(self.topology.all_reduce(count))
 

@@ -83,6 +83,22 @@ def check_zero_grad(component: Any) -> None:
     assert not left, f"zero_grad leaves a gradient of {', '.join(left)}"
 
 
+def check_decay(component: Any) -> None:
+    """Tables, norms and biases are not decayed: without a gradient they stay, however large the weight decay is."""
+    import torch
+
+    start = _drawn(0)
+    held, optimizer = _made(component, start)
+    for step in range(STEPS):
+        _step(held, optimizer, {name: torch.zeros_like(tensor) for name, tensor in start.items()}, step)
+    moved = [
+        name
+        for name, tensor in held.items()
+        if SHAPES[name][1] in ("embedding", "vector") and not torch.equal(start[name], tensor.detach())
+    ]
+    assert not moved, f"steps without a gradient move {', '.join(moved)}, which weight decay is not for"
+
+
 def check_factor(component: Any) -> None:
     """`set_factor` multiplies the peak rate: with 0 nothing moves, and it does not multiply what an earlier call has set."""
     import torch

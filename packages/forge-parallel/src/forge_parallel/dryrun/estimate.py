@@ -22,6 +22,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
 from forge_core.protocols.topology import Context
+from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -31,6 +32,7 @@ from forge_parallel.dryrun.fake_world import Weightless, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
 from forge_parallel.dryrun.memory_trace import GRADIENTS, Ledger, held
 from forge_parallel.dryrun.traffic import Flow, Traffic
+from forge_parallel.optim.settings import NO_SETTINGS, Settings
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.shares import FLOAT8_MULTIPLE
@@ -56,6 +58,7 @@ class Workload:
         compute: `bf16`, `fp32` or `fp64`: format of forward and backward.
         state: format of parameters, gradients and optimizer state.
         documents: rows hold several documents. A CPU's attention then keeps a mask of length x length, an accelerator's does not.
+        settings: of parameters, frozen ones among them.
     """
 
     build: Callable[[], nn.Module]
@@ -67,6 +70,7 @@ class Workload:
     compute: str = "bf16"
     state: str = "fp32"
     documents: bool = False
+    settings: Settings = NO_SETTINGS
 
     def shortened(self, layout: Layout) -> "Workload":
         """The same with rows as short as ranks can share them; float8 products take tokens in sixteens."""
@@ -184,7 +188,9 @@ def _run(
         topology = Topology.of(plan.layout, device)
         watch = _Watch(stack, separate=plan.layout.pp == 1, metrics=list(metrics))
         watched = Plan.of([*told, *kept, watch], plan.layout, plan.pipeline)
-        model = realize(Blueprint.of(workload.build), watched, topology, _nothing, workload.compute, workload.state)
+        model = realize(
+            apply(Blueprint.of(workload.build), workload.settings), watched, topology, _nothing, workload.compute, workload.state
+        )
         return _estimate(workload, model, watch), tuple(watch.metrics)
 
 
@@ -312,7 +318,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
     return Estimate(
         rank=model.topology.rank,
         at=model.topology.coordinates,
-        elements=sum(local_box(tensor).local.numel() for _, tensor, _ in model.trainable()),
+        elements=sum(local_box(tensor).local.numel() for _, tensor in model.parameters_held()),
         parameters=held(parameter for part in parts for parameter in part.parameters()),
         gradients=last.gradients,
         optimizer=held(tensor for tensors in state.values() for tensor in tensors.values()),

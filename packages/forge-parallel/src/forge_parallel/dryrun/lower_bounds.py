@@ -136,10 +136,10 @@ def _sharded(model: ParallelModel, shard: Shard, micro_batches: int) -> Iterator
         return
     gathers = 1 if shard.reshard is False else 2
     gathered = scattered = 0
-    for name, tensor, _ in model.trainable():
+    for name, tensor in model.parameters_held():
         elements = _elements(tensor)
         gathered += elements * (gathers if name.startswith(blocks) else 1)
-        scattered += elements
+        scattered += elements * tensor.requires_grad
     context = model.contexts[0]
     wide = torch.promote_types(context.state, torch.float32) if context.compute == torch.bfloat16 else context.state
     times = micro_batches if shard.reduce == "each" else 1

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.protocols.model import Transform
 from forge_core.protocols.topology import Context
+from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -52,7 +53,14 @@ def parameters_of(workload: Workload, plan: Plan, rank: int = 0) -> list[Placed]
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
         topology = Topology.of(plan.layout, torch.device("cpu"))
         without_memory = Plan.of([*plan.transforms, _WithoutMemory(stack)], plan.layout, plan.pipeline)
-        model = realize(Blueprint.of(workload.build), without_memory, topology, _unfilled, workload.compute, workload.state)
+        model = realize(
+            apply(Blueprint.of(workload.build), workload.settings),
+            without_memory,
+            topology,
+            _unfilled,
+            workload.compute,
+            workload.state,
+        )
         return list(_placed(model))
 
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from forge_core.protocols.model import TrainableModel
-
-DECAYED = frozenset({"matrix", "head", "router"})
-"""Optimizer groups that weight decay applies to."""
+from forge_parallel.optim.decay import DECAYED
 
 
 class AdamW:

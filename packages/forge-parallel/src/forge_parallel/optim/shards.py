@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_parallel.optim.grouped import with_settings
+from forge_parallel.optim.settings import NO_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from forge_core.protocols.model import Optimizer
@@ -45,12 +47,12 @@ HINT = (
 )
 
 
-def build(component: Any, model: "ParallelModel") -> "Optimizer":
-    """The optimizer of a component, for a model that is laid out.
+def build(component: Any, model: "ParallelModel", settings: Settings = NO_SETTINGS) -> "Optimizer":
+    """The optimizer of a component, for a model that is laid out, with `settings` for some of its parameters.
 
     Raises:
-        PlanError: the layout splits parameters, and the component does not say how it treats parts.
+        PlanError: the layout splits parameters, and the component does not say how it treats parts; or it has not what is set.
     """
     if why := refusal(component, model.topology.layout):
         raise PlanError(f"optimizer: {why}; {HINT}")
-    return component.build(model)
+    return with_settings(component, model, settings)

@@ -163,9 +163,9 @@ class Step:
         """Collective: mean loss without gradients. Every rank must bring the same number of batches."""
         topology = self.model.topology
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
-        refresh(self.model)
         local = (local_batch(self.model, batch) for batch in batches)
         with self.model.inference():
+            refresh(self.model)  # with the weights that are evaluated
             for terms in map(self._forward, local) if self._pipeline is None else self._pipeline.evaluate(local):
                 total += torch.stack([terms.sum.double(), terms.tokens.double()])
         loss, count = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()

@@ -15,9 +15,11 @@ from torch import nn
 from forge_core.batch import IGNORE, Batch, Sources
 from forge_core.errors import ForgeError
 from forge_core.protocols.model import Objective, Optimizer
+from forge_parallel.build.chosen import apply, settings_of
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.optim.settings import NO_SETTINGS, Group, Settings
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
@@ -27,11 +29,14 @@ from forge_parallel.verify.tolerance import within
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured in every layout. The first `silent` rows of a global batch have no label at all."""
+    """What is measured in every layout. The first `silent` rows of a global batch have no label at all.
+
+    `optimizer` is given the settings of parameters too, where there are `groups` of them or widths scaled from a `narrow` model.
+    """
 
     build: Callable[[], nn.Module]
     objective: Objective
-    optimizer: Callable[[ParallelModel], Optimizer]
+    optimizer: Callable[..., Optimizer]
     vocab_size: int
     length: int = 16
     rows: int = 8
@@ -42,6 +47,14 @@ class Case:
     grad_clip: float = 0.5
     compute: str = "fp64"
     state: str = "fp64"
+    groups: tuple[Group, ...] = ()
+    narrow: Callable[[], nn.Module] | None = None
+
+    def blueprint(self) -> tuple[Blueprint, Settings]:
+        """The model, with the settings of its parameters."""
+        made = Blueprint.of(self.build)
+        settings = settings_of(made, self.groups, None if self.narrow is None else Blueprint.of(self.narrow))
+        return apply(made, settings), settings
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,9 @@ def share(batch: Batch, rank: int, ranks: int, micro_batch: int) -> list[Batch]:
 def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     """Collective: runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
     topology = Topology.of(plan.layout, device)
-    model = realize(Blueprint.of(case.build), plan, topology, case.seed, case.compute, case.state)
-    optimizer = case.optimizer(model)
+    blueprint, settings = case.blueprint()
+    model = realize(blueprint, plan, topology, case.seed, case.compute, case.state)
+    optimizer = case.optimizer(model, settings) if settings != NO_SETTINGS else case.optimizer(model)
     step = Step(model, case.objective)
     initial = gathered(model, _weights(model))
     gradients: dict[str, torch.Tensor] = {}
@@ -129,7 +143,7 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
 
 
 def _weights(model: ParallelModel) -> dict[str, torch.Tensor | None]:
-    return {name: tensor for name, tensor, _ in model.trainable()}
+    return dict(model.parameters_held())
 
 
 @dataclass(frozen=True)

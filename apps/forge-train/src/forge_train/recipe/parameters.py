@@ -1,0 +1,34 @@
+"""The settings of a model's parameters that a recipe asks for."""
+
+from dataclasses import replace
+from typing import Any
+
+from forge_core.errors import PlanError
+from forge_parallel.build.chosen import settings_of
+from forge_parallel.build.realize import Blueprint
+from forge_parallel.optim.settings import Settings
+from forge_train.recipe.schema import Job
+
+
+def settings_in(job: Job, blueprint: Blueprint) -> Settings:
+    """Those of `[parameters]`, for the blueprint of the recipe's model.
+
+    Raises:
+        PlanError: a pattern matches nothing, everything is frozen, or widths cannot be scaled.
+    """
+    narrow = narrow_of(job)
+    return settings_of(blueprint, job.parameters.groups, None if narrow is None else Blueprint.of(narrow.build))
+
+
+def narrow_of(job: Job) -> Any:
+    """The component of the model whose rates were tuned; None where widths are not scaled.
+
+    Raises:
+        PlanError: the widths make no model.
+    """
+    if not job.parameters.width_base:
+        return None
+    try:
+        return replace(job.model, **job.parameters.width_base)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"parameters.width_base: these values make no model: {error}") from error

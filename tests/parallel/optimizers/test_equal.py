@@ -1,0 +1,114 @@
+"""20 steps of every optimizer are those of another library, in fp64: in one process, and in layouts that split tensors."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_models.components.objectives import CrossEntropy
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.components.parameters import ParameterGroup
+from forge_parallel.components.sections import Pipeline
+from forge_parallel.optim import shards
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_parallel.verify.gather import gathered
+from forge_parallel.verify.parity import Case, share, synthetic
+from harness.pool import World
+from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, schedule_class, transforms_of
+from parallel.optimizers.independent import OURS, factor, set_rate, theirs
+
+CPU = torch.device("cpu")
+STEPS = 20
+LAYOUTS = {"dp2": "", "hsdp2x2": "", "tp2": "", "pp2": "", "dp2tp2": "", "dp2ep2": "experts ep_all_to_all"}
+GROUPS = (
+    ParameterGroup(match="blocks.*.attention.*", lr=0.5, weight_decay=0.05),
+    ParameterGroup(match="*norm*.weight", weight_decay=0.1),
+)
+DECAYED = ("matrix", "head", "router")
+OBJECTIVE = CrossEntropy().build()
+
+
+def _case(experts: bool) -> Case:
+    build = replace(DECODER, moe=EXPERTS if experts else None).build
+    return Case(build, OBJECTIVE, AssertionError, VOCAB, rows=8, micro_batch=2)
+
+
+def _batches(case: Case, model: Any, step: int) -> Any:
+    return share(synthetic(case, step % 3), model.topology.data_rank, model.topology.data_size, case.micro_batch)
+
+
+def ours(name: str, layout: str, row: str, groups: bool) -> dict[str, torch.Tensor]:
+    """Weights that are evaluated, and the loss, after 20 steps in a layout."""
+    case, at = _case("experts" in row), Layout.parse(layout)
+    case = replace(case, groups=GROUPS if groups else ())
+    pipeline = Pipeline(schedule=schedule_class("1f1b")()).build() if at.pp > 1 else None
+    plan = Plan.of(transforms_of(frozenset(row.split())).values(), at, pipeline)
+    blueprint, settings = case.blueprint()
+    model = realize(blueprint, plan, Topology.of(at, CPU), 0, "fp64", "fp64")
+    optimizer, step = shards.build(OURS[name], model, settings), Step(model, OBJECTIVE)
+    for index in range(STEPS):
+        result = step(_batches(case, model, index))
+        optimizer.set_factor(factor(index))
+        optimizer.step(result.skip)
+        optimizer.zero_grad()
+    evaluated = torch.tensor(step.evaluate(_batches(case, model, 0)).loss, dtype=torch.float64)
+    with model.averaged():
+        return gathered(model, dict(model.parameters_held())) | {"loss": evaluated}
+
+
+@cache
+def independent(name: str, experts: bool) -> dict[str, torch.Tensor]:
+    """The same, with the other library's optimizer in one process, which takes a global batch at once."""
+    case, at, component = replace(_case(experts), micro_batch=8), Layout(), OURS[name]
+    model = realize(Blueprint.of(case.build), Plan.of([], at), Topology(at, CPU), 0, "fp64", "fp64")
+    named, step = model.trainable(), Step(model, OBJECTIVE)
+    optimizer = theirs(component, *([t for _, t, g in named if (g in DECAYED) is want] for want in (True, False)))
+    for index in range(STEPS):
+        step(_batches(case, model, index))
+        set_rate(optimizer, component, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    loss = torch.tensor(step.evaluate(_batches(case, model, 0)).loss, dtype=torch.float64)
+    return {n: t.detach().clone() for n, t, _ in named} | {"loss": loss}
+
+
+def _equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = (found[name].view(tensor.shape) - tensor).abs().max()
+        assert difference <= 1e-10 * tensor.abs().max().clamp(min=1e-3), (name, float(difference))
+
+
+def test_every_registered_optimizer_has_an_independent_one() -> None:
+    registry = Registry()
+    ours = {entry.name for entry in registry.of("forge.optimizers") if entry.distribution.startswith("forge-parallel")}
+    assert ours == set(OURS)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_twenty_steps_equal_another_library(name: str) -> None:
+    _equal(ours(name, "1", "", False), independent(name, experts=False))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OURS)
+def test_twenty_steps_in_a_layout_equal_another_library(world: World, name: str, layout: str) -> None:
+    row = LAYOUTS[layout]
+    expected = independent(name, "experts" in row)
+    for found in world.run(ours, Layout.parse(layout).world, name, layout, row, False):
+        _equal(found, expected)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_groups_in_a_layout_are_those_of_one_process(world: World, name: str) -> None:
+    expected = ours(name, "1", "", True)
+    for found in world.run(ours, 4, name, "dp2tp2", "", True):
+        _equal(found, expected)
