@@ -121,8 +121,16 @@ def _weights(layout: str, ahead: bool, again: bool, mtp: bool) -> dict[str, torc
     return {name: full(tensor) for name, tensor in model.tensors()} | {"losses": torch.stack(losses)}
 
 
-@pytest.mark.parametrize("mtp", [False, True], ids=["next", "mtp"])
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("again", "mtp"),
+    [
+        pytest.param(True, True, id="recomputed-mtp"),
+        *(
+            pytest.param(*both, id=name, marks=pytest.mark.slow)
+            for name, both in {"kept": (False, False), "kept-mtp": (False, True), "recomputed": (True, False)}.items()
+        ),
+    ],
+)
 def test_numbers_are_the_same_to_the_last_bit(world: World, again: bool, mtp: bool) -> None:
     ahead, late = (world.run(_weights, 4, "dp4ep2", way, again, mtp) for way in (True, False))
     for mine, other in zip(ahead, late, strict=True):

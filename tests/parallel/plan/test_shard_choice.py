@@ -1,6 +1,7 @@
 """The rule behind `auto` in `[transforms.shard]`: closed forms of bytes, thresholds, ties; and estimates against dry runs."""
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -176,16 +177,19 @@ def test_formats_and_shards_on_the_host() -> None:
 MOE = replace(SHAPE, moe=MoE(experts=8, top_k=2, ffn_dim=512))
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("shape", "layout", "reduce", "reshard", "transforms"),
     [
         (SHAPE, "dp4", "last", None, ()),
-        (SHAPE, "hsdp2x2", "each", False, (Recompute(policy="full"),)),
-        (replace(SHAPE, tied_embeddings=True), "dp2", "last", False, (Recompute(policy="selective"),)),
-        (SHAPE, "dp2tp2", "each", None, (Tensor(),)),
         (SHAPE, "pp2dp2", "last", True, ()),
-        (MOE, "dp4", "each", False, ()),
         (MOE, "dp4ep2", "last", None, (Expert(),)),
+        slow(SHAPE, "hsdp2x2", "each", False, (Recompute(policy="full"),)),
+        slow(replace(SHAPE, tied_embeddings=True), "dp2", "last", False, (Recompute(policy="selective"),)),
+        slow(SHAPE, "dp2tp2", "each", None, (Tensor(),)),
+        slow(MOE, "dp4", "each", False, ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

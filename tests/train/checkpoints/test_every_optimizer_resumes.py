@@ -1,4 +1,7 @@
-"""Every optimizer of ours goes on, in new processes, as if it had never stopped: the same bits on the same layout."""
+"""Every optimizer of ours goes on, in new processes, as if it had never stopped: the same bits on the same layout, with experts.
+
+`test_optimizer_resume.py` has the fast ones.
+"""
 
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from train.checkpoints.test_expert_checkpoints import LAYOUTS, RECIPE, together,
 OURS = sorted(entry.name for entry in Registry().of("forge.optimizers") if entry.distribution.startswith("forge-"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_it_resumes_bit_by_bit(world: World, tmp_path: Path, name: str) -> None:
     recipe = tmp_path / "resumed.toml"
@@ -19,7 +23,7 @@ def test_it_resumes_bit_by_bit(world: World, tmp_path: Path, name: str) -> None:
     after = []
     for directory, legs in (("whole", (6,)), ("resumed", (3, 6))):
         for steps in legs:
-            arguments = (recipe, [f"--job.dir={tmp_path / directory}", *LAYOUTS["ep2"]], steps)
+            arguments = (recipe, [f"--job.dir={tmp_path / directory}", "--schedule.name=constant", *LAYOUTS["ep2"]], steps)
             ranks = world.run(trained, 2, *arguments, timeout=200, fresh=True)
         after.append(together(ranks, "after"))
     assert after[0].keys() == after[1].keys() and any("/" in key for key in after[0])

@@ -74,9 +74,9 @@ def test_what_is_trained_from_a_resume_on_begins_without_state(
         other, _ = prepared(recipe, options(tmp_path / "run", name, 5))
     assert "trained from now on, without optimizer state at first: blocks.1.attention.k_proj.weight" in caplog.text
     state = other.optimizer.state()
-    assert {float(state["step"][key]) for key in drawn if "step" in state} <= {0.0}
+    assert all(any(key in tensors for tensors in state.values()) for key in drawn)
     for kind, tensors in state.items():
-        for key in drawn:
+        for key in drawn.keys() & tensors.keys():
             expected = drawn[key] if kind == "z" else torch.zeros_like(tensors[key])
             assert torch.equal(tensors[key], expected), (kind, key)
     assert all(float(state["step"][key]) == 4 for key in state.get("step", {}) if key not in drawn)

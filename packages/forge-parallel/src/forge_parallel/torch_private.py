@@ -4,6 +4,7 @@ Where torch may drop a name, a fallback follows. What takes long to import, or a
 Tests call all of them.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -161,9 +162,12 @@ def within_budget(share: float) -> AbstractContextManager[Any]:
 def overlap_tensor_parallelism(group: dist.ProcessGroup) -> None:
     """Lets the compiler fuse collectives over `group` with matrix products. The switch is that of the whole process."""
     import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from torch.distributed import _symmetric_memory
 
-    enable_symm_mem_for_group(group.group_name)
+    if (enable := getattr(_symmetric_memory, "enable_symm_mem_for_group", None)) is not None:
+        with warnings.catch_warnings():  # newer versions of torch need it no more, and say so
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(group.group_name)
     inductor._micro_pipeline_tp = True
 
 
