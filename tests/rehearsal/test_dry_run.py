@@ -53,7 +53,7 @@ def _estimated(row: frozenset[str], device: str) -> Estimate:
 @pytest.mark.parametrize("row", PROVEN)
 def test_a_composition_is_planned_on_cuda(devices: World, row: frozenset[str]) -> None:
     """Weights, gradients, state and traffic are those of a CPU; a tensor of the host among those of a device is an error."""
-    (found,) = devices.run(_estimated, 1, row, "cuda", group=False)
-    (expected,) = devices.run(_estimated, 1, row, "cpu", group=False)
+    (found,) = devices.run(_estimated, 1, row, "cuda", group=False, timeout=400)
+    (expected,) = devices.run(_estimated, 1, row, "cpu", group=False, timeout=400)
     for name in ("parameters", "gradients", "optimizer", "elements", "gathered", "reduced", "flows"):
         assert getattr(found, name) == getattr(expected, name), name

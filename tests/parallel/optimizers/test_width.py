@@ -43,7 +43,7 @@ def test_rates_and_initial_weights_have_the_closed_form() -> None:
             assert (setting.lr, setting.decay, std) == (1 / 4, 4, old[name].init.std / 4)
         elif name == "embed.weight":
             assert (setting.lr, setting.decay, std) == (1, 1, old[name].init.std)
-        elif "router" in name and spec.group == "matrix":
+        elif spec.group == "router":
             assert (setting.lr, setting.decay, std) == (1 / 4, 4, old[name].init.std / 4)  # to a fixed number of experts
         elif spec.group == "matrix":
             ratio = 3 if "down" in name else 4
@@ -52,8 +52,8 @@ def test_rates_and_initial_weights_have_the_closed_form() -> None:
         else:
             assert (setting, std) == (found.of("nothing"), None), name
             continue
-        seen.add(name.rpartition(".")[0].rpartition(".")[2])
-    assert {*list(hidden)[:4], "head", "embed"} <= seen
+        seen.add(spec.group if spec.group == "router" else name.rpartition(".")[0].rpartition(".")[2])
+    assert {*list(hidden)[:4], "head", "embed", "router"} <= seen
     drawn = apply(wide, found).specs.tensors
     assert all(drawn[name].init.std == std for name, std in found.std.items())
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
@@ -25,6 +26,11 @@ class EmaHook(Hook):
         self.decay, self.begin_at, self.every, self.dtype = decay, start, every, dtype
         self.begun = False
         self.average: dict[str, Tensor] = {}
+
+    def check(self, run: Run) -> None:
+        """Refuses an optimizer that evaluates averages of its own: one would be taken for the other."""
+        if run.model.averages:
+            raise ForgeError("hook 'ema' averages weights, and the optimizer evaluates averages already; remove the hook")
 
     def start(self, run: Run) -> None:
         """Begins with the initial weights, or those that a run resumes from, where it is time."""

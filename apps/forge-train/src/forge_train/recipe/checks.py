@@ -135,6 +135,12 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
         kinds = {type(other) for other in before}
         if isinstance(hook, Ema) and Ema in kinds:
             yield Fault(f"hooks.{index}.name", "'ema' is there twice; a run keeps one average", hint="remove one")
+        if isinstance(hook, Ema) and getattr(job.optimizer, "decays_by_itself", False):
+            yield Fault(
+                f"hooks.{index}.name",
+                f"'ema' averages weights, and optimizer {type(job.optimizer).__name__} evaluates and saves averages already",
+                hint="remove the hook",
+            )
         if isinstance(hook, Evaluate | Sample) and hook.weights == "ema" and Ema not in kinds:
             yield Fault(
                 f"hooks.{index}.weights",

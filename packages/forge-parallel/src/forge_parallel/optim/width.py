@@ -47,7 +47,7 @@ def scaled(specs: Specs, shapes: Shapes, narrow: Specs, narrow_shapes: Shapes) -
         _heads_are_as_wide(name, specs, shape, narrow, before)
         first = 1 if spec.stacked else 0
         inputs = prod(shape[first + 1 :]) / prod(before[first + 1 :])
-        ratio = inputs if len(shape) - first > 1 and spec.group in ("matrix", "head") else 1.0
+        ratio = inputs if len(shape) - first > 1 and spec.group in ("matrix", "head", "router") else 1.0
         hidden = spec.group == "matrix" and shape[first : first + 1] != before[first : first + 1]
         if ratio != 1:
             each[name] = Setting(lr=1 / ratio, decay=ratio)
