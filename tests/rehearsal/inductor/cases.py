@@ -116,7 +116,8 @@ def _loss_head() -> Record:
 
 def _update() -> Record:
     model = _model(Decoder(**SIZES), state="bf16")
-    optimizer = AdamW().build(model)
+    with recorded():  # the compiler is tried
+        optimizer = AdamW().build(model)
     for _, tensor, _ in model.trainable():
         tensor.grad = torch.zeros_like(tensor)
     with recorded(EVERYWHERE) as record:

@@ -62,6 +62,8 @@ class Elementwise:
         self._named = list(model.trainable())
         self._rule, self._peak, self.lr = rule, lr, lr
         self._device = self._named[0].tensor.device if self._named else torch.device("cpu")
+        # What a kernel gets has the format that it computes in: GPUs have few units for fp64.
+        self._format = torch.promote_types(self._named[0].tensor.dtype, torch.float32) if self._named else torch.float32
         self._states = {state: {name: torch.zeros_like(tensor) for name, tensor, _ in self._named} for state in rule.states}
         for state in rule.copied:
             for name, tensor, _ in self._named:
@@ -90,7 +92,8 @@ class Elementwise:
         after = dict(self._rule.advance(self._counts, rate)) | {"step": self._counts["step"] + 1}
         for key, count in self._counts.items():
             count.copy_(torch.where(taken, after[key], count))
-        numbers = [rate.expand_as(self._decays), self._decays, *self._rule.numbers(self._counts, rate)]
+        exact = [rate.expand_as(self._decays), self._decays, *self._rule.numbers(self._counts, rate)]
+        numbers = [number.to(self._format) for number in exact]
         for index, (name, tensor, _) in enumerate(self._named):
             if tensor.grad is None:
                 continue
@@ -140,7 +143,7 @@ def _kernel(rule: Rule) -> Callable[..., None]:
         low = values[0].dtype == torch.bfloat16
         wide = torch.float32 if low else values[0].dtype
         weight, *states = (value.to(wide) for value in values)
-        found = rule.update(weight, states, slope.to(wide), [number.to(wide) for number in numbers])
+        found = rule.update(weight, states, slope.to(wide), numbers)
         index = flat_index(weight.shape, place) if low else place
         for number, (held, value) in enumerate(zip(values, found, strict=True)):
             new = rounded(value, noise(index, keys[number], step)) if low else value
