@@ -28,7 +28,7 @@ class EmaHook(Hook):
         self.average: dict[str, Tensor] = {}
 
     def check(self, run: Run) -> None:
-        """Refuses an optimizer that evaluates averages of its own: one would be taken for the other."""
+        """Refuses an optimizer that evaluates averages itself: one would be taken for the other."""
         if run.model.averages:
             raise ForgeError("hook 'ema' averages weights, and the optimizer evaluates averages already; remove the hook")
 
