@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from forge_core.errors import PlanError
@@ -50,7 +49,7 @@ class Settings:
         return self.each.get(name, PLAIN)
 
 
-NO_SETTINGS = Settings(MappingProxyType({}), frozenset(), MappingProxyType({}))
+NO_SETTINGS = Settings()
 
 
 class Group(Protocol):
