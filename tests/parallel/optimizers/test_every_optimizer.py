@@ -33,6 +33,6 @@ def test_it_equals_one_process(world: World, name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_one_that_exchanges_is_a_feature_by_its_name(name: str) -> None:
-    job = load("debug", [f"--optimizer.name={name}", "--parallel.dp_shard=2"], 2, REGISTRY).job
+    job = load("debug", [f"--optimizer.name={name}", "--schedule.name=constant", "--parallel.dp_shard=2"], 2, REGISTRY).job
     used = {use.name for use in features(job, Layout.parse("dp2")) if use.plane == "optimizer"}
     assert used == ({name} if job.optimizer.shards == "gathers" else set())

@@ -45,6 +45,7 @@ def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, 
         log=lambda values: None,
         stop=Stop(2),
         watch=Watch(),
+        measured={},
         judge=lambda: None,
     )
     same = True

@@ -19,7 +19,7 @@ from forge_parallel.build.chosen import apply, settings_of
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.optim.settings import NO_SETTINGS, Group, Settings
+from forge_parallel.optim.settings import Group, Settings
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
@@ -122,7 +122,8 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     topology = Topology.of(plan.layout, device)
     blueprint, settings = case.blueprint()
     model = realize(blueprint, plan, topology, case.seed, case.compute, case.state)
-    optimizer = case.optimizer(model, settings) if settings != NO_SETTINGS else case.optimizer(model)
+    # An optimizer is not told of what is frozen: the model does not show it.
+    optimizer = case.optimizer(model, settings) if settings.each else case.optimizer(model)
     step = Step(model, case.objective)
     initial = gathered(model, _weights(model))
     gradients: dict[str, torch.Tensor] = {}
