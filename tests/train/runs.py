@@ -125,8 +125,13 @@ def digest(run: Run) -> str:
     """Of every parameter and every tensor of optimizer state, whole, bit by bit."""
     hashed = sha256()
     for name, tensor in sorted(run.model.tensors()):
-        hashed.update(name.encode() + full(tensor).numpy().tobytes())
+        hashed.update(name.encode() + _bytes(tensor))
     for state, tensors in sorted(run.optimizer.state().items()):
         for name, tensor in sorted(tensors.items()):
-            hashed.update(f"{state}/{name}".encode() + full(tensor).numpy().tobytes())
+            hashed.update(f"{state}/{name}".encode() + _bytes(tensor))
     return hashed.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Of the whole tensor; numpy has no bf16."""
+    return full(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()

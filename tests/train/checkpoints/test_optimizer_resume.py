@@ -9,6 +9,7 @@ import torch
 from forge_ckpt.saving.locate import locate
 from forge_core.errors import PlanError
 from forge_core.registry import Registry
+from forge_parallel.optim.elementwise import Elementwise
 from forge_parallel.placement.boxes import local_box
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.run.directory import CHECKPOINTS
@@ -87,6 +88,24 @@ def test_what_is_trained_from_a_resume_on_begins_without_state(
     with caplog.at_level("INFO"):
         third = train(recipe, options(tmp_path / "run", name, 6))
     assert "frozen from now on, their optimizer state is dropped: blocks.1." in caplog.text and third["step"] == 6
+
+
+def test_an_older_checkpoint_of_bf16_state_has_one_count_for_all(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = ["--precision.compute=bf16", "--precision.state=bf16"]
+    whole = train(recipe, options(tmp_path / "whole", "adamw", 6, *low))
+    today = Elementwise.state
+
+    def before(optimizer: Elementwise) -> Any:
+        found = dict(today(optimizer))
+        return {**found, "step": {"all": next(iter(found["step"].values()))}}
+
+    with monkeypatch.context() as older:
+        older.setattr(Elementwise, "state", before)
+        train(recipe, options(tmp_path / "cut", "adamw", 4, *low))
+    again = train(recipe, options(tmp_path / "cut", "adamw", 6, *low))
+    assert again["losses"] == whole["losses"][4:] and again["weights"] == whole["weights"]
 
 
 def test_checkpoints_and_evaluations_of_schedule_free_have_the_averaged_weights(recipe: Path, tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ from forge_train.run.stop import TrainingError
 
 Named = Mapping[str, torch.Tensor]
 
+ONE_COUNT = "optimizer/step/all"
+"""Where older checkpoints of bf16 state have the number of steps: one for all parameters."""
+
 
 def pieces(model: ParallelModel, optimizer: Optimizer, trained: Named | None = None) -> Iterator[Piece]:
     """Every tensor of a run: `model/NAME` and `optimizer/STATE/NAME`. `trained`, of `ParallelModel.averaged`, are weights that
@@ -198,10 +201,17 @@ class Checkpoints:
         """
         begins, ends = self._other_frozen(found.meta)
         with model.averaged() as trained:
-            mine = (piece for piece in pieces(model, optimizer, trained) if _of(piece.name) not in begins)
+            mine = [piece for piece in pieces(model, optimizer, trained) if _of(piece.name) not in begins]
+            count = torch.zeros((), dtype=torch.int64)
+            if older := ONE_COUNT in found.manifest.index:
+                mine = [piece for piece in mine if not piece.name.startswith("optimizer/step/")]
+                mine.append(Piece(ONE_COUNT, (), (), count, owned=False))
             meta = resume.load(
                 self.store, found, mine, self.world, select=lambda name: _is_of_run(name) and _of(name) not in ends
             )
+            if older:
+                for step in optimizer.state()["step"].values():
+                    step.copy_(count)
             for name, tensor in model.parameters_held():
                 if name in begins and name in trained:  # it has been evaluated as it was
                     local_box(trained[name]).local.copy_(local_box(tensor).local)
