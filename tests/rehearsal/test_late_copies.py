@@ -109,7 +109,7 @@ def through_the_host(waits: bool) -> None:
 
 
 def changed_in_another_dtype(_: bool) -> None:
-    """Torch makes the other dtype at once, in memory of its own."""
+    """torch converts the dtype at once, into new memory."""
     source = _pinned(1, 2)
     source.to("cuda", torch.float64, non_blocking=True)
     source.fill_(0)

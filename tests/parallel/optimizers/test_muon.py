@@ -37,7 +37,7 @@ def by_svd(matrix: Tensor, coefficients: tuple[float, float, float], steps: int,
 
 
 def matrices(name: str, tensor: Tensor) -> Iterator[Tensor]:
-    """By logical name: one for each expert, three where a layer makes q, k and v, none of what is no hidden matrix."""
+    """By logical name: one for each expert, three where a layer makes q, k and v, and nothing for other parameters."""
     last = name.rpartition(".")[2]
     if any(word in name for word in ("embed", "head", "norm", "router", "bias")):
         return
