@@ -126,7 +126,7 @@ GPU_ROWS = (
 )
 """What `pytest -m gpu` compares with one process on the same device."""
 
-FAST = 34
+FAST = 18
 """Rows of the tests that every change runs."""
 
 

@@ -15,6 +15,7 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
+from harness.siblings import fast
 from parallel.one_process import alone
 
 VOCAB = 61
@@ -36,7 +37,10 @@ LAYOUTS = ["1", "dp2", "dp4", "hsdp2x2"]
 CASES = [(layout, count, (row + column) % 2 == 0) for row, layout in enumerate(LAYOUTS) for column, count in enumerate([1, 2, 4])]
 
 
-@pytest.mark.parametrize(("layout", "accumulate", "tied"), CASES)
+FAST = (("1", 2, False), ("dp2", 1, False), ("dp4", 4, True), ("hsdp2x2", 2, True))
+
+
+@pytest.mark.parametrize(("layout", "accumulate", "tied"), fast(*FAST, of=CASES))
 def test_a_layout_equals_one_process(world: World, layout: str, accumulate: int, tied: bool) -> None:
     """One process takes all 16 rows at once; the layout cuts them, and its first micro-batch has not one label."""
     at = Layout.parse(layout)

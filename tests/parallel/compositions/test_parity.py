@@ -16,6 +16,7 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.pool import World
+from harness.siblings import fast
 from parallel.one_process import alone
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
 
@@ -85,7 +86,7 @@ def test_one_process_equals_plain_torch(build: type[Tiny], micro_batch: int) -> 
 LAYOUTS = ["dp2", "dp4", "hsdp2x1", "hsdp2x2", "hsdp4x1"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", fast("dp2", "hsdp2x2", "hsdp4x1", of=LAYOUTS))
 @pytest.mark.parametrize(("build", "micro_batch"), [(Tiny, 1), (TiedTiny, 2)])
 def test_a_layout_equals_one_process(world: World, layout: str, build: type[Tiny], micro_batch: int) -> None:
     case = replace(CASE, build=build, micro_batch=micro_batch)

@@ -30,6 +30,7 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
+from harness.siblings import fast
 from parallel.one_process import alone
 from parallel.tiny import Tiny
 
@@ -65,9 +66,12 @@ def _same(world: World, case: Case, layout: str, kind: str) -> None:
         assert difference.accepted("fp64"), difference
 
 
-@kinds
-@pytest.mark.parametrize(("layout", "tied"), [("cp2", True), ("cp4", False), ("dp2cp2", True), ("hsdp2x1cp2", False)])
-def test_a_layout_equals_one_process(world: World, kind: str, layout: str, tied: bool) -> None:
+LAYOUTS = [("cp2", True), ("cp4", False), ("dp2cp2", True), ("hsdp2x1cp2", False)]
+FAST = (("cp2", True, "ring"), ("cp4", False, "all_gather"), ("dp2cp2", True, "ulysses"), ("hsdp2x1cp2", False, "ring"))
+
+
+@pytest.mark.parametrize(("layout", "tied", "kind"), fast(*FAST, of=[(*at, kind) for at in LAYOUTS for kind in KINDS]))
+def test_a_layout_equals_one_process(world: World, layout: str, tied: bool, kind: str) -> None:
     """One process takes all rows at once; the layout cuts them, and its first micro-batch has not one label."""
     _same(world, case(decoder(tied_embeddings=tied), micro_batch=2, silent=2), layout, kind)
 
@@ -75,27 +79,23 @@ def test_a_layout_equals_one_process(world: World, kind: str, layout: str, tied:
 LATENT = MLA(q_lora_rank=6, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 
 
-@kinds
-@pytest.mark.parametrize(
-    ("layout", "component"),
-    [("cp4", decoder(attention=GQA(window=6, global_every=2))), ("cp2", decoder(kv_heads=4, attention=LATENT))],
-    ids=["windows", "mla"],
-)
-def test_attentions(world: World, kind: str, layout: str, component: Decoder) -> None:
-    _same(world, case(component), layout, kind)
+ATTENTIONS = {"windows": decoder(attention=GQA(window=6, global_every=2)), "mla": decoder(kv_heads=4, attention=LATENT)}
+FAST_ATTENTIONS = (("windows", "ring"), ("mla", "ulysses"), ("mla", "all_gather"))
+
+
+@pytest.mark.parametrize(("name", "kind"), fast(*FAST_ATTENTIONS, of=[(name, kind) for name in ATTENTIONS for kind in KINDS]))
+def test_attentions(world: World, name: str, kind: str) -> None:
+    _same(world, case(ATTENTIONS[name]), "cp4" if name == "windows" else "cp2", kind)
 
 
 def _measure_cut_twice(case: Case, layout: str, kind: str) -> Measurement:
     return measure(case, Plan.of(_transforms(kind, TensorParallel()), Layout.parse(layout)), CPU)
 
 
-@pytest.mark.parametrize(
-    ("kind", "component"),
-    [("all_gather", decoder()), ("ring", decoder()), ("ulysses", decoder(kv_heads=1, heads=8))],
-    ids=KINDS,
-)
-def test_heads_that_are_cut_as_well(world: World, kind: str, component: Decoder) -> None:
+@pytest.mark.parametrize("kind", fast("ulysses", of=KINDS))
+def test_heads_that_are_cut_as_well(world: World, kind: str) -> None:
     """Cores take the number of heads from what they are given: under tensor parallelism that is a share of the model's."""
+    component = decoder(kv_heads=1, heads=8) if kind == "ulysses" else decoder()
     whole = measure(replace(case(component), micro_batch=8), Plan.of([], Layout()), CPU)
     for found in world.run(_measure_cut_twice, 4, case(component), "cp2tp2", kind):
         difference = compare(whole, found)
@@ -106,7 +106,7 @@ def _measure_in_stages(case: Case, layout: str, kind: str) -> Measurement:
     return measure(case, Plan.of(_transforms(kind), Layout.parse(layout), Pipeline(OneForwardOneBackward().build())), CPU)
 
 
-@kinds
+@pytest.mark.parametrize("kind", fast("ring", of=KINDS))
 def test_stages(world: World, kind: str) -> None:
     """Every stage of a pipeline gathers documents for itself."""
     staged = case(decoder(tied_embeddings=True), micro_batch=2, silent=2)

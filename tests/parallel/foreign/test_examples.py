@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from harness.pool import World
+from harness.siblings import fast
 
 FOLDER = Path(__file__).parents[3] / "examples" / "parallelize"
 
@@ -31,7 +32,7 @@ def _losses(name: str, layout: str) -> list[float]:
     return _script(name).train(layout, steps=4)
 
 
-@pytest.mark.parametrize("name", ["plain_module", "transformers_model"])
+@pytest.mark.parametrize("name", fast("plain_module", of=["plain_module", "transformers_model"]))
 def test_a_script_gives_the_losses_of_one_process(world: World, name: str) -> None:
     alone = _losses(name, "1")
     for found in world.run(_losses, 4, name, "dp2tp2", timeout=180):

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
+from harness.siblings import fast
 from parallel.foreign_modules import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied
 
 
@@ -102,14 +103,15 @@ CASES = [
     *(("llama", "dp2tp2"), ("llama, tied", "tp2"), ("qwen3", "tp2"), ("qwen3", "dp2tp2")),
     *(("mixtral", "tp2"), ("mixtral", "dp2tp2")),
 ]
+FAST = (("plain", "1"), ("plain", "dp2"), ("tied", "dp2tp2"), ("llama, tied", "tp2"), ("qwen3", "tp2"), ("mixtral", "tp2"))
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), fast(*FAST, of=CASES))
 def test_a_builder_equals_the_unsharded_module(world: World, name: str, layout: str) -> None:
     _equal(world, name, layout, False, [])
 
 
-@pytest.mark.parametrize("name", ["tied", "llama"])
+@pytest.mark.parametrize("name", fast("tied", of=["tied", "llama"]))
 def test_a_materialized_module_keeps_its_weights(world: World, name: str) -> None:
     _equal(world, name, "dp2tp2", True, [])
     torch.manual_seed(11)
@@ -119,9 +121,9 @@ def test_a_materialized_module_keeps_its_weights(world: World, name: str) -> Non
             assert torch.equal(start[key], value), key
 
 
-@pytest.mark.parametrize("more", [[Recompute(policy="full")], [Recompute()]], ids=["full", "selective"])
-def test_recomputation(world: World, more: list[Any]) -> None:
-    _equal(world, "plain", "dp2tp2", False, more)
+@pytest.mark.parametrize("policy", fast("selective", of=["full", "selective"]))
+def test_recomputation(world: World, policy: Literal["full", "selective"]) -> None:
+    _equal(world, "plain", "dp2tp2", False, [Recompute(policy=policy)])
 
 
 @pytest.mark.slow

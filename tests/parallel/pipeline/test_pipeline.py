@@ -22,6 +22,7 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
 from harness.pool import World, WorldFailed
+from harness.siblings import fast
 from parallel.cuttable import Frozen, PartTiny, Silent, Stray, Strided, Wide
 from parallel.one_process import alone as once
 from parallel.pipelines import SCHEDULES, decoder_case, measured, piped, realized
@@ -38,7 +39,7 @@ def _equal(world: World, case: Case, layout: str, schedule: str = "1f1b", split:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", fast(True, of=[False, True]), ids=["untied", "tied"])
 def test_a_schedule_equals_one_process(world: World, schedule: str, tied: bool) -> None:
     """Packed documents, and the first micro-batch without any label."""
     _equal(world, decoder_case(tied), "pp2", schedule)
@@ -46,14 +47,19 @@ def test_a_schedule_equals_one_process(world: World, schedule: str, tied: bool) 
 
 @pytest.mark.parametrize(
     ("layout", "schedule", "split"),
-    [
-        ("pp2", "1f1b", "4,1"),
+    fast(
         ("pp2", "zbv", "1,2,1,1"),
         ("pp4", "1f1b", "1,1,2,1"),
         ("pp4", "gpipe", "balanced"),
-        ("pp2dp2", "1f1b", "1,4"),
-        ("pp2dp2", "interleaved", "2,1,1,1"),
-    ],
+        of=[
+            ("pp2", "1f1b", "4,1"),
+            ("pp2", "zbv", "1,2,1,1"),
+            ("pp4", "1f1b", "1,1,2,1"),
+            ("pp4", "gpipe", "balanced"),
+            ("pp2dp2", "1f1b", "1,4"),
+            ("pp2dp2", "interleaved", "2,1,1,1"),
+        ],
+    ),
 )
 def test_uneven_splits_and_more_ranks(world: World, layout: str, schedule: str, split: str) -> None:
     _equal(world, decoder_case(True, rows=16 if "dp" in layout else 8), layout, schedule, split)
@@ -156,7 +162,7 @@ def _gathers(case: Case, schedule: str, reshard: bool | None) -> tuple[int, int]
     return sum(module._get_fsdp_state()._fsdp_param_group is not None for module in sharded), gathers.count
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", fast("1f1b", of=["1f1b", "zbv"]))
 def test_gathered_parameters_are_kept_for_the_whole_step(world: World, schedule: str) -> None:
     case = decoder_case(rows=16)
     for groups, count in world.run(_gathers, 4, case, schedule, None):

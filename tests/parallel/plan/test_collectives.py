@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge_parallel.placement.collectives import Copy, Gather, GatherWide, Join, Ranks, Scatter, Sum, all_to_all
 from harness.pool import World
+from harness.siblings import fast
 
 SENT = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]
 """Rows that rank i sends to rank j: uneven, some none, one rank has none at all and one receives none from some."""
@@ -45,7 +46,7 @@ def _exchange(compiled: bool) -> tuple[Tensor, Tensor]:
     return out.detach(), grad
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", fast(False, of=[False, True]))
 def test_rows_reach_their_rank_and_gradients_come_back(world: World, compiled: bool) -> None:
     """Uneven splits, none among them, against one process that has the rows of all ranks."""
     size = len(SENT)

@@ -150,7 +150,7 @@ SLOW_CASES: dict[str, tuple[str, str, Setup]] = {
 }
 
 
-FAST_CASES = ("1", "hsdp2x2", "tp2cp2", "pp2")
+FAST_CASES = ("1", "tp2cp2", "pp2")
 """An axis of each kind; the others take minutes together."""
 
 

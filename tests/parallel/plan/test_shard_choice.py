@@ -184,7 +184,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("shape", "layout", "reduce", "reshard", "transforms"),
     [
         (SHAPE, "dp4", "last", None, ()),
-        (SHAPE, "pp2dp2", "last", True, ()),
+        slow(SHAPE, "pp2dp2", "last", True, ()),
         (MOE, "dp4ep2", "last", None, (Expert(),)),
         slow(SHAPE, "hsdp2x2", "each", False, (Recompute(policy="full"),)),
         slow(replace(SHAPE, tied_embeddings=True), "dp2", "last", False, (Recompute(policy="selective"),)),

@@ -29,6 +29,7 @@ from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.closeness import below
 from harness.pool import World
+from harness.siblings import fast
 from models.variants import SIZES, VARIANTS
 from parallel.one_process import alone
 from parallel.tiny import Tiny
@@ -114,7 +115,7 @@ def test_a_length_that_does_not_divide_is_right_without_sequence_parallelism_and
         world.run(_measure, 2, case, "tp2", True)
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", fast("selective", of=["full", "selective"]))
 def test_recomputation(world: World, policy: Literal["full", "selective"]) -> None:
     _equal(world, _case("gqa"), "dp2tp2", True, Recompute(policy=policy))
 

@@ -83,10 +83,6 @@ def _until(recipe: Path, overrides: list[str], steps: int) -> dict[str, Any]:
             ],
             ["name = 'zbv'", "transforms.compile", "no test proves"],
         ),
-        (
-            ["--parallel.pp=2", '--hooks=[{name="sample"}]'],
-            ["hooks.0.name", "'sample' cannot generate text with parallel.pp = 2"],
-        ),
         (["--parallel.pp=2", "--parallel.pipeline.schedule.name=2f2b"], ["2f2b", "1f1b"]),
         (["--parallel.pipeline.schedule={name='interleaved',stages_per_rank=1}"], ["stages_per_rank"]),
     ],

@@ -1,11 +1,12 @@
 """`forge-train evaluate CHECKPOINT`: loss on held-out sets."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from forge_core.terminal.console import Console
 
 
 def evaluate(
@@ -23,17 +24,17 @@ def evaluate(
     """
     from dataclasses import asdict
 
-    from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
     from forge_parallel.launch import process_group
     from forge_parallel.launch.environment import read_launcher
+    from forge_train.commands.on_ranks import on_ranks
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import open_weights
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
-    first, code = where.rank == 0, 0
-    try:
+    first = where.rank == 0
+
+    def evaluated() -> None:
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout)
@@ -46,13 +47,5 @@ def evaluate(
                 console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
         if first and as_json:
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": found})
-        process_group.stop()
-    except ForgeError as refusal:
-        if where.size == 1:
-            raise
-        code = console.error(refusal) if first else refusal.exit_code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if where.size > 1:
-        # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
-        os._exit(code)
+
+    on_ranks(where, console, evaluated)

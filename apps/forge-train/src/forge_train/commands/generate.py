@@ -1,23 +1,32 @@
-"""`forge-train generate CHECKPOINT`: text from a checkpoint, from a prompt, a file, or line by line."""
+"""`forge-train generate CHECKPOINT`: text from a checkpoint, from a prompt, a file, several prompts, or line by line."""
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forge_core.terminal.console import Console
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from forge_core.protocols.convert import Weights
     from forge_core.protocols.data import Tokenizer
+    from forge_core.registry import Registry
+    from forge_parallel.launch.environment import Launch
+    from forge_train.inference.continuation import Continuation
 
 
 def generate(
+    context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue. Default: read line by line from the terminal.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text file to continue; - reads standard input.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A text file of prompts, one a line, continued in one batch.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
@@ -31,58 +40,124 @@ def generate(
     ] = False,
     prefill: Annotated[int | None, typer.Option(help="Prompt tokens per forward; limits memory, changes no result.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
+    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
-    """Continue text with the newest checkpoint of a run, token by token as it is made."""
-    from forge_core.errors import ForgeError
+    """Continue text with the newest checkpoint of a run, token by token as it is made.
+
+    Runs as one process, or under torchrun on any layout for a model that is too large for one: --parallel.tp=2. The tokens are
+    the same.
+    """
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
-    from forge_train.commands.single_process import require_single_process
+    from forge_parallel.launch.environment import read_launcher
+    from forge_train.commands.on_ranks import on_ranks
     from forge_train.inference.continuation import Continuation
-    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inference.open import open_weights
     from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
 
-    require_single_process("generate")
-    console, registry = Console(as_json=as_json), Registry()
-    if prompt is not None and file is not None:
-        raise ForgeError("--prompt and --file exclude each other; give one")
-    sampling = Sampling(
-        repetition_penalty=repetition_penalty,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-    )
-    weights = open_weights(checkpoint, registry)
-    for note in weights.facts.notes:
-        console.note(note)
-    coder = tokenizer_for(weights, tokenizer, registry, console.note)
-    check_tokenizer(coder, weights, console.note)
-    begun = Continuation(
-        load_model(weights),
-        coder,
-        sampling,
-        max_tokens=max_tokens,
-        stops=tuple(stop or ()),
-        ends=_ends(weights, coder),
-        begin=bos_tokens(weights, tokenizer),
-        prefill=prefill,
-        speculate=speculate,
-    )
-    if prompt is None and file is None and not as_json and sys.stdin.isatty():
-        _converse(begun)
-        return
-    text = prompt if prompt is not None else _content(file)
-    pieces = _shown(text, begun(text), as_json)
-    answer = {"checkpoint": weights.facts.origin, "prompt": text, "text": pieces, "tokens": begun.tokens}
-    if (drafts := begun.drafts) is not None:
-        answer["drafts"] = {"drafted": drafts.drafted, "accepted": drafts.accepted, "rounds": drafts.rounds}
-        console.note(
-            f"{drafts.accepted} of {drafts.drafted} drafts were right: {begun.tokens} tokens in {drafts.rounds + 1} forwards"
+    where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
+    first = where.rank == 0
+    note: Callable[[str], None] = console.note if first else lambda _: None
+
+    def continued() -> None:
+        texts = _texts(where.size, prompt, file, prompts, speculate)
+        sampling = Sampling(
+            repetition_penalty=repetition_penalty,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
         )
-    if as_json:
-        console.document(answer)
+        opened = open_weights(checkpoint, registry, weights)
+        for said in opened.facts.notes:
+            note(said)
+        coder = tokenizer_for(opened, tokenizer, registry, note)
+        check_tokenizer(coder, opened, note)
+        with _model(opened, context.args, where, registry) as (model, agree):
+            begun = Continuation(
+                model,
+                coder,
+                sampling,
+                max_tokens=max_tokens,
+                stops=tuple(stop or ()),
+                ends=_ends(opened, coder),
+                begin=bos_tokens(opened, tokenizer),
+                prefill=prefill,
+                speculate=speculate,
+                agree=agree,
+            )
+            if texts is None and file is None and not as_json and sys.stdin.isatty():
+                _converse(begun)
+                return
+            answer: dict[str, Any] = {"checkpoint": opened.facts.origin}
+            if prompts is None:
+                text = sys.stdin.read() if texts is None else texts[0]
+                made = _shown(text, begun(text), quiet=as_json or not first)
+                answer |= {"prompt": text, "text": made, "tokens": begun.tokens}
+            else:
+                made = begun.together(texts or [])
+                answer |= {"texts": [{"prompt": text, "text": more} for text, more in zip(texts or [], made, strict=True)]}
+                answer |= {"tokens": begun.tokens}
+                for text, more in zip(texts or [], made, strict=True) if first and not as_json else ():
+                    print(text + more, end="\n\n")
+        if (drafts := begun.drafts) is not None:
+            answer["drafts"] = {"drafted": drafts.drafted, "accepted": drafts.accepted, "rounds": drafts.rounds}
+            note(
+                f"{drafts.accepted} of {drafts.drafted} drafts were right: {begun.tokens} tokens in {drafts.rounds + 1} forwards"
+            )
+        if as_json and first:
+            console.document(answer)
+
+    on_ranks(where, console, continued)
+
+
+def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | None, speculate: bool) -> list[str] | None:
+    """What is continued; None where it comes from standard input.
+
+    Raises:
+        ForgeError: options that exclude each other, a file that cannot be read, or what several processes cannot do.
+    """
+    from forge_core.errors import ForgeError
+
+    given = [name for name, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts)) if value is not None]
+    if len(given) > 1:
+        raise ForgeError(f"{' and '.join(given)} exclude each other; give one")
+    if speculate and (size > 1 or prompts is not None):
+        raise ForgeError("--speculate continues one text on one process; leave it out, or --prompts and torchrun")
+    if size > 1 and (not given or str(file) == "-"):
+        raise ForgeError("standard input reaches one process only; under torchrun pass --prompt, --file or --prompts")
+    if prompt is not None:
+        return [prompt]
+    if prompts is not None:
+        lines = [line for line in _content(prompts).splitlines() if line]
+        if not lines:
+            raise ForgeError(f"--prompts {prompts} has no line with text")
+        return lines
+    return None if file is None or str(file) == "-" else [_content(file)]
+
+
+@contextmanager
+def _model(
+    weights: "Weights", overrides: Sequence[str], where: "Launch", registry: "Registry"
+) -> "Iterator[tuple[Any, Callable[[Any], Any] | None]]":
+    """Collective: the model that this process calls, and how ranks agree on a token; None for a process of its own."""
+    from forge_core.errors import ForgeError
+    from forge_parallel.launch import process_group
+    from forge_train.inference.laid_out import laid_out, recipe_to_generate
+    from forge_train.inference.open import load_model
+
+    if where.size == 1:
+        if overrides:
+            raise ForgeError(f"{overrides[0]}: one process has no layout; start several with torchrun, or leave it out")
+        yield load_model(weights), None
+        return
+    resolved = recipe_to_generate(weights, overrides, where.size, registry)
+    device = process_group.start(where, resolved.job.parallel.timeout)
+    model = laid_out(weights, resolved, device, registry)
+    with model.inference(whole_sequences=True):
+        yield model.whole(), model.topology.from_first
 
 
 def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
@@ -95,18 +170,16 @@ def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
     return frozenset(named) if isinstance(named, list) else frozenset((named,))
 
 
-def _content(file: Path | None) -> str:
+def _content(file: Path) -> str:
     from forge_core.errors import ForgeError
 
-    if file is None or str(file) == "-":
-        return sys.stdin.read()
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise ForgeError(f"{file} cannot be read: {cause}") from cause
 
 
-def _converse(begun: "Callable[[str], Iterator[str]]") -> None:
+def _converse(begun: "Continuation") -> None:
     """A prompt a line until the end of input; each is continued on its own."""
     while True:
         try:

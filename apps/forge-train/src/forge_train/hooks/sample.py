@@ -21,7 +21,7 @@ class _Left(Exception):
 
 
 class SampleHook(Periodic):
-    """Continues the prompts on all ranks alike, since a sharded model answers only when all of them ask.
+    """Continues the prompts on all ranks alike, since a model that is cut answers only when all of them ask.
 
     The newest samples are in `samples.json` of the run's directory, where the report finds them.
     """
@@ -77,7 +77,7 @@ class SampleHook(Periodic):
             other = nullcontext() if self.weights == "model" else run.weights(self.weights)
             with other, run.model.inference(whole_sequences=True):
                 generated = generate(
-                    run.model.part, prompts, sampling, max_tokens=self.max_tokens, eos=tokenizer.eos, agree=agree
+                    run.model.whole(), prompts, sampling, max_tokens=self.max_tokens, eos=tokenizer.eos, agree=agree
                 )
         except _Left:
             return

@@ -1,6 +1,6 @@
 """Continues a text with a model, token by token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from forge_models.generation.speculation import Tally
 class Continuation:
     """Continues a text, piece by piece; what cannot be shown yet is held back.
 
-    Bytes of an unfinished character and beginnings of a stop string stay inside until they are decided.
+    Bytes of an unfinished character and beginnings of a stop string stay inside until they are decided. Where several ranks hold
+    the model, each of them continues the same texts, and `agree` makes their tokens those of one.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Continuation:
         begin: Sequence[int] = (),
         prefill: int | None = None,
         speculate: bool = False,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
-        self.max_tokens, self.prefill = max_tokens, prefill
+        self.max_tokens, self.prefill, self.agree = max_tokens, prefill, agree
         self.stops, self.ends, self.begin = tuple(stops), ends, list(begin)
         self.tokens = 0
         self.drafts = Tally() if speculate else None
@@ -42,11 +44,8 @@ class Continuation:
 
     def __call__(self, text: str) -> Iterator[str]:
         """The continuation of `text` in pieces."""
-        prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
-        if not prompt and self.tokenizer.eos is not None:
-            prompt = [self.tokenizer.eos]  # documents follow the end of another
         self.tokens, shown, made = 0, 0, []
-        for token in self._new(prompt):
+        for token in self._new(self._prompt(text)):
             self.tokens += 1
             if token in self.ends:
                 break
@@ -62,6 +61,33 @@ class Continuation:
                 shown = ready
         yield self.tokenizer.decode(made)[shown:]
 
+    def together(self, texts: Sequence[str]) -> list[str]:
+        """The continuations of several texts, which the model reads in one batch."""
+        from forge_models.generation.generate import before_stop, generate
+
+        model: Any = self.model
+        prompts = [self._prompt(text) for text in texts]
+        rows = generate(
+            model,
+            prompts,
+            self.sampling,
+            max_tokens=self.max_tokens,
+            eos=self.ends,
+            stop=self.stops,
+            decode=self.tokenizer.decode,
+            prefill=self.prefill,
+            agree=self.agree,
+        )
+        self.tokens = sum(map(len, rows))
+        kept = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
+        return [before_stop(self.tokenizer.decode(row), self.stops) for row in kept]
+
+    def _prompt(self, text: str) -> list[int]:
+        prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
+        if not prompt and self.tokenizer.eos is not None:
+            prompt = [self.tokenizer.eos]  # documents follow the end of another
+        return prompt
+
     def _new(self, prompt: list[int]) -> Iterator[int]:
         """The tokens behind a prompt."""
         from forge_models.generation.generate import stream
@@ -73,7 +99,7 @@ class Continuation:
             for made in speculate(model, [prompt], tally=self.drafts, **limits):
                 yield from made[0]
             return
-        for step in stream(model, [prompt], self.sampling, **limits):
+        for step in stream(model, [prompt], self.sampling, agree=self.agree, **limits):
             if step[0] is None:
                 return
             yield step[0]

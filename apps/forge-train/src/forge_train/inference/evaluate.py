@@ -15,16 +15,14 @@ from forge_core.protocols.convert import Weights
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.hooks.evaluate import perplexity
 from forge_train.inference.forge_weights import table_of
+from forge_train.inference.laid_out import laid_out
 from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.recipe.load import Resolved, load
-from forge_train.run.assemble import plan_of, rank_zero_first
+from forge_train.run.assemble import rank_zero_first
 from forge_train.run.directory import run_directory
-from forge_train.run.initial_weights import fill_from
 
 _SECTIONS = ("job", "model", "data", "train", "precision", "schedule", "objective", "transforms")
 """What says how a loss is computed. Hooks, checkpoints and the layout of the training run have no part in it."""
@@ -90,8 +88,7 @@ def scores(
     """
     job, layout = resolved.job, resolved.layout
     assert layout is not None
-    topology = Topology.of(layout, device)
-    with rank_zero_first(Group() if topology.size > 1 else SingleProcessWorld()):
+    with rank_zero_first(Group() if layout.world > 1 else SingleProcessWorld()):
         try:
             tokenizer = tokenizer_for(weights, None, registry, say)
         except DataError:
@@ -99,11 +96,8 @@ def scores(
         workspace = (weights.facts.run or run_directory(job)) / "data"
         vocab_size = getattr(job.model, "vocab_size", None)
         sets = evaluation(job.data, workspace=workspace, report=say, vocab_size=vocab_size, tokenizer=tokenizer)
-    plan = plan_of(job, layout, registry)
-    precision = (job.precision.compute, job.precision.state)
-    model = realize(Blueprint.of(job.model.build), plan, topology, lambda model: fill_from(weights, model), *precision)
-    model.at_step(weights.facts.step, job.train.max_steps)
-    step = Step(model, job.objective.build())
+    model = laid_out(weights, resolved, device, registry)
+    topology, step = model.topology, Step(model, job.objective.build())
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
         bits = result.loss * result.tokens / math.log(2)

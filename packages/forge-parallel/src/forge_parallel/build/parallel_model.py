@@ -17,6 +17,8 @@ from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import cast_parameters
 from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.tied_weights import refresh
+from forge_parallel.pipeline.whole import Whole
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.owner import owns
 from forge_parallel.placement.topology import Topology
@@ -75,9 +77,13 @@ class ParallelModel:
         if self.cut is not None:
             raise PlanError(
                 f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank "
-                "holds the whole model; use .parts, or a layout with pp = 1"
+                "holds the whole model; use .whole() to generate, .parts, or a layout with pp = 1"
             )
         return self.parts[0]
+
+    def whole(self) -> nn.Module:
+        """Collective: what every rank calls with tokens and a cache to generate: the model, or its stages as one."""
+        return self.parts[0] if self.cut is None else Whole(self)
 
     @property
     def scores(self) -> bool:
@@ -122,7 +128,7 @@ class ParallelModel:
     @contextmanager
     def inference(self, whole_sequences: bool = False) -> Iterator[None]:
         """Spans forwards without backward: evaluation mode, no gradients, compute precision, nothing left behind; with the
-        weights that the optimizer evaluates.
+        weights that the optimizer evaluates. Collective under a pipeline: tied copies on other stages take these, too.
 
         With `whole_sequences` every rank has the whole residual stream, so that forwards may have any length.
         """
@@ -132,6 +138,8 @@ class ParallelModel:
         self._whole_sequences(whole_sequences)
         with self.averaged():
             try:
+                if self.cut is not None:
+                    refresh(self.cut, self.everything, self.topology)
                 with torch.no_grad(), self.computing():
                     yield
             finally:

@@ -165,7 +165,6 @@ class Step:
         total = torch.zeros(2, dtype=torch.float64, device=topology.device)
         local = (local_batch(self.model, batch) for batch in batches)
         with self.model.inference():
-            refresh(self.model)  # with the weights that are evaluated
             for terms in map(self._forward, local) if self._pipeline is None else self._pipeline.evaluate(local):
                 total += torch.stack([terms.sum.double(), terms.tokens.double()])
         loss, count = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()

@@ -1,0 +1,31 @@
+"""Runs what a command does on all processes that a launcher started: one of them speaks, and all end with its exit code."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from forge_core.errors import ForgeError
+from forge_core.terminal.console import Console
+from forge_parallel.launch import process_group
+from forge_parallel.launch.environment import Launch
+
+
+def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
+    """Collective: `body`, which opens the process group itself, and what follows. On several processes this never returns.
+
+    Raises:
+        ForgeError: what the body refuses, in a world of one; of several processes the first one prints it.
+    """
+    code = 0
+    try:
+        body()
+        process_group.stop()
+    except ForgeError as refusal:
+        if where.size == 1:
+            raise
+        code = console.error(refusal) if where.rank == 0 else refusal.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if where.size > 1:
+        # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
+        os._exit(code)

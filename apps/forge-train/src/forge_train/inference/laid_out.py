@@ -1,0 +1,63 @@
+"""Stored weights as a model that is laid out over ranks."""
+
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from forge_core.config.tree import Table, build
+from forge_core.errors import ForgeError
+from forge_core.protocols.convert import Weights
+from forge_core.registry import Registry
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
+from forge_train.inference.forge_weights import table_of
+from forge_train.recipe.load import Resolved, load
+from forge_train.run.assemble import plan_of
+from forge_train.run.initial_weights import fill_from
+
+_COMPUTES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, registry: Registry) -> Resolved:
+    """A recipe of the weights' model alone: numbers in the widest dtype among them, as on one process, and the ranks that
+    `--parallel.AXIS=N` says, data ranks that share the model where it says none.
+
+    Raises:
+        ForgeError: the overrides have faults, or lay the model out in a way that is refused.
+    """
+    dtypes = [getattr(torch, stored.dtype) for stored in weights.tensors.values()]
+    widest = reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
+    compute = _COMPUTES.get(widest)
+    if compute is None:
+        raise ForgeError(f"{weights.facts.origin}: no layout computes in {widest}; convert the weights with --dtype bfloat16")
+    longest, vocab_size = (getattr(weights.model, name, default) for name, default in (("max_length", 2048), ("vocab_size", 2)))
+    length = longest // (2 * world) * 2 * world or longest
+    values = {
+        "model": table_of(weights.model, registry),
+        "precision": {"compute": compute, "state": compute},
+        # No batch is read; checks ask for rows that every layout of this world can cut.
+        "train": {"micro_batch": 1, "global_batch": 4 * world * world},
+        "data": {"sequence_length": length, "sources": [{"name": "random", "vocab_size": vocab_size, "tokens": length + 1}]},
+    }
+    tree = build(values, (), lambda _: weights.facts.origin, Path.cwd())
+    assert isinstance(tree, Table)
+    return load(tree, overrides, world, registry)
+
+
+def laid_out(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:
+    """Collective: the model of a recipe over all ranks, each of which reads its own part of the weights.
+
+    Raises:
+        ForgeError: the weights do not fit the model.
+    """
+    job, layout = resolved.job, resolved.layout
+    assert layout is not None
+    precision = (job.precision.compute, job.precision.state)
+    topology = Topology.of(layout, device)
+    plan = plan_of(job, layout, registry)
+    model = realize(Blueprint.of(job.model.build), plan, topology, lambda model: fill_from(weights, model), *precision)
+    model.at_step(weights.facts.step, job.train.max_steps)
+    return model
