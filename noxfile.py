@@ -23,7 +23,7 @@ EXAMPLE = ROOT / "examples" / "forge-lionize"
 CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist")
 LIBRARIES = (
-    *("lion-pytorch", "safetensors", "schedulefree", "tensorboard", "torchao", "transformers", "wandb"),
+    *("lion-pytorch", "lm-eval[hf]", "safetensors", "schedulefree", "tensorboard", "torchao", "transformers", "wandb"),
     *("datasets", "fsspec", "pyarrow", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
 )
 TRITON = "triton==3.7.1"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from forge_core.component import FREE, IDENTITY, Component
 
@@ -60,6 +60,42 @@ class Evaluate(Component):
         from forge_train.hooks.evaluate import EvaluateHook
 
         return EvaluateHook(every=self.every, at_start=self.at_start, weights=self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks(Component):
+    """Tasks of the LM Evaluation Harness, on the weights as they are; needs `pip install "forge-train[eval]"`. The metrics of a
+    task are logged as `tasks/NAME/METRIC`."""
+
+    key_class: ClassVar = FREE
+
+    tasks: Annotated[list[str], MinLen(1)] = field(default_factory=list)
+    """Their names, or those of groups of tasks."""
+    every: Annotated[int, Gt(0)] = 1000
+    """Optimizer steps between two times; after the last step they are always asked."""
+    folder: str | None = None
+    """Folder with task files of your own."""
+    shots: Annotated[int, Ge(0)] | None = None
+    """Examples before each question; what the task says when absent."""
+    limit: Annotated[int, Gt(0)] | None = None
+    """Questions of each task at most; all when absent."""
+    batch: Annotated[int, Gt(0)] = 8
+    """Texts in one forward of a rank."""
+    weights: Literal["model", "ema"] = "model"
+    """Whose weights: the model's, or their average, which hook `ema` keeps; then `NAME@ema` takes the place of NAME."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.tasks import TasksHook
+
+        return TasksHook(
+            tasks=self.tasks,
+            every=self.every,
+            folder=self.folder,
+            shots=self.shots,
+            limit=self.limit,
+            batch=self.batch,
+            weights=self.weights,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge_core.errors import Caution, Fault, did_you_mean
 from forge_core.layout import Layout
-from forge_train.components.hooks import Best, EarlyStop, Ema, Evaluate, Sample, Save
+from forge_train.components.hooks import Best, EarlyStop, Ema, Evaluate, Sample, Save, Tasks
 from forge_train.hooks.results import metrics
 from forge_train.recipe.schema import Job
 
@@ -135,7 +135,7 @@ def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # n
                 f"'ema' averages weights, and optimizer {type(job.optimizer).__name__} evaluates and saves averages already",
                 hint="remove the hook",
             )
-        if isinstance(hook, Evaluate | Sample) and hook.weights == "ema" and Ema not in kinds:
+        if isinstance(hook, Evaluate | Sample | Tasks) and hook.weights == "ema" and Ema not in kinds:
             yield Fault(
                 f"hooks.{index}.weights",
                 "'ema' is the average that hook 'ema' keeps, and no such hook comes before",

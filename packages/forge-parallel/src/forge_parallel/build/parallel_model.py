@@ -83,7 +83,9 @@ class ParallelModel:
 
     def whole(self) -> nn.Module:
         """Collective: what every rank calls with tokens and a cache to generate: the model, or its stages as one."""
-        return self.parts[0] if self.cut is None else Whole(self)
+        if self.cut is None:
+            return self.parts[0]
+        return Whole(self.parts, self.cut, self.topology, self.compute, self.specs.needs)
 
     @property
     def scores(self) -> bool:

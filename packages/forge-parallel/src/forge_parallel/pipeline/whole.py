@@ -1,15 +1,15 @@
 """A model in stages, called like a whole one: for generation, where every rank asks for the next token's logits."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-
-if TYPE_CHECKING:
-    from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.pipeline.stages import Cut
+from forge_parallel.placement.topology import Topology
 
 
 class Whole(nn.Module):
@@ -19,22 +19,30 @@ class Whole(nn.Module):
     Every rank of a pipeline makes the same calls. Stages wait for each other: text is made token by token, so there is nothing to
     run meanwhile. It stays usable as long as its model does, inside `ParallelModel.inference(whole_sequences=True)`.
 
+    Args:
+        parts: of this rank, in order.
+        cut: which stages they are.
+        topology: where this rank is.
+        compute: dtype of the stream between stages.
+        needs: what parts want to be told of a batch, as in `Specs.needs`.
+
     Raises:
         PlanError: the parts have no `new_cache`, `shape` and `cache_limit`, which generation needs.
     """
 
-    def __init__(self, model: "ParallelModel") -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], cut: Cut, topology: Topology, compute: torch.dtype, needs: Collection[str]
+    ) -> None:
         super().__init__()
-        assert model.cut is not None
-        first: Any = model.parts[0]
+        first: Any = parts[0]
         if missing := [name for name in ("new_cache", "shape", "cache_limit") if not hasattr(first, name)]:
             raise PlanError(
                 f"{type(first).__name__} has no {', '.join(missing)}, so it cannot generate; see forge_models.decoder"
             )
-        self.parts = nn.ModuleDict({str(stage): part for stage, part in zip(model.cut.local, model.parts, strict=True)})
+        self.parts = nn.ModuleDict({str(stage): part for stage, part in zip(cut.local, parts, strict=True)})
         self.shape = first.shape
-        self.compute, self.device, self.needs = model.compute, model.topology.device, model.specs.needs
-        self.placement, self.rank, self.group = model.cut.placement, model.cut.rank, model.topology.group("pp")
+        self.compute, self.device, self.needs = compute, topology.device, needs
+        self.placement, self.rank, self.group = cut.placement, cut.rank, topology.group("pp")
         self.cache_limit = self._least([part.cache_limit for part in self._own().values()])
 
     def new_cache(self, batch: int, capacity: int) -> dict[int, Any]:
@@ -83,6 +91,7 @@ class Whole(nn.Module):
     def _least(self, limits: list[int | None]) -> int | None:
         """Collective over a pipeline: the smallest limit of any stage, so that all ranks refuse the same texts."""
         none = torch.iinfo(torch.int64).max
-        found = torch.tensor(min((limit for limit in limits if limit is not None), default=none), device=self.device)
+        mine = min((limit for limit in limits if limit is not None), default=none)
+        found = torch.full((), mine, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MIN, self.group)
         return None if int(found) == none else int(found)

@@ -51,7 +51,7 @@ def generate(
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.commands.on_ranks import on_ranks
+    from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.continuation import Continuation
     from forge_train.inference.open import open_weights
     from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
@@ -142,7 +142,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
 def _model(
     weights: "Weights", overrides: Sequence[str], where: "Launch", registry: "Registry"
 ) -> "Iterator[tuple[Any, Callable[[Any], Any] | None]]":
-    """Collective: the model that this process calls, and how ranks agree on a token; None for a process of its own."""
+    """Collective: the model that this process calls, and how ranks agree on a token; None where there is one."""
     from forge_core.errors import ForgeError
     from forge_parallel.launch import process_group
     from forge_train.inference.laid_out import laid_out, recipe_to_generate

@@ -1,0 +1,1 @@
+"""Commands on stored weights: evaluate, generate, convert, upcycle."""

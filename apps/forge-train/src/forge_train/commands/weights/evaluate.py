@@ -1,0 +1,82 @@
+"""`forge-train evaluate CHECKPOINT`: loss on held-out sets."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forge_core.terminal.console import Console
+
+
+def evaluate(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Take all sections but the model from this recipe.", show_default=False)
+    ] = None,
+    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of the LM Evaluation Harness instead of held-out sets, with commas between.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder with task files of your own.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each question; what the task says when absent.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts in one forward of a process, for tasks.")] = 8,
+    tokenizer: Annotated[Path | None, typer.Option(help="For tasks: a tokenizer.json or sentencepiece model to use.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Evaluate a checkpoint: on the held-out sets of its recipe or others (--data.evaluation.NAME.name=text ...), or on --tasks.
+
+    Runs as one process or under torchrun, on any layout: --parallel.tp=2. The result does not depend on the number of processes.
+    """
+    from dataclasses import asdict
+
+    from forge_core.registry import Registry
+    from forge_parallel.launch import process_group
+    from forge_parallel.launch.environment import read_launcher
+    from forge_train.commands.weights.on_ranks import on_ranks
+    from forge_train.inference.evaluate import recipe_for, scores
+    from forge_train.inference.open import open_weights
+
+    registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
+    first = where.rank == 0
+
+    def asked() -> None:
+        from forge_train.hooks.tasks import harness
+        from forge_train.inference.laid_out import laid_out, recipe_to_generate
+        from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+
+        names = [name for name in (tasks or "").split(",") if name]
+        index = harness().open_tasks(names, folder)
+        opened = open_weights(checkpoint, registry, weights)
+        note = console.note if first else lambda _: None
+        coder = tokenizer_for(opened, tokenizer, registry, note)
+        check_tokenizer(coder, opened, note)
+        resolved = recipe_to_generate(opened, context.args, where.size, registry)
+        device = process_group.start(where, resolved.job.parallel.timeout)
+        begin, prefix = bos_tokens(opened, tokenizer), opened.facts.special_tokens.get("bos_token_id")
+        model = harness().HarnessModel(
+            laid_out(opened, resolved, device, registry), coder, batch=batch, begin=begin, prefix=next(iter(begin), prefix)
+        )
+        results = harness().results_of(model, names, index, shots, limit)
+        for name, metrics in results.items() if first and not as_json else ():
+            console.text(f"{name}: {'  '.join(f'{metric} {value:.4f}' for metric, value in metrics.items())}")
+        if first and as_json:
+            console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "tasks": results})
+
+    def evaluated() -> None:
+        opened = open_weights(checkpoint, registry, weights)
+        resolved = recipe_for(opened, recipe, context.args, where.size, registry)
+        device = process_group.start(where, resolved.job.parallel.timeout)
+        found = []
+        for score in scores(opened, resolved, device, registry, console.note if first else lambda _: None):
+            found.append(asdict(score))
+            if first and not as_json:
+                bits = f"  {score.bits_per_byte:.4f} bits per byte" if score.bits_per_byte is not None else ""
+                numbers = f"loss {score.loss:.4f}  perplexity {score.perplexity:.2f}{bits}"
+                console.text(f"{score.name}: {numbers}  {score.tokens:,} tokens")
+        if first and as_json:
+            console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": found})
+
+    on_ranks(where, console, evaluated if tasks is None else asked)
