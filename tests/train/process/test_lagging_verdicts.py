@@ -40,17 +40,17 @@ class Poisoned:
     bad: tuple[int, ...]
     events: list[tuple[str, int]]
 
-    def __call__(self, batches: Any, stop: bool = False) -> Any:
+    def __call__(self, batches: Any, stop: bool = False, trace: bool = False) -> Any:
         number = self.run.state.step + 1
         self.events.append(("queued", number))
         if number not in self.bad:
-            return self.inner(batches, stop)
+            return self.inner(batches, stop, trace)
 
         def infinite(*given: Any) -> Any:
             terms = self.inner.objective(*given)
             return terms._replace(sum=terms.sum * torch.inf)
 
-        return replace(self.inner, objective=infinite)(batches, stop)
+        return replace(self.inner, objective=infinite)(batches, stop, trace)
 
     def evaluate(self, batches: Any) -> Any:
         return self.inner.evaluate(batches)

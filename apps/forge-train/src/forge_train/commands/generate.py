@@ -37,10 +37,10 @@ def generate(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
-    from forge_train.commands.single_process import require_single_process
     from forge_train.inference.continuation import Continuation
     from forge_train.inference.open import load_model, open_weights
     from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+    from forge_train.single_process import require_single_process
 
     require_single_process("generate")
     console, registry = Console(as_json=as_json), Registry()

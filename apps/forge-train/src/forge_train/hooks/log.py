@@ -46,7 +46,8 @@ class LogHook(Hook):
             return
         numbers = dict(result.numbers())
         seconds, steps, tokens = self.watch.lap()
-        numbers.pop("stop", None)  # a request to the loop, not a metric
+        for wish in ("stop", "trace"):
+            numbers.pop(wish, None)  # of the loop and of a hook, not metrics
         if "tokens" in numbers:
             numbers["step_tokens"] = numbers.pop("tokens")
         if (health := getattr(run, "health", None)) is not None and health.total:

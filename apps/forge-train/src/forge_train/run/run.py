@@ -20,6 +20,7 @@ from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
+from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step, StepResult
 from forge_train.recipe.schema import Job
 from forge_train.run.health import Health
@@ -53,6 +54,8 @@ class Run:
             that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and what is
             written, evaluated or ended waits for all verdicts first (`judge`).
         unjudged: the newest steps, each with its number.
+        wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
+        trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
 
     job: Job
@@ -73,12 +76,15 @@ class Run:
     measured: dict[str, tuple[int, float]] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
     due: bool = False
+    wants_trace: bool = False
+    trace_wanted_at: int = 0
     save: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)
     watch: Watch = field(default_factory=Watch)
     health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
     trackers: Sequence[Tracker] = ()
+    phases: Phases = field(default_factory=Phases)
     lag: int = 0
     unjudged: "deque[tuple[int, StepResult]]" = field(default_factory=deque)
 
@@ -130,6 +136,8 @@ class Run:
         while len(self.unjudged) > but:
             step, result = self.unjudged.popleft()
             self.stop.after(result)
+            if result.numbers()["trace"]:
+                self.trace_wanted_at = step
             self.health.after(step, result)
 
     def settle(self) -> None:

@@ -1,0 +1,44 @@
+"""Hook `profile` and the times of parts of a step on CUDA devices: the weights stay the same, and the host waits no more often."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_train.hooks.profile import ProfileHook
+from forge_train.profiling.summary import summarize
+from forge_train.profiling.trace import read
+from forge_train.profiling.windows import chosen
+from forge_train.run.loop import fit
+from harness.pool import World
+from rehearsal.ranks import own_device
+from train.runs import TINY, digest, prepared
+
+pytestmark = pytest.mark.rehearsal
+
+
+def profiled(recipe: Path, overrides: list[str], keys: dict[str, Any] | None) -> tuple[str, str]:
+    with own_device() as device:
+        run, _ = prepared(recipe, overrides, device)
+        run.hooks = [] if keys is None else [ProfileHook(**keys)]
+        fit(run)
+        return device.type, digest(run)
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_weights_are_those_without_it(devices: World, tmp_path: Path, ranks: int) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(TINY)
+
+    def settings(name: str) -> list[str]:
+        return [f"--job.dir={tmp_path / name}", "--train.max_steps=5", "--data.documents=ignore", f"--parallel.dp_shard={ranks}"]
+
+    alone = devices.run(profiled, ranks, recipe, settings("alone"), None, group=False)
+    found = devices.run(profiled, ranks, recipe, settings("run"), {"at": [3], "steps": 2}, group=False)
+    assert found == alone and {kind for kind, _ in found} == {"cuda"}
+    traces = chosen(tmp_path / "run", 3)
+    assert list(traces) == list(range(ranks))
+    for path in traces.values():
+        one = summarize(read(path))
+        assert sum(one.classes.values()) == one.window and one.about["device"] == "cuda"
+        assert {row.name: row.count for row in one.annotations}["forge/forward"] == 2 * 4 // ranks
