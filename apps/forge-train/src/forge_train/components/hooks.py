@@ -31,7 +31,8 @@ class Log(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Component):
-    """Shows step, loss, tokens/s and the time left: a live line on a terminal, else a line of text now and then."""
+    """Shows step, loss, rate, tokens/s, MFU, memory, faults and the time left: a live panel on a terminal, else a line of text
+    now and then."""
 
     key_class: ClassVar = FREE
 
@@ -137,6 +138,27 @@ class Replicas(Component):
         from forge_train.hooks.replicas import ReplicasHook
 
         return ReplicasHook(every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms(Component):
+    """Logs norms of gradients, updates and parameters, by group of parameters or by tensor."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 100
+    """Optimizer steps between two measurements; the last step is always measured."""
+    by: Literal["group", "tensor"] = "group"
+    """One norm for each group of the optimizer (matrices, vectors, embeddings, ...), or for each tensor."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Norms]":
+        return (cls(every=2), cls(every=3, by="tensor"))
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.norms import NormsHook
+
+        return NormsHook(every=self.every, by=self.by)
 
 
 @dataclass(frozen=True, kw_only=True)

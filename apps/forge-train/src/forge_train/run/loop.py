@@ -20,7 +20,7 @@ def fit(run: Run) -> str:
         for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break
-            run.begin_step()
+            run.begin_step(batches)
             for hook in run.hooks:
                 hook.before_step(run)
             result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)

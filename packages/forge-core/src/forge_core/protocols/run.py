@@ -56,16 +56,9 @@ class Phases(Protocol):
 
     timed: bool
 
-    def mark(self) -> Any:
-        """A moment, of the device's queue or of the clock."""
-        ...
-
-    def between(self, before: Any, after: Any) -> float:
-        """Seconds between two moments that the device has passed."""
-        ...
-
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call. The device has passed their ends: read a number of the step first."""
+        """Seconds of each part since the last call, and `other`, what lies between them. The device has passed their ends: read a
+        number of the step first."""
         ...
 
 
@@ -132,6 +125,7 @@ class Run(Protocol):
         marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
         due: whether hook `save` is to save this step, due by its number or not.
         phases: parts of a step, by which its time is told.
+        batches: this rank's micro-batches of the step, on the host.
         wants_trace: whether this rank asks for a profile. The numbers of the next step carry the wish to all ranks.
         trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
@@ -174,6 +168,8 @@ class Run(Protocol):
     def health(self) -> Health: ...
     @property
     def lr(self) -> float | None: ...
+    @property
+    def batches(self) -> Sequence[Batch]: ...
     @property
     def phases(self) -> Phases: ...
     @property

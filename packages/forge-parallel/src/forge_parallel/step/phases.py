@@ -21,7 +21,7 @@ PREFIX = "forge/"
 
 
 class Phases:
-    """The parts of the steps of one rank. A part inside another one is not taken from it: parts of one level sum to the whole.
+    """The parts of the steps of one rank, one after another.
 
     Attributes:
         timed: whether parts that begin from now on are timed.
@@ -46,28 +46,31 @@ class Phases:
                 return
             yield item
 
-    def mark(self) -> Any:
-        """A moment, for `between`: of the device's queue, or of the clock."""
+    def _mark(self) -> Any:
+        """A moment: of the device's queue, or of the clock."""
         return perf_counter() if self._device.type == "cpu" else timed_event(self._device)
 
-    def between(self, before: Any, after: Any) -> float:
-        """Seconds between two moments that the device has passed."""
+    def _between(self, before: Any, after: Any) -> float:
         return after - before if self._device.type == "cpu" else before.elapsed_time(after) / 1000
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call. The device has passed their ends: read a number of the step first."""
+        """Seconds of each part since the last call, and `other`, what lies between them: with it they sum to the time from the
+        first one's begin to the last one's end. The device has passed that: read a number of the step first."""
+        if not self._noted:
+            return {}
         found: dict[str, float] = {}
         for name, before, after in self._noted:
-            found[name] = found.get(name, 0.0) + self.between(before, after)
+            found[name] = found.get(name, 0.0) + self._between(before, after)
+        whole = self._between(self._noted[0][1], self._noted[-1][2])
         self._noted.clear()
-        return found
+        return {**found, "other": max(0.0, whole - sum(found.values()))}
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
         with torch.profiler.record_function(PREFIX + name) if profiling() else nullcontext():
-            before = self.mark() if self.timed else None
+            before = self._mark() if self.timed else None
             try:
                 yield
             finally:
                 if before is not None:
-                    self._noted.append((name, before, self.mark()))
+                    self._noted.append((name, before, self._mark()))
