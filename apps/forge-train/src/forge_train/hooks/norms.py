@@ -69,7 +69,7 @@ class NormsHook(Hook):
         total = torch.zeros(len(places), dtype=torch.float64, device=device)
         for name, parameter, _ in run.model.trainable():
             local = local_box(parameter).local
-            value = take(name, local) if owns(parameter, run.topology) and local.numel() else None
+            value = take(name, local) if owns(parameter, run.model.topology) and local.numel() else None
             if value is not None:
                 total[places[self._name(run, name)]] += torch.linalg.vector_norm(value, dtype=torch.float64).square().to(device)
         return total

@@ -198,7 +198,7 @@ class _Recorder:
         )
 
     def start(self) -> None:
-        """Begins to warm up, or to record where there is no step for that."""
+        """Begins to warm up, or to record without any."""
         self.profiler.start()
 
     def step(self) -> None:

@@ -1,6 +1,6 @@
 """What kind of work an event is, by its category first and by its name only within one: an operator is never a kernel.
 
-A name decides from its beginning. `record_param_comms` contains "mm" and is no matrix product; kernels that a compiler fused
+A name decides from its beginning. `record_param_comms` contains "mm" and multiplies no matrices; kernels that a compiler fused
 around a collective name it, and compute.
 """
 

@@ -29,7 +29,7 @@ class Utilization:
         counts: products of the model; None for one that does not declare them.
         length: tokens of a row.
         devices: all of the run.
-        peak: FLOP/s of one device in `precision`; None where it is unknown, and then there is no share.
+        peak: FLOP/s of one device in `precision`; None where it is unknown, and then no share is given.
         precision: that most products are made in: `fp32`, `bf16` or `fp8`.
         device: its name.
     """
