@@ -94,6 +94,18 @@ def test_a_run_that_ends_in_the_warm_up_leaves_nothing(recipe: Path, tmp_path: P
     assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.parametrize(("at", "expected"), [(5, (2, 3)), (2, (1, 1)), (1, (1, 0))])
+def test_the_profiler_warms_up_for_the_steps_before(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, expected: tuple[int, int]
+) -> None:
+    begun: list[tuple[int, int]] = []
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *SMALL])
+    monkeypatch.setattr(ProfileHook, "_start", lambda _, device, warmup: begun.append((run.state.step + 1, warmup)))
+    run.hooks = [ProfileHook(at=[at], steps=1, warmup=3)]
+    fit(run)
+    assert begun == [expected], "the step in which it starts, and how many of them are not recorded"
+
+
 def test_a_resume_profiles_what_is_left(recipe: Path, tmp_path: Path) -> None:
     with_hook(recipe, "at=[2], steps=1", "--train.max_steps=4", "--schedule.name=constant")
     with_hook(recipe, "at=[2, 6], steps=1", "--schedule.name=constant")

@@ -231,3 +231,10 @@ def test_traces_are_read_compressed_too_and_others_are_refused(tmp_path: Path) -
             read(path)
     with pytest.raises(ForgeError, match="no event that took time"):
         of(tmp_path, host("aten::mm", 3, 0))
+
+
+def test_fractions_of_microseconds_are_whole_nanoseconds(tmp_path: Path) -> None:
+    """As far from zero as clocks of torch are."""
+    since = 4657716505088.111
+    found = of(tmp_path, window(since, 10.75), kernel(GEMM, since + 0.25, 0.625), kernel(GATHER, since + 10.5, 0.25))
+    assert list(found.classes.values()) == [625, 0, 250, 0, 10_750 - 875]
