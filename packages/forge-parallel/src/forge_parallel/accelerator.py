@@ -73,7 +73,7 @@ def event_behind(device: torch.device) -> Any:
 
 def timed_event(device: torch.device) -> Any:
     """An event behind what was queued on an accelerator so far, which knows when the device passed it."""
-    event = _module(device).Event(enable_timing=True)
+    event = torch.Event(device, enable_timing=True)
     event.record(_module(device).current_stream(device))
     return event
 
