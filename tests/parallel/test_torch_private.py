@@ -1,6 +1,7 @@
 """Every private name of torch that strategies use is there in the version that runs, and does what it is used for."""
 
 import importlib.util
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -129,3 +130,29 @@ def test_limits_of_open_groups() -> None:
         assert found.options._timeout == timedelta(seconds=7)  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_profiler_is_seen_while_it_records() -> None:
+    assert not private.profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiling()
+    assert not private.profiling()
+
+
+def test_allocations_are_noted_by_the_allocator_of_cuda_alone() -> None:
+    assert private.notes_allocations(torch.cuda.memory) and not private.notes_allocations(None)
+    known = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert {"enabled", "max_entries"} <= known.keys() or "args" in known
+    calls: list[Any] = []
+
+    class Memory:
+        def _record_memory_history(self, enabled: str | None = "all", max_entries: int = 0) -> None:
+            calls.append((enabled, max_entries))
+
+        def _dump_snapshot(self, path: str) -> None:
+            calls.append(path)
+
+    private.record_allocations(Memory(), 7)
+    private.write_allocations(Memory(), "there")
+    private.record_allocations(Memory(), None)
+    assert calls == [("all", 7), "there", (None, 0)]

@@ -83,9 +83,9 @@ class Recording:
     def __init__(self, step: Any, samples: list[list[str]]) -> None:
         self.step, self.samples = step, samples
 
-    def __call__(self, batches: Any, stop: bool = False) -> Any:
+    def __call__(self, batches: Any, stop: bool = False, trace: bool = False) -> Any:
         self.samples.append([row.tobytes().hex() for batch in batches for row in batch.tokens.numpy()])
-        return self.step(batches, stop)
+        return self.step(batches, stop, trace)
 
     def evaluate(self, batches: Any) -> Any:
         return self.step.evaluate(batches)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_parallel.launch.watch import Watch
+from forge_parallel.step.phases import Phases
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
 from forge_train.hooks.evaluate import EvaluateHook
@@ -23,7 +24,9 @@ from forge_train.hooks.replicas import ReplicasHook
 from forge_train.hooks.sample import SampleHook
 from forge_train.hooks.save import SaveHook
 from forge_train.recipe.checks import evaluate_has_sets
+from forge_train.run.health import Health
 from forge_train.run.stop import STOPPED, Stop
+from forge_train.speed.utilization import Utilization
 
 TOKENS = 512
 
@@ -74,12 +77,18 @@ class ScriptedRun:
         self.job = SimpleNamespace(
             train=SimpleNamespace(max_steps=self.total, micro_batch=4, global_batch=8),
             checkpoint=SimpleNamespace(every=self.every),
+            job=SimpleNamespace(name="scripted"),
         )
         self.step = self
         self.stop = Stop(self.total)
         self.measured: dict[str, tuple[int, float]] = {}
         self.marks: dict[str, int] = {}
         self.due = False
+        self.phases = Phases()
+        self.batches = ()
+        self.model = SimpleNamespace(parameters_held=list)
+        self.optimizer = SimpleNamespace(state=dict)
+        self.health = Health()
 
     def log(self, values: dict[str, float]) -> None:
         self.logged.append((self.state.step, dict(values)))
@@ -303,12 +312,31 @@ def test_progress_lines_keep_their_distance() -> None:
     assert [line.split("step ")[1].split("/")[0] for line in out.getvalue().splitlines()] == ["1", "40"]
 
 
-def test_progress_on_a_terminal_redraws_one_line() -> None:
+def test_progress_on_a_terminal_redraws_a_panel() -> None:
     out = io.StringIO()
     run = ScriptedRun(total=5, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
     run.go(Progress(every=1).build())
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "step 5/5" in text and "loss 2.0000" in text
+    assert "step 5/5" in text and "loss 2.0000" in text and "lr 0.001" in text
+    assert "scripted" in text and re.search(r"memory [\d.]+ [MG]iB", text) and "left 0:00" in text
+    assert "MFU" not in text, "nothing is known of the model"
+
+
+def test_the_panel_shows_the_newest_warning_of_the_run_and_the_share_of_the_peak() -> None:
+    out = io.StringIO()
+    run = ScriptedRun(
+        total=3, step_seconds=0.01, console=Console(file=out, force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    )
+    run.health.remarks = ["the loss left its band", "one [step] was skipped"]
+    hook = Progress(every=1).build()
+    hook.start(run)
+    hook.view.speed = Utilization(SimpleNamespace(training=lambda length: 1e6), 16, 1, 1e11, "fp32", "cpu")
+    hook.begun, run.start = (0.0, 0), lambda _: None
+    hook.start = lambda _: None
+    run.go(hook)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "one [step] was skipped" in text and "left its band" not in text
+    assert re.search(r"MFU \d+\.\d%", text)
 
 
 def test_a_crash_does_not_leave_the_cursor_hidden() -> None:

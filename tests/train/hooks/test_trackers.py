@@ -229,9 +229,14 @@ def test_a_run_survives_its_trackers_and_resumes_in_them(run, caplog) -> None:
     assert [record.name for record in caplog.records] == ["forge_train.trackers.guarded"]
     assert train() == list(range(1, 9)), "from the checkpoint of step 3"
     losses = [entry["loss"] for entry in read(place / "metrics.jsonl")]
-    drawn = tensorboard_scalars(place / "tensorboard")["loss"]
-    assert [step for step, _ in drawn] == list(range(1, 9))
-    assert [value for _, value in drawn] == pytest.approx(losses, rel=1e-6)
+    drawn = tensorboard_scalars(place / "tensorboard")
+    assert [step for step, _ in drawn["loss"]] == list(range(1, 9))
+    written: dict[str, list[tuple[int, float]]] = {}
+    for entry in read(place / "metrics.jsonl"):
+        for name, value in entry.items():
+            if name not in ("step", "time"):
+                written.setdefault(name, []).append((entry["step"], pytest.approx(value, rel=1e-6)))
+    assert len(written) > 15 and drawn == written, "every number of every step, those before the resume too"
     files = offline_files(SimpleNamespace(directory=place))
     rows = [row for file in files for row in wandb_rows(wandb_records(file))]
     first, second = ([(step, 0) for step in range(1, 6)], [(step, 3) for step in range(4, 9)])

@@ -17,7 +17,7 @@ Parts declare their products: attentions, MLPs and routers by `matrices(context)
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -73,12 +73,16 @@ class Counts:
 
     def forward(self, length: int, causal: bool = False) -> float:
         """Forward FLOPs per token of rows of `length` tokens, of the next token only; see the module for `causal`."""
-        return _products(self.matrix, self.widths, length, causal)
+        return _products(self.matrix, self.widths, lambda window: _keys(length, window, causal))
 
     def training(self, length: int, causal: bool = False) -> float:
         """Forward and backward FLOPs per token of rows of `length` tokens."""
-        mtp = _products(self.mtp_matrix, self.mtp_widths, length, causal)
-        return 3 * (self.forward(length, causal) + mtp)
+        return self.training_with(lambda window: _keys(length, window, causal))
+
+    def training_with(self, keys: Callable[[int | None], float]) -> float:
+        """The same where a query of a layer meets `keys(window)` keys on average, as in rows of several documents."""
+        own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
+        return 3 * (own + mtp)
 
 
 def count(shape: DecoderShape) -> Counts:
@@ -162,8 +166,8 @@ def _widths(shape: DecoderShape, layers: Iterable[int]) -> Mapping[int | None, i
     return widths
 
 
-def _products(matrix: int, widths: Mapping[int | None, int], length: int, causal: bool) -> float:
-    return 2.0 * matrix + 2.0 * sum(width * _keys(length, window, causal) for window, width in widths.items())
+def _products(matrix: int, widths: Mapping[int | None, int], keys: Callable[[int | None], float]) -> float:
+    return 2.0 * matrix + 2.0 * sum(width * keys(window) for window, width in widths.items())
 
 
 def _keys(length: int, window: int | None, causal: bool) -> float:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from forge_parallel import torch_private
+
 CPU = torch.device("cpu")
 
 COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
@@ -67,6 +69,13 @@ def forget_cache() -> None:
 def event_behind(device: torch.device) -> Any:
     """An event behind what was queued on an accelerator so far."""
     return _module(device).current_stream(device).record_event()
+
+
+def timed_event(device: torch.device) -> Any:
+    """An event behind what was queued on an accelerator so far, which knows when the device passed it."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(_module(device).current_stream(device))
+    return event
 
 
 @contextmanager
@@ -140,6 +149,32 @@ def take_peaks(device: torch.device) -> dict[str, int]:
         "device_memory_retries": "num_alloc_retries",
     }
     return {said: int(stats[key]) for said, key in keys.items() if key in stats}
+
+
+def notes_allocations(device: torch.device) -> bool:
+    """Whether the allocator of the device can say what it did."""
+    return device.type != CPU.type and torch_private.notes_allocations(getattr(_module(device), "memory", None))
+
+
+def note_allocations(device: torch.device, entries: int | None) -> None:
+    """The last so many events of the allocator are kept from here on; None ends it."""
+    torch_private.record_allocations(_module(device).memory, entries)
+
+
+def write_allocations(device: torch.device, path: str) -> None:
+    """Writes them to a file for pytorch.org/memory_viz.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    torch_private.write_allocations(_module(device).memory, path)
+
+
+def profiled(device: torch.device) -> list[Any]:
+    """What a profiler records here: the host, and the device where this torch can."""
+    known = torch.profiler.supported_activities()
+    wanted = [torch.profiler.ProfilerActivity.CPU, getattr(torch.profiler.ProfilerActivity, device.type.upper(), None)]
+    return [activity for activity in dict.fromkeys(wanted) if activity in known]
 
 
 def warns_of_waits(device: torch.device) -> bool:

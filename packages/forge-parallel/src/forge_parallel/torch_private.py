@@ -64,6 +64,9 @@ TO_COPY = aten._to_copy.default
 LOCAL_SCALAR = aten._local_scalar_dense.default
 GROUPED_MM = aten._grouped_mm.default
 
+# Whether a profiler records this thread; the public ways cost more than a step can spare.
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+
 # One kernel for many tensors.
 foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
@@ -177,6 +180,28 @@ def set_timeouts(limit: timedelta, groups: Iterable[dist.ProcessGroup] | None = 
     change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public since torch 2.14
     for group in list(distributed_c10d._world.pg_map if groups is None else groups):
         change(limit, group)
+
+
+def record_allocations(memory: Any, entries: int | None) -> None:
+    """Notes what an allocator does from here on, the last so many events; None ends it. torch documents it under this name only.
+
+    Args:
+        memory: the module `memory` of a kind of devices.
+    """
+    if entries is None:
+        memory._record_memory_history(enabled=None)
+    else:
+        memory._record_memory_history(max_entries=entries)
+
+
+def write_allocations(memory: Any, path: str) -> None:
+    """Writes what was noted, for pytorch.org/memory_viz."""
+    memory._dump_snapshot(path)
+
+
+def notes_allocations(memory: Any) -> bool:
+    """Whether devices of this kind can."""
+    return hasattr(memory, "_record_memory_history") and hasattr(memory, "_dump_snapshot")
 
 
 def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

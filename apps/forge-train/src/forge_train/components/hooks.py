@@ -8,6 +8,9 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from forge_core.component import FREE, IDENTITY, Component
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_core.protocols.run import Hook
 
 
@@ -28,7 +31,8 @@ class Log(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Component):
-    """Shows step, loss, tokens/s and the time left: a live line on a terminal, else a line of text now and then."""
+    """Shows step, loss, rate, tokens/s, MFU, memory, faults and the time left: a live panel on a terminal, else a line of text
+    now and then."""
 
     key_class: ClassVar = FREE
 
@@ -173,6 +177,27 @@ class Replicas(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Norms(Component):
+    """Logs norms of gradients, updates and parameters, by group of parameters or by tensor."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 100
+    """Optimizer steps between two measurements; the last step is always measured."""
+    by: Literal["group", "tensor"] = "group"
+    """One norm for each group of the optimizer (matrices, vectors, embeddings, ...), or for each tensor."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Norms]":
+        return (cls(every=2), cls(every=3, by="tensor"))
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.norms import NormsHook
+
+        return NormsHook(every=self.every, by=self.by)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Save(Component):
     """Saves a checkpoint every `checkpoint.every` steps and at the end, once per step."""
 
@@ -195,6 +220,55 @@ class Routing(Component):
         from forge_train.hooks.routing import RoutingHook
 
         return RoutingHook(every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Component):
+    """Records some steps on every rank with torch.profiler; `forge-train profile RUN` says where their time went."""
+
+    key_class: ClassVar = FREE
+
+    at: list[Annotated[int, Gt(0)]] = field(default_factory=list)
+    """First steps of windows; the first step of the run is 1."""
+    every: Annotated[int, Ge(0)] = 0
+    """A window begins at each multiple of this step; 0 for none."""
+    steps: Annotated[int, Gt(0)] = 3
+    """Steps of a window."""
+    warmup: Annotated[int, Ge(0)] = 1
+    """Steps before a window in which the profiler already runs and records nothing: its own start takes time."""
+    signal: Literal["SIGUSR1", "SIGUSR2"] | None = None
+    """Signal that opens a window, on all ranks, when one process of the run gets it; it does not end the run then. SIGUSR1 ends
+    torchrun when it is sent there."""
+    ranks: Literal["all", "nodes"] | list[Annotated[int, Ge(0)]] = "all"
+    """Who writes a trace: all ranks, the first one of each node, or those of a list."""
+    memory: bool = False
+    """Also write what the allocator of the device did, for pytorch.org/memory_viz. Devices without such a record are said."""
+    stacks: bool = False
+    """Also record Python's stacks: traces get large and steps slow."""
+    shapes: bool = False
+    """Also record the shapes of operators' inputs."""
+    keep: Annotated[int, Gt(0)] = 5
+    """Windows that are kept, the newest ones."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Profile]":
+        return (cls(at=[2], steps=2),)
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.profile import ProfileHook
+
+        return ProfileHook(
+            at=self.at,
+            every=self.every,
+            steps=self.steps,
+            warmup=self.warmup,
+            signal=self.signal,
+            ranks=self.ranks,
+            memory=self.memory,
+            stacks=self.stacks,
+            shapes=self.shapes,
+            keep=self.keep,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,19 @@ from datetime import datetime
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from forge_core.protocols.job import Job
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_core.terminal.quantities import clock, count
+from forge_core.terminal.quantities import clock, count, size
+from forge_parallel.accelerator import free_memory, memory
 from forge_train.hooks.clock import Stopwatch
+from forge_train.hooks.log import peak_memory
+from forge_train.speed.utilization import Utilization
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as Bar
+    from rich.console import Console, RenderableType
 
 
 class ProgressHook(Hook):
-    """One live line on a terminal; elsewhere a line with a time stamp at the first and last step and now and then.
+    """A live panel on a terminal; elsewhere a line with a time stamp at the first and last step and now and then.
 
     The time left is that of the steps since this start, evaluation and saving included.
     """
@@ -31,15 +32,15 @@ class ProgressHook(Hook):
         self.rate = 0.0
 
     def start(self, run: Run) -> None:
-        """Starts the clock and opens the live line."""
+        """Starts the clock and opens the panel."""
         self.watch = Stopwatch(run)
         self.begun = (perf_counter(), run.state.step)
         if run.console is not None:
             live = run.console.is_terminal and not run.console.is_dumb_terminal
-            self.view = _Live(run.console, run.job) if live else _Lines(run.console, self.seconds)
+            self.view = _Live(run.console, Utilization.of(run)) if live else _Lines(run.console, self.seconds)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Moves the line; reads the numbers when they are due."""
+        """Moves the panel; reads the numbers when they are due."""
         if self.view is None:
             return
         step, total = run.state.step, run.job.train.max_steps
@@ -48,11 +49,10 @@ class ProgressHook(Hook):
             self.loss = result.numbers()["loss"]
             seconds, _, tokens = self.watch.lap()
             self.rate = tokens / seconds if seconds > 0 else 0.0
-        now = _Now(step, total, self.loss, self.rate, self._left(step, total), fresh)
-        self.view.show(now)
+        self.view.show(_Now(step, total, self.loss, self.rate, self._left(step, total), fresh), run)
 
     def finish(self, run: Run) -> None:
-        """Closes the live line."""
+        """Closes the panel."""
         if self.view is not None:
             self.view.close()
 
@@ -89,7 +89,7 @@ class _Lines:
         self.seconds = seconds
         self.shown: float | None = None
 
-    def show(self, now: _Now) -> None:
+    def show(self, now: _Now, _: Run) -> None:
         moment = perf_counter()
         soon = self.shown is not None and moment - self.shown < self.seconds
         if not now.fresh or (soon and not now.last):
@@ -103,29 +103,49 @@ class _Lines:
 
 
 class _Live:
-    """The same on one line that redraws itself at most ten times a second, with a bar."""
+    """A panel that redraws itself at most ten times a second: a bar, the newest numbers, and the last warning of the run."""
 
-    def __init__(self, console: "Console", job: Job) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
+    def __init__(self, console: "Console", speed: Utilization) -> None:
+        from rich.live import Live
 
-        self.bar: Bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            console=console,
-            auto_refresh=False,
-        )
-        self.task = self.bar.add_task("the first step takes longest", total=job.train.max_steps)
-        self.bar.start()
+        self.speed = speed
+        self.live = Live(console=console, auto_refresh=False)
+        self.live.start()
         console.show_cursor(True)  # hidden by `start`, and a crash would leave it hidden
         self.drawn = 0.0
 
-    def show(self, now: _Now) -> None:
+    def show(self, now: _Now, run: Run) -> None:
         moment = perf_counter()
         if now.last or moment - self.drawn >= 0.1:
             self.drawn = moment
-            self.bar.update(self.task, completed=now.step, description=str(now))
-            self.bar.refresh()
+            self.live.update(self._panel(now, run), refresh=True)
 
     def close(self) -> None:
-        self.bar.stop()
+        self.live.stop()
+
+    def _panel(self, now: _Now, run: Run) -> "RenderableType":
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = {"loss": f"{now.loss:.4f}", "tokens/s": count(now.rate)}
+        if (rate := getattr(run, "lr", None)) is not None:
+            shown["lr"] = f"{rate:.3g}"
+        if (share := self.speed.numbers(now.rate).get("mfu")) is not None:
+            shown["MFU"] = f"{share:.1%}"
+        shown |= {"memory": _memory(run), "left": clock(now.left)}
+        table = Table.grid(padding=(0, 3))
+        table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in shown.items()))
+        faults = list(run.health.summary())
+        warning = [Text(faults[-1], style="yellow")] if faults else []
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(Text(f"step {now.step}/{now.total}"), ProgressBar(total=max(now.total, 1), completed=now.step, width=40))
+        return Panel(Group(bar, table, *warning), title=run.job.job.name, expand=False)
+
+
+def _memory(run: Run) -> str:
+    """Of rank 0: what is taken of its device, else the largest that this process was."""
+    whole, free = memory(run.topology.device), free_memory(run.topology.device)
+    return f"{size(whole - free)} of {size(whole)}" if whole and free is not None else size(peak_memory())

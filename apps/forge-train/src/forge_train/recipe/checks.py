@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 from forge_core.errors import Caution, Fault, did_you_mean
 from forge_core.layout import Layout
-from forge_train.components.hooks import Best, EarlyStop, Ema, Evaluate, Sample, Save, Tasks
+from forge_train.components.hooks import Best, EarlyStop, Ema, Evaluate, Profile, Sample, Save, Tasks
 from forge_train.hooks.results import metrics
 from forge_train.recipe.schema import Job
 
@@ -119,6 +120,31 @@ def samples_can_be_made(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: A
                 f"{hook.max_tokens} new tokens leave no room for a prompt within model.max_length = {longest}",
                 hint=f"lower it, to {max(longest // 2, 1)} for example",
             )
+
+
+def profiles_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:
+    """A profile that never begins, windows that overlap, ranks that do not exist. One hook at a time can profile."""
+    found = [(index, hook) for index, hook in enumerate(job.hooks) if isinstance(hook, Profile)]
+    for index, hook in found:
+        key, length = f"hooks.{index}", hook.warmup + hook.steps
+        if index != found[0][0]:
+            yield Fault(
+                f"{key}.name", "'profile' is there twice; one profiler records a process", hint="remove one, and use `at`"
+            )
+        if not hook.at and not hook.every and hook.signal is None:
+            yield Fault(f"{key}.name", "'profile' never begins", hint="set at = [100], every = 1000 or signal = 'SIGUSR2'")
+        if late := [step for step in hook.at if step > job.train.max_steps]:
+            yield Fault(f"{key}.at", f"step {late[0]} comes after the last one, train.max_steps = {job.train.max_steps}")
+        begins = sorted({*hook.at, *(range(hook.every, job.train.max_steps + 1, hook.every) if hook.every else ())})
+        close = [pair for pair in pairwise(begins) if pair[1] - pair[0] < length]
+        if close:
+            message = (
+                f"windows of {hook.steps} steps after {hook.warmup} of warm-up overlap at steps {close[0][0]} and {close[0][1]}"
+            )
+            yield Fault(f"{key}.{'at' if hook.at else 'every'}", message, hint="set them further apart, or lower hooks.steps")
+        absent = [rank for rank in hook.ranks if layout is not None and isinstance(rank, int) and rank >= layout.world]
+        if absent:
+            yield Fault(f"{key}.ranks", f"rank {absent[0]} does not exist: {layout.world if layout else 0} processes run")
 
 
 def hooks_fit_together(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)

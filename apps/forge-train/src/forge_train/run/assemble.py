@@ -32,6 +32,7 @@ from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
+from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step
 from forge_train.doctor.steps.build import faults
 from forge_train.recipe.parameters import settings_in
@@ -156,6 +157,7 @@ def assemble(
     for line in sharding.lines():
         say(line)
 
+    phases = Phases(device)
     run = Run(
         job=job,
         directory=directory,
@@ -163,7 +165,7 @@ def assemble(
         model=model,
         optimizer=optimizer,
         factor=factor,
-        step=Step(model, objective),
+        step=Step(model, objective, phases=phases),
         data=data,
         evaluations=evaluations,
         state=state,
@@ -172,6 +174,7 @@ def assemble(
         health=Health(job.train.max_skipped, warns=topology.rank == 0),
         parameters=parameters,
         config=resolved.as_json(),
+        phases=phases,
         lag=0 if device.type == "cpu" else 1,
     )
     with ranks.together("the hooks"):

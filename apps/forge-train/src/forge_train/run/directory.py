@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", "routing.json", "samples.json", "tensorboard"),
-    *("wandb", "wandb-id"),
+    *("profiles", "wandb", "wandb-id"),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 

@@ -17,16 +17,17 @@ def fit(run: Run) -> str:
     for hook in run.hooks:
         hook.start(run)
     with planned(run.job.train.collect_every) as collect:
-        for batches, cursor in run.data.from_cursor(run.state.cursor):
+        for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break
-            run.begin_step()
+            run.begin_step(batches)
             for hook in run.hooks:
                 hook.before_step(run)
-            result = run.step(batches, stop=run.stop.wanted())
+            result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)
             for hook in run.hooks:
                 hook.before_update(run, result)
-            run.update(result)
+            with run.phases("optimizer"):
+                run.update(result)
             run.state.advance(cursor, run.tokens_per_step)
             run.conclude(result)
             for hook in run.hooks:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge_core.batch import Batch
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Optimizer
@@ -20,6 +21,7 @@ from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
+from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step, StepResult
 from forge_train.recipe.schema import Job
 from forge_train.run.health import Health
@@ -52,7 +54,10 @@ class Run:
         lag: steps that may be queued behind one that has no verdict yet: 0, or 1 where the host would wait for a device. Nothing
             that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and what is
             written, evaluated or ended waits for all verdicts first (`judge`).
+        batches: of the current step, on the host.
         unjudged: the newest steps, each with its number.
+        wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
+        trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
 
     job: Job
@@ -73,12 +78,16 @@ class Run:
     measured: dict[str, tuple[int, float]] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
     due: bool = False
+    wants_trace: bool = False
+    trace_wanted_at: int = 0
     save: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)
     watch: Watch = field(default_factory=Watch)
     health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
     trackers: Sequence[Tracker] = ()
+    phases: Phases = field(default_factory=Phases)
+    batches: Sequence[Batch] = ()
     lag: int = 0
     unjudged: "deque[tuple[int, StepResult]]" = field(default_factory=deque)
 
@@ -92,10 +101,11 @@ class Run:
         """The rate of the newest step, where the optimizer has a single one."""
         return getattr(self.optimizer, "lr", None)
 
-    def begin_step(self) -> None:
+    def begin_step(self, batches: Sequence[Batch]) -> None:
         """Before a step's first forward: random numbers depend on (seed, step, data rank) only, so a resumed run draws the
         same ones; and a model whose loss changes over the run is told the step."""
         self.watch.enter(f"step {self.state.step + 1}")
+        self.batches = batches
         key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
         torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
         self.model.at_step(self.state.step, self.job.train.max_steps)
@@ -130,6 +140,8 @@ class Run:
         while len(self.unjudged) > but:
             step, result = self.unjudged.popleft()
             self.stop.after(result)
+            if result.numbers()["trace"]:
+                self.trace_wanted_at = step
             self.health.after(step, result)
 
     def settle(self) -> None:

@@ -47,6 +47,21 @@ class Step(Protocol):
         ...
 
 
+class Phases(Protocol):
+    """Parts of a step, such as `forward`: named in profiles, timed when asked for.
+
+    Attributes:
+        timed: whether parts that begin from now on are timed.
+    """
+
+    timed: bool
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part since the last call, and `other`, what lies between them. The device has passed their ends: read a
+        number of the step first."""
+        ...
+
+
 class RunState(Protocol):
     """How far a run has come: completed optimizer steps, and tokens that went through the model."""
 
@@ -109,10 +124,15 @@ class Run(Protocol):
         measured: newest result of each evaluation by the name under which it is logged, with its step; alike on all ranks.
         marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
         due: whether hook `save` is to save this step, due by its number or not.
+        phases: parts of a step, by which its time is told.
+        batches: this rank's micro-batches of the step, on the host.
+        wants_trace: whether this rank asks for a profile. The numbers of the next step carry the wish to all ranks.
+        trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
 
     paused: float
     due: bool
+    wants_trace: bool
 
     @property
     def job(self) -> Job: ...
@@ -148,6 +168,12 @@ class Run(Protocol):
     def health(self) -> Health: ...
     @property
     def lr(self) -> float | None: ...
+    @property
+    def batches(self) -> Sequence[Batch]: ...
+    @property
+    def phases(self) -> Phases: ...
+    @property
+    def trace_wanted_at(self) -> int: ...
     @property
     def save(self) -> Callable[[], Any]:
         """Collective: saves a checkpoint of the current step."""

@@ -27,6 +27,7 @@ class Float8(Component, Transform):
     phase = Phase.QUANTIZE
     axes = frozenset()
     plane = "numerics"
+    products = "fp8"
     key_class: ClassVar = FREE
 
     recipe: Annotated[Literal["tensorwise", "rowwise"], Feature("float8_rowwise", when="rowwise", plane="numerics")] = (

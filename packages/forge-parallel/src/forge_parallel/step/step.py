@@ -5,7 +5,7 @@ same number in every layout, and so are its gradients.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.pipeline.runner import Agree, Runner
 from forge_parallel.step.loss_by_source import shares, sources_of, sums_by_source
+from forge_parallel.step.phases import Phases
 from forge_parallel.step.reading import Reading
 from forge_parallel.step.reduce import speaks, squared_norm, valid_tokens, world_sum
 from forge_parallel.step.step_statistics import begin, finish, observers
@@ -31,6 +32,7 @@ class StepResult:
         norm: 2-norm of the whole gradient before clipping.
         skip: 1 where loss or norm is not finite: the update must not happen; else 0.
         stop: number of ranks that asked to stop.
+        trace: number of ranks that asked for a profile.
         metrics: the objective's further sums, per valid token.
         sources: names of the data's sources, where a run mixes several.
         by_source: (2, sources) fp64, loss and valid tokens of each; zeros where the objective does not count rows.
@@ -41,6 +43,7 @@ class StepResult:
     norm: torch.Tensor
     skip: torch.Tensor
     stop: torch.Tensor
+    trace: torch.Tensor
     metrics: dict[str, torch.Tensor]
     sources: tuple[str, ...] = ()
     by_source: torch.Tensor | None = None
@@ -64,6 +67,7 @@ class StepResult:
             "grad_norm": self.norm,
             "skipped": self.skip,
             "stop": self.stop,
+            "trace": self.trace,
         } | self.metrics
 
     @cached_property
@@ -97,24 +101,41 @@ class Step:
         model: what is run.
         objective: what is minimized.
         agree: how ranks of a pipeline learn the names of the objective's metrics, see `Runner`; for worlds without other ranks.
+        phases: named in profiles, and timed when asked for.
     """
 
     model: ParallelModel
     objective: Objective
     agree: Agree | None = None
+    phases: Phases = field(default_factory=Phases)
 
-    def __call__(self, batches: Sequence[Batch], stop: bool = False) -> StepResult:
+    def __call__(self, batches: Sequence[Batch], stop: bool = False, trace: bool = False) -> StepResult:
         """Collective: leaves complete gradients in `.grad` and returns the step's numbers.
 
-        Every rank must bring the same number of micro-batches; rows and valid tokens may differ.
+        Every rank must bring the same number of micro-batches; rows and valid tokens may differ. `stop` and `trace` are wishes of
+        this rank, of which all ranks learn.
         """
         topology = self.model.topology
-        moved = [local_batch(self.model, batch, self.model.specs.mtp_depth) for batch in batches]
-        tokens = valid_tokens(moved, topology)
-        divisor = tokens.clamp(min=1)
-        refresh(self.model)
-        begin(self._observers, self.model, moved)
+        with self.phases("count"):
+            moved = [local_batch(self.model, batch, self.model.specs.mtp_depth) for batch in batches]
+            tokens = valid_tokens(moved, topology)
+            divisor = tokens.clamp(min=1)
+            refresh(self.model)
+            begin(self._observers, self.model, moved)
         terms, names = self._forward_backward(moved, divisor)
+        with self.phases("reduce"):
+            return self._reduce(moved, terms, names, tokens, (stop, trace))
+
+    def _reduce(
+        self,
+        moved: Sequence[Batch],
+        terms: Sequence[LossTerms],
+        names: Sequence[str],
+        tokens: torch.Tensor,
+        wishes: tuple[bool, bool],
+    ) -> StepResult:
+        """Collective: the numbers of all ranks."""
+        topology, divisor = self.model.topology, tokens.clamp(min=1)
         after_backward(self.model)
         sources = sources_of(moved)
         if speaks(self.model):
@@ -123,17 +144,19 @@ class Step:
         else:
             mine = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
             rows = torch.zeros(2, len(sources), dtype=torch.float64, device=topology.device)
-        asked = torch.full((), float(stop), device=topology.device)
-        square, asks, by_source, loss, *metrics = world_sum([squared_norm(self.model), asked, rows, *mine], topology)
+        asked = [torch.full((), float(wish), device=topology.device) for wish in wishes]
+        square, stop, trace, by_source, loss, *metrics = world_sum([squared_norm(self.model), *asked, rows, *mine], topology)
         skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
         finish(self._observers, self.model, skip)
         means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
-        return StepResult(loss / divisor, tokens, square.sqrt(), skip, asks, means, sources, by_source if sources else None)
+        by_source = by_source if sources else None
+        return StepResult(loss / divisor, tokens, square.sqrt(), skip, stop, trace, means, sources, by_source)
 
     def _forward_backward(self, batches: Sequence[Batch], divisor: torch.Tensor) -> tuple[list[LossTerms], list[str]]:
         """The terms of each micro-batch where they are computed, and the names of their metrics everywhere."""
         if self._pipeline is not None:
-            terms = self._pipeline.train(batches, divisor)
+            with self.phases("forward_backward"):  # of several micro-batches at once
+                terms = self._pipeline.train(batches, divisor)
             return terms, self._pipeline.metric_names(terms)
         with self.model.computing():  # around all of them: parameters are cast once a step
             terms = [self._train(batch, divisor, last=index == len(batches) - 1) for index, batch in enumerate(batches)]
@@ -149,8 +172,10 @@ class Step:
 
     def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
         before_micro_batch(self.model, last)
-        terms = self._forward(batch)
-        (terms.sum / divisor).backward()
+        with self.phases("forward"):
+            terms = self._forward(batch)
+        with self.phases("backward"):
+            (terms.sum / divisor).backward()
         return terms._replace(sum=terms.sum.detach())
 
     def _forward(self, batch: Batch) -> LossTerms:

@@ -1,0 +1,196 @@
+"""What one rank did in a window: its classes, its kernels, what it waited for, and its annotations."""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forge_train.profiling.host_waits import CLOSING, HostWait, host_waits
+from forge_train.profiling.kinds import Kind, is_collective, of_device, of_operator
+from forge_train.profiling.lanes import Enclosing
+from forge_train.profiling.sweep import Span, Stretch, sweep, totals
+from forge_train.profiling.trace import DEVICE, WINDOW, Event, Trace
+
+UNTIL_THE_END = "the end of the window"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All events of one name: of a device its kernels, copies and fills; of a CPU its operators without those that they call.
+
+    Attributes:
+        busy: nanoseconds of each event, added up: two at the same time count twice.
+        exposed: nanoseconds in which the window waited for it; over all of them this is the class.
+    """
+
+    name: str
+    kind: Kind
+    count: int
+    busy: int
+    exposed: int
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Communication that nothing was computed meanwhile: what was waited for, and what ran next."""
+
+    collective: str
+    waits: str
+    count: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """A range that a program named: nanoseconds on the host, and on the device from its first kernel to its last."""
+
+    name: str
+    count: int
+    host: int
+    device: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One rank; times in nanoseconds.
+
+    Attributes:
+        about: whose trace it is, see `Trace`.
+        device: whether work of a device was recorded; else the operators of a CPU's threads are what counts.
+        classes: of the window, to which they sum exactly.
+        groups: for each group of ranks the durations of its collectives in order, where the trace names the ranks.
+    """
+
+    about: Mapping[str, Any]
+    device: bool
+    window: int
+    classes: Mapping[str, int]
+    kernels: Sequence[Kernel]
+    exposed: Sequence[Exposed]
+    annotations: Sequence[Annotation]
+    waits: Sequence[HostWait]
+    groups: Mapping[str, Sequence[int]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def summarize(trace: Trace) -> Summary:
+    """The summary of one trace; the order of its events does not matter.
+
+    Raises:
+        ForgeError: nothing in it took time.
+    """
+    window = trace.window
+    work = _distinct(trace.of(*DEVICE))
+    device = bool(work)
+    spans = [Span(of_device(event), event.name, event.start, event.end) for event in work] if device else list(_on_threads(trace))
+    stretches = sweep(spans, window)
+    return Summary(
+        about=trace.about,
+        device=device,
+        window=window[1] - window[0],
+        classes=totals(stretches),
+        kernels=_kernels(spans, stretches, window),
+        exposed=_exposed(spans, stretches, _operators(trace, work)),
+        annotations=_annotations(trace, window),
+        waits=host_waits(trace, window),
+        groups=_groups(work or trace.of("cpu_op"), window),
+    )
+
+
+def _distinct(events: Iterable[Event]) -> list[Event]:
+    """Each once: tools that merge traces leave some twice."""
+    return list({(event.name, event.lane, event.start, event.end): event for event in events}.values())
+
+
+def _on_threads(trace: Trace) -> Iterator[Span]:
+    """What threads of a CPU do: own times of operators, and collectives as long as they run."""
+    for event in _distinct(trace.of("user_annotation")):
+        if is_collective(event.name):
+            yield Span(Kind.COMMUNICATION, event.name, event.start, event.end)
+    for pieces in Enclosing(trace.of("cpu_op")).lanes():
+        seen: set[int] = set()
+        for start, end, event in pieces:
+            if (kind := of_operator(event.name)) is not None:
+                yield Span(kind, event.name, start, end, first=id(event) not in seen)
+                seen.add(id(event))
+
+
+def _kernels(spans: Sequence[Span], stretches: Sequence[Stretch], window: tuple[int, int]) -> list[Kernel]:
+    begin, stop = window
+    busy, counts, exposed = Counter[tuple[str, Kind]](), Counter[tuple[str, Kind]](), Counter[str]()
+    for span in spans:
+        if span.start <= stop and span.end >= begin:
+            counts[span.name, span.kind] += span.first
+            busy[span.name, span.kind] += max(0, min(span.end, stop) - max(span.start, begin))
+    for stretch in stretches:
+        if stretch.waited:
+            exposed[stretch.waited] += stretch.end - stretch.start
+    found = [
+        Kernel(name, kind, count, busy[name, kind], exposed[name] if kind is Kind.COMMUNICATION else 0)
+        for (name, kind), count in counts.items()
+    ]
+    return sorted(found, key=lambda kernel: (-kernel.busy, kernel.name, kernel.kind))
+
+
+def _operators(trace: Trace, work: Iterable[Event]) -> Mapping[tuple[str, int], str]:
+    """(kernel, start) -> the operator that launched it, where the trace tells."""
+    names = {event.args["External id"]: event.name for event in trace.of("cpu_op") if "External id" in event.args}
+    found = ((event, names.get(event.args.get("External id"))) for event in work)
+    return {(event.name, event.start): name for event, name in found if name}
+
+
+def _exposed(spans: Sequence[Span], stretches: Sequence[Stretch], operators: Mapping[tuple[str, int], str]) -> list[Exposed]:
+    computing = sorted((span.start, span.name) for span in spans if span.kind is Kind.COMPUTE and span.end > span.start)
+    times, counts = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for stretch in stretches:
+        if not stretch.waited:
+            continue
+        place = bisect_left(computing, (stretch.end, ""))
+        start, name = computing[place] if place < len(computing) else (0, UNTIL_THE_END)
+        key = (stretch.waited, operators.get((name, start), name))
+        times[key] += stretch.end - stretch.start
+        counts[key] += 1
+    return [Exposed(*key, counts[key], time) for key, time in sorted(times.items(), key=lambda item: (-item[1], item[0]))]
+
+
+def _annotations(trace: Trace, window: tuple[int, int]) -> list[Annotation]:
+    """The union of each name's ranges within the window: one inside another of the same name counts once."""
+    ranges: dict[str, dict[str, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for event in _distinct(trace.of("user_annotation", "gpu_user_annotation")):
+        start, end = max(event.start, window[0]), min(event.end, window[1])
+        if start < end and not _own(event.name):
+            ranges[event.name][event.category].append((start, end))
+    found = [
+        Annotation(name, len(of["user_annotation"] or of["gpu_user_annotation"]), *(
+            _union(of[category]) for category in ("user_annotation", "gpu_user_annotation")
+        ))
+        for name, of in ranges.items()
+    ]  # fmt: skip
+    return sorted(found, key=lambda annotation: (-annotation.host, -annotation.device, annotation.name))
+
+
+def _own(name: str) -> bool:
+    """Of the profile itself, and collectives, which are not ranges that a program named."""
+    return name in (WINDOW, CLOSING) or name.startswith("ProfilerStep#") or is_collective(name)
+
+
+def _union(ranges: list[tuple[int, int]]) -> int:
+    total = reached = 0
+    for start, end in sorted(ranges):
+        since = max(start, reached) if total else start
+        total, reached = total + max(0, end - since), max(reached, end) if total else end
+    return total
+
+
+def _groups(events: Iterable[Event], window: tuple[int, int]) -> dict[str, list[int]]:
+    """Collectives of each group of ranks, as torch's NCCL tells it with the kernels."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for event in events:
+        ranks, name = event.args.get("Process Group Ranks"), event.args.get("Collective name")
+        if ranks and name and event.category == "kernel" and window[0] <= event.start < window[1]:
+            found[f"{name} {ranks}"].append((event.start, event.end - event.start))
+    return {group: [duration for _, duration in sorted(each)] for group, each in sorted(found.items())}

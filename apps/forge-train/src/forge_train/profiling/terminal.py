@@ -1,0 +1,108 @@
+"""A profile as tables: classes of every rank, what was waited for, kernels, ranges, waits of the host."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from forge_core.terminal.console import Console
+from forge_train.profiling.ranks import spreads, waited_for_others
+from forge_train.profiling.summary import Summary
+from forge_train.profiling.sweep import CLASSES
+
+SHOWN = 12
+"""Rows of a long table; `--json` has all."""
+RANKS = 16
+"""Ranks that a table shows one by one."""
+_WIDTH = 72
+
+MEANING = (
+    "compute: computing without communication; overlapped: both at once; exposed: communication alone; "
+    "memory: copies and fills alone; idle: nothing. They sum to the window."
+)
+_ON_THREADS = "On a CPU, idle is Python, and operators that only call others."
+
+
+def draw(ranks: Mapping[int, Summary], shown: int, out: Console) -> None:
+    """Prints the classes of all ranks and the rest of one of them."""
+    one = ranks[shown]
+    where = "on the device" if one.device else "on the threads of the CPU, by operator"
+    steps = one.about.get("steps")
+    window = f"{_steps(one)}, " if steps else ""
+    out.text(f"{window}{_milliseconds(one.window)} ms on rank {shown}, {where}")
+    out.text(MEANING if one.device else f"{MEANING} {_ON_THREADS}")
+    if not one.device and one.about.get("device", "cpu") != "cpu":
+        out.text(f"The trace has no kernel of the {one.about['device']} device, so this is the host: is its profiler missing?")
+    out.text()
+    out.table(["rank", "window ms", *(f"{label} ms" for label in CLASSES), *(f"{label} %" for label in CLASSES)], _classes(ranks))
+    if len(ranks) > 1:
+        out.text()
+        columns = ["over ranks", "mean ms", "least ms", "on rank", "most ms", "on rank "]
+        out.table(columns, _spread(ranks))
+        if waiting := waited_for_others(ranks):
+            slowest, most = min(waiting, key=lambda rank: waiting[rank]), max(waiting.values())
+            out.text(
+                f"rank {slowest} is the one that others wait for: it waited {_milliseconds(waiting[slowest])} ms for others in "
+                f"collectives, the longest wait is {_milliseconds(most)} ms"
+            )
+    sections: list[tuple[str, list[str], Iterator[Sequence[str]], int]] = [
+        ("exposed communication", ["waited for", "ran next", "times", "ms"], _exposed(one), len(one.exposed)),
+        (
+            "kernels" if one.device else "operators",
+            ["name", "class", "count", "ms", "exposed ms"],
+            _kernels(one),
+            len(one.kernels),
+        ),
+        ("ranges", ["name", "count", "host ms", "device ms"], _annotations(one), len(one.annotations)),
+        ("waits of the host", ["call", "operator", "inside", "count", "ms"], _waits(one), len(one.waits)),
+    ]
+    for title, columns, rows, count in sections:
+        if count:
+            out.text()
+            more = f", {SHOWN} of {count}; --json has all" if count > SHOWN else ""
+            out.text(f"{title} of rank {shown}{more}")
+            out.table(columns, rows)
+
+
+def _steps(one: Summary) -> str:
+    first, count = one.about.get("step", 1), one.about["steps"]
+    return f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
+
+
+def _classes(ranks: Mapping[int, Summary]) -> Iterator[Sequence[str]]:
+    for rank, one in list(ranks.items())[:RANKS]:
+        times = [one.classes[label] for label in CLASSES]
+        shares = (f"{100 * time / one.window:.1f}" for time in times)
+        yield [str(rank), _milliseconds(one.window), *map(_milliseconds, times), *shares]
+
+
+def _spread(ranks: Mapping[int, Summary]) -> Iterator[Sequence[str]]:
+    for row in spreads(ranks):
+        mean, least, most = map(_milliseconds, (row.mean, row.least, row.most))
+        yield [row.label, mean, least, str(row.least_rank), most, str(row.most_rank)]
+
+
+def _exposed(one: Summary) -> Iterator[Sequence[str]]:
+    for row in one.exposed[:SHOWN]:
+        yield [_short(row.collective), _short(row.waits), str(row.count), _milliseconds(row.time)]
+
+
+def _kernels(one: Summary) -> Iterator[Sequence[str]]:
+    for row in one.kernels[:SHOWN]:
+        exposed = _milliseconds(row.exposed) if row.kind == "communication" else ""
+        yield [_short(row.name), str(row.kind), str(row.count), _milliseconds(row.busy), exposed]
+
+
+def _annotations(one: Summary) -> Iterator[Sequence[str]]:
+    for row in one.annotations[:SHOWN]:
+        yield [_short(row.name), str(row.count), _milliseconds(row.host), _milliseconds(row.device) if row.device else ""]
+
+
+def _waits(one: Summary) -> Iterator[Sequence[str]]:
+    for row in one.waits[:SHOWN]:
+        yield [row.call, _short(row.operator), _short(row.inside), str(row.count), _milliseconds(row.time)]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _WIDTH else name[: _WIDTH - 1] + "…"
+
+
+def _milliseconds(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:,.3f}"

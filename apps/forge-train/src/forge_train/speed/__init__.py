@@ -1,0 +1,1 @@
+"""What share of a device's speed the products of a model take."""

@@ -1,0 +1,1 @@
+"""A tracker of Forge that writes to MLflow."""
