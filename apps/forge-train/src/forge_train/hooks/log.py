@@ -36,8 +36,8 @@ class LogHook(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Writes a line when one is due."""
-        step = run.state.step
-        due = self.first or step % self.every == 0 or step >= run.job.train.max_steps
+        step, train = run.state.step, run.job.train
+        due = self.first or step % self.every == 0 or step in (train.max_steps, getattr(train, "stop_at", None))
         if not due:
             return
         self.first = False
