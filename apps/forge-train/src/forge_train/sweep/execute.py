@@ -17,7 +17,6 @@ from forge_train.sweep.slots import Slot
 
 TRIES = 2
 """Starts of a run that fails, in one start of its sweep."""
-_LOOK = 0.05
 _SAY_EVERY = 30.0
 
 
@@ -39,6 +38,7 @@ class Executor:
         say: told a line about each start and end.
         asked: whether this process was asked to stop.
         begin: starts a process.
+        look: seconds between two looks at the processes.
     """
 
     sweep: Sweep
@@ -46,6 +46,7 @@ class Executor:
     say: Callable[[str], None]
     asked: Asked = field(default_factory=Asked)
     begin: Start = start
+    look: float = 0.05
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Brings every task to its end, unless this process is asked to stop; `outcome_of` says afterwards what became of each.
@@ -78,7 +79,7 @@ class Executor:
                 said = time.monotonic()
                 self.say(f"{done} of {total} done; " + ", ".join(self._where(one) for one in running))
             if running:
-                time.sleep(_LOOK)
+                time.sleep(self.look)
 
     def _start(self, task: Task, attempt: int, slot: Slot, count: str) -> "_Running":
         point = task.point

@@ -199,6 +199,8 @@ def _checked(
     resolved: dict[str, Resolved] = {}
     warnings: list[str] = []
     faults: dict[tuple[str, str], tuple[Fault, list[str]]] = {}
+    if made.search.repeats > 1:  # the seed that is given is the first one
+        overrides = [given for given in overrides if not given.startswith(f"--{SEED}=")]
     for point in points:
         where = [f"--job.name={point.name}", f"--job.dir={target / 'points' / point.name}"]
         try:
