@@ -19,7 +19,9 @@ from forge_train.trackers.jsonl import METRICS, JsonlTracker
 METRIC = "evaluation/held_out/loss"
 
 
-def write_run(recipe: Path | str, loss: Callable[[Any, int], float], step: int | None = None, overrides: Sequence[str] = ()) -> Path:
+def write_run(
+    recipe: Path | str, loss: Callable[[Any, int], float], step: int | None = None, overrides: Sequence[str] = ()
+) -> Path:
     """Leaves a run of this recipe that reached `step`; its directory."""
     resolved = load(recipe, overrides)
     folder, train_keys = Path(str(resolved.job.job.dir)), resolved.job.train

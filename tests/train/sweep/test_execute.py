@@ -226,7 +226,9 @@ def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots(30, 1, 0, {})[0].environment == {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize(("jobs", "processes", "words"), [(4, 2, "lower --jobs to 2"), (1, 8, "processes = 8: .* 4 accelerators")])
+@pytest.mark.parametrize(
+    ("jobs", "processes", "words"), [(4, 2, "lower --jobs to 2"), (1, 8, "processes = 8: .* 4 accelerators")]
+)
 def test_more_processes_than_accelerators_are_refused(jobs: int, processes: int, words: str) -> None:
     with pytest.raises(ForgeError, match=words):
         slots(jobs, processes, 4, {})

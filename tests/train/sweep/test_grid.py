@@ -108,7 +108,7 @@ def test_keys_that_end_alike_are_told_apart(values: dict, name: str) -> None:
 
 
 def test_values_that_look_alike_get_different_names_that_are_paths() -> None:
-    lists = [[{"a": 1}], [{"a": 2}], "x/y", "x y", "../up", "k" * 300, "k" * 299 + "l"]
+    lists = [[{"a": 1}], [{"a": 2}], "x=y", "x/y", "x y", "../up", "k" * 300, "k" * 299 + "l"]
     names = [point.name for point in named([{"hooks": value} for value in lists])]
     assert len(set(names)) == len(names)
     assert all("/" not in name and not name.startswith(".") and len(name) < 120 for name in names)
@@ -176,7 +176,10 @@ BAD = {
     "vary.model.layers = [1, 2, 1]": ("vary.model.layers", "1 is given twice"),
     "vary.model.layers = {low = 3, high = 3, count = 2}": ("vary.model.layers", "low = 3 is not below high = 3"),
     "vary.model.layers = {low = 1.5, high = 3, count = 2, scale = 'int'}": ("vary.model.layers", "not both integers"),
-    "vary.optimizer.weight_decay = {low = 0, high = 3, count = 2, scale = 'log'}": ("vary.optimizer.weight_decay", "no logarithm"),
+    "vary.optimizer.weight_decay = {low = 0, high = 3, count = 2, scale = 'log'}": (
+        "vary.optimizer.weight_decay",
+        "no logarithm",
+    ),
     "vary.optimizer.weight_decay = {low = 0, high = 3}": ("vary.optimizer.weight_decay", "count = N"),
     "vary.optimizer.weight_decay = {low = 0, high = 0.1, count = 600}": ("vary", "1,200 runs are more than the 1,000"),
     'together = [["model.dim", "optimizer.lr"]]\nvary.model.dim = [32]': ("together.0", "different lengths"),
@@ -220,7 +223,8 @@ def test_the_recipe_of_a_sweep_is_relative_to_its_file(tmp_path: Path, monkeypat
 
 def test_metrics_of_hooks_of_others_are_not_known_and_so_not_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from dataclasses import dataclass\nfrom forge_core.component import Component\nfrom forge_core.protocols.run import Hook\n"
+        "from dataclasses import dataclass\nfrom forge_core.component import Component\n"
+        "from forge_core.protocols.run import Hook\n"
         "@dataclass(frozen=True, kw_only=True)\nclass Mine(Component):\n    '''Logs a score.'''\n"
         "    def build(self):\n        return Hook()\n"
     )

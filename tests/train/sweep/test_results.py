@@ -79,7 +79,9 @@ def test_lines_are_json_and_the_best_recipe_can_be_run_elsewhere(trained: Any, t
 def test_settings_are_compared_by_the_mean_over_seeds(tmp_path: Path) -> None:
     """The best single run is not of the best setting."""
     values = {(1e-3, 0): 1.0, (1e-3, 1): 9.0, (3e-3, 0): 3.0, (3e-3, 1): 5.0}
-    made = sweep_of(tmp_path, GRID.replace("[1e-3, 2e-3, 4e-3]", "[1e-3, 3e-3]").replace("[32, 64]", "[64]") + "[search]\nrepeats = 2")
+    made = sweep_of(
+        tmp_path, GRID.replace("[1e-3, 2e-3, 4e-3]", "[1e-3, 3e-3]").replace("[32, 64]", "[64]") + "[search]\nrepeats = 2"
+    )
     settle(made)
     run_all(made, FakeRuns(lambda job, step: values[job.optimizer.lr, job.job.seed]))
     found = collect(made)
@@ -100,8 +102,8 @@ def test_what_failed_or_was_not_begun_comes_last_and_has_no_rank(tmp_path: Path)
 
 
 def test_a_range_with_many_values_is_put_into_parts(tmp_path: Path) -> None:
-    text = 'recipe = "debug"\n[vary]\noptimizer.lr = {low = 1e-4, high = 1e-2, scale = "log"}\n[search]\nkind = "random"\nsamples = 12'
-    made = sweep_of(tmp_path, text)
+    vary = 'vary.optimizer.lr = {low = 1e-4, high = 1e-2, scale = "log"}'
+    made = sweep_of(tmp_path, f'recipe = "debug"\n{vary}\n[search]\nkind = "random"\nsamples = 12')
     settle(made)
     run_all(made, FakeRuns(lambda job, step: 1 + job.optimizer.lr))
     effects = collect(made).effects
@@ -114,7 +116,15 @@ def test_the_page_has_everything_and_fetches_nothing(trained: Any, tmp_path: Pat
     (trained.folder(trained.points[0]) / "report.html").write_text("a report")
     text = write_page(trained, collect(trained), ["<h2>A law</h2>"]).read_text()
     assert (tmp_path / "sweep" / PAGE).is_file()
-    for words in ("lr=0.002_dim=64", "optimizer.lr", "<svg", "<h2>A law</h2>", BEST, "139.6k", "<strong>lr=0.002_dim=64</strong>"):
+    for words in (
+        "lr=0.002_dim=64",
+        "optimizer.lr",
+        "<svg",
+        "<h2>A law</h2>",
+        BEST,
+        "139.6k",
+        "<strong>lr=0.002_dim=64</strong>",
+    ):
         assert words in text
     assert '<a href="points/lr=0.001_dim=32/report.html">' in text
     assert re.findall(r'(?:src|href)="(?!points/)[^"]*"', text) == [] and "http://" not in text and "https://" not in text

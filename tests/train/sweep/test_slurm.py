@@ -77,7 +77,7 @@ def test_a_warning_lets_the_run_save_and_queues_the_task_again(tmp_path: Path, c
 
 def test_what_an_array_cannot_do_is_refused(tmp_path: Path) -> None:
     halving = GRID + '[search]\nkind = "halving"\nrungs = [10]\n'
-    with pytest.raises(ForgeError, match="search.kind = 'halving'"):
+    with pytest.raises(ForgeError, match=r"search\.kind = 'halving'"):
         script(sweep_of(tmp_path, halving), [], None)
-    with pytest.raises(ForgeError, match="slurm.array: the sweep sets it"):
+    with pytest.raises(ForgeError, match=r"slurm\.array: the sweep sets it"):
         script(sweep_of(tmp_path, GRID.replace("partition", "array")), [], None)

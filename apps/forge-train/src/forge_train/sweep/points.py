@@ -15,7 +15,7 @@ from forge_train.sweep.axes import Axis
 SEED = "job.seed"
 LONGEST = 100
 """Characters of a name; a longer one is cut and ends with a digest."""
-_UNSAFE = re.compile(r"[^A-Za-z0-9.+=-]+")
+_UNSAFE = re.compile(r"[^A-Za-z0-9.+_-]+")  # without `=`, a name reads in one way
 
 
 @dataclass(frozen=True)
