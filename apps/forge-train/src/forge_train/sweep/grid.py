@@ -15,7 +15,7 @@ from forge_train.recipe.checks import measured
 from forge_train.recipe.load import Resolved, load
 from forge_train.sweep.axes import Axis, axes_of
 from forge_train.sweep.points import SEED, Point, drawn, grid, named
-from forge_train.sweep.schema import Grid
+from forge_train.sweep.schema import Grid, Search
 
 MOST = 1000
 """Points of one sweep."""
@@ -89,8 +89,8 @@ def read_sweep(
         faults += wrong
     if not recipe:
         raise ConfigError(faults)
-    made = Grid(recipe=recipe, **{"vary": {}} | {name: parts[name] for name in ("processes", "search") if name in parts})
-    made = made if outcome.faults else outcome.value
+    rest = Grid(recipe=recipe, vary={}, processes=parts.get("processes", 1), search=parts.get("search", Search()))
+    made: Grid = rest if outcome.faults else outcome.value
     if isinstance(vary, Table) and "search" in parts:
         faults += [_placed(fault, tree) for fault in _search_faults(made, axes)]
     # Keys and values are checked even where the sweep has faults itself, so that all are told at once.
