@@ -12,6 +12,7 @@ import pytest
 from forge_core.errors import DataError
 from forge_train.cli import main
 from forge_train.plan.run_size import run_size
+from forge_train.recipe.load import load
 from forge_train.scaling.runs import gather
 from forge_train.sweep.folders import settle
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
@@ -61,10 +62,28 @@ def test_runs_of_a_sweep_have_their_own_sizes(ladder: Path) -> None:
         assert {one.name: one.parameters for one in gather([ladder], counted="active").runs}[run.name] == run.parameters
 
 
+@pytest.mark.parametrize(
+    ("phases", "tokens"),
+    [
+        ("[]", 30 * 8 * 64),
+        ("[{start = 10, global_batch = 16}]", 10 * 8 * 64 + 20 * 16 * 64),
+        ("[{start = 10, sequence_length = 32}, {start = 25, sequence_length = 64}]", (10 * 64 + 15 * 32 + 5 * 64) * 8),
+        ("[{start = 40, global_batch = 16}]", 30 * 8 * 64),
+    ],
+)
+def test_tokens_follow_the_phases_of_the_data(phases: str, tokens: int) -> None:
+    found = run_size(load("debug", [f"--data.phases={phases}"]).job)
+    assert found.tokens == tokens
+    # 6 P + 6 L H (Dk + Dv) T a token, of the rows' own length T; 2 layers of 4 heads of 16 and 16.
+    matrix = found.parameters - 320 * 64 - 5 * 64
+    if "sequence_length" not in phases:
+        assert found.flops == pytest.approx(tokens * (6 * matrix + 6 * 2 * 4 * 32 * 64))
+    else:
+        assert found.flops < tokens * (6 * matrix + 6 * 2 * 4 * 32 * 64)
+
+
 def run_ffn(dim: int) -> int:
     """Width of the MLP that the decoder's own configuration gives."""
-    from forge_train.recipe.load import load
-
     shape = load("debug", [f"--model.dim={dim}"]).job.model.shape  # type: ignore[attr-defined]
     return shape.ffn_dim
 

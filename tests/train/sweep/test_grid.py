@@ -86,6 +86,8 @@ def test_more_samples_and_other_keys_leave_draws_as_they_are() -> None:
     assert more[:5] == few
     assert [point["b"] for point in drawn(RANGES[1:2], 5, 0)] == [point["b"] for point in few]
     assert drawn(RANGES, 5, 1) != few
+    three = Axis(("d",), (("x",), ("y",), ("z",)))
+    assert all(len(drawn([three], 3, seed)) == 3 for seed in range(5)), "one that was drawn before is drawn again"
     assert len(drawn([Axis(("d",), (("x",), ("y",)))], 10, 0)) == 2, "a space has no more points than it has"
 
 

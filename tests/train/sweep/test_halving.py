@@ -84,6 +84,10 @@ def test_a_run_that_fails_or_diverges_does_not_go_on(tmp_path: Path) -> None:
     found, _ = run_all(made, FakeRuns(loss, codes={"lr=0.006": [1, 1]}))
     assert (found["lr=0.006"].status, found["lr=0.005"].status) == ("failed", "diverged")
     assert [name for name, one in found.items() if one.status == "finished"] == ["lr=0.003", "lr=0.004"]
+    again = FakeRuns(loss)
+    found, _ = run_all(made, again)
+    assert again.started[:1] == [("lr=0.006", "5")], "a failure is worth a try, and what it gives counts then"
+    assert found["lr=0.006"].status == "finished"
 
 
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -143,6 +143,9 @@ def test_runs_of_two_processes_and_points_of_an_array(here: Path) -> None:
     """Two ranks give the loss of one, up to rounding; each task trains its point and the last one compares all."""
     (here / "one.toml").write_text('recipe = "tiny.toml"\nvary.optimizer.lr = [1e-3, 1e-2]\n')
     (here / "two.toml").write_text('recipe = "tiny.toml"\nprocesses = 2\nvary.optimizer.lr = [1e-3, 1e-2]\n')
+    script = forge("sweep", "one.toml", "--slurm")
+    (output,) = (line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --output"))
+    assert script.startswith("#!/bin/bash\n") and Path(output).parent.is_dir()
     for point in ("0", "1"):
         forge("sweep", "one.toml", "--point", point)
     forge("sweep", "one.toml", "--results")

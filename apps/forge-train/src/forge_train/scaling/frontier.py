@@ -73,7 +73,7 @@ def fit_frontier(given: Losses, resamples: int = 1000, seed: int = 0) -> Frontie
     best = found[int(torch.where(objectives.isfinite(), objectives, torch.inf).argmin())]
     counts = drawn(given, resamples, seed)
     masks = [_frontier_of(given, one) for one in counts]
-    usable = torch.stack([mask * one for mask, one in zip(masks, counts, strict=True) if mask.sum() >= FEWEST - 1] or [weights])
+    usable = torch.stack([mask for mask in masks if mask.sum() >= FEWEST - 1] or [weights])
     again, _ = minimize(terms, losses.expand(len(usable), -1), usable, best.expand(len(usable), -1).contiguous())
     return Frontier(_power(best, middle), tuple(_power(one, middle) for one in again), tuple(runs))
 

@@ -71,7 +71,7 @@ class Executor:
                 running.remove(one)
                 free.append(one.slot)
                 again = self._end(one, code, stopping=passed_on > 0)
-                if again and not passed_on:
+                if again:
                     waiting.append((one.task, one.attempt + 1))
                 else:
                     done += 1

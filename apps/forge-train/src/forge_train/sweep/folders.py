@@ -46,7 +46,7 @@ def settle(sweep: Sweep, registry: Registry | None = None) -> None:
             _write(sweep.recipe_of(point), sweep.resolved[point.name].as_toml())
         search = sweep.grid.search
         about = {"metric": search.metric, "mode": search.mode, "points": [point.name for point in sweep.points]}
-        replace_file(sweep.directory / FILE, json.dumps(about, indent=1).encode())
+        _write(sweep.directory / FILE, json.dumps(about, indent=1))
     except OSError as cause:
         where = f"{sweep.directory} cannot be written: {cause.strerror}"
         raise ForgeError(f"the sweep's directory {where}; choose another one with --dir=PATH") from cause
@@ -72,7 +72,7 @@ def _changed(sweep: Sweep, point: Point, registry: Registry) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Only its owner may read a recipe that holds secrets."""
+    """Only its owner may read a recipe that holds secrets. What is there already stays: tasks of an array start at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return

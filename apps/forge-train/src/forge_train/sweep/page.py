@@ -59,7 +59,7 @@ def table(results: Sequence[Result], metric: str) -> tuple[list[str], list[list[
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     head, body = table(results, sweep.grid.search.metric)
-    made = rows(head, body, numbers=range(2, len(head)))
+    made = rows(head, body, numbers={0, *range(2, len(head))})
     for item in results:  # names have no character that HTML changes, and fill their cells
         if (sweep.folder(item.point) / REPORT).is_file():
             name = item.point.name

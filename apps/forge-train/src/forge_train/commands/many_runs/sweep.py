@@ -56,10 +56,14 @@ def sweep(
     for warning in made.warnings:
         console.note(f"warning: {warning}")
     if slurm:
+        from forge_train.sweep.folders import settle
         from forge_train.sweep.slurm import script
 
         where = ["--dir", str(directory.resolve())] if directory is not None else []
-        print(script(made, [*where, *context.args], jobs), end="")
+        text = script(made, [*where, *context.args], jobs)
+        settle(made)
+        (made.directory / "logs").mkdir(exist_ok=True)  # SLURM makes no directory for what a task prints
+        print(text, end="")
         return
     if dry_run:
         _list(made, console)
