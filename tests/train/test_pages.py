@@ -180,7 +180,7 @@ def shell(page: Path, directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["models", "data", "data-formats", "checkpoints", "parallelism"])
+@pytest.mark.parametrize("name", ["models", "data", "data-formats", "checkpoints", "parallelism", "sweeps"])
 def test_commands_of_a_page_run_as_written(name: str, tmp_path) -> None:
     shell(ROOT / f"docs/concepts/{name}.md", tmp_path)
 

@@ -84,7 +84,9 @@ class LogHook(Hook):
         run.log({**numbers, "tokens": run.state.tokens, "peak_memory": peak_memory()})
 
     def _due(self, run: Run, step: int) -> bool:
-        return self.first or step % self.every == 0 or step >= run.job.train.max_steps
+        train = run.job.train
+        ends = (train.max_steps, getattr(train, "stop_at", None))
+        return self.first or step % self.every == 0 or step in ends
 
     def _look_ahead(self, run: Run) -> None:
         """Parts of the next step are timed where it has a line, on the rank that writes it."""

@@ -8,7 +8,20 @@ from typing import Any
 
 from forge_core.errors import Caution, Fault, did_you_mean
 from forge_core.layout import Layout
-from forge_train.components.hooks import Best, EarlyStop, Ema, Evaluate, Profile, Sample, Save, Tasks
+from forge_train.components.hooks import (
+    Best,
+    EarlyStop,
+    Ema,
+    Evaluate,
+    Log,
+    Profile,
+    Progress,
+    Replicas,
+    Routing,
+    Sample,
+    Save,
+    Tasks,
+)
 from forge_train.hooks.results import metrics
 from forge_train.recipe.schema import Job
 
@@ -189,13 +202,25 @@ def _metric_faults(job: Job, key: str, metric: str, before: Sequence[Any]) -> It
     """A result of an evaluation that no hook before measures; of what other names hooks of others measure, nothing is known."""
     if not metric.startswith("evaluation/"):
         return
-    measured = [
-        name
-        for hook in before
-        if isinstance(hook, Evaluate)
-        for held_out in job.data.evaluation
-        for name in metrics(held_out, hook.weights)
-    ]
-    if metric not in measured:
-        hint = did_you_mean(metric, measured) or 'add [[hooks]] name = "evaluate" above'
+    known = _evaluated(job, before)
+    if metric not in known:
+        hint = did_you_mean(metric, known) or 'add [[hooks]] name = "evaluate" above'
         yield Fault(key, f"{metric!r} is measured by no hook that comes before", hint=hint)
+
+
+def _evaluated(job: Job, hooks: Sequence[Any]) -> list[str]:
+    """Results that some hooks measure."""
+    found = [hook for hook in hooks if isinstance(hook, Evaluate)]
+    return [name for hook in found for held_out in job.data.evaluation for name in metrics(held_out, hook.weights)]
+
+
+_OURS = (Best, EarlyStop, Ema, Evaluate, Log, Progress, Replicas, Routing, Sample, Save)
+_LOGGED = ("loss", "grad_norm", "tokens_per_second", "step_seconds", "peak_memory")
+
+
+def measured(job: Job) -> list[str] | None:
+    """Numbers that a run of this recipe has at its end; None where hooks of others may log any."""
+    if not all(type(hook) in _OURS for hook in job.hooks):
+        return None
+    logs = any(isinstance(hook, Log) for hook in job.hooks)
+    return [*_evaluated(job, job.hooks), *(_LOGGED if logs else ())]

@@ -38,6 +38,9 @@ class Train:
 
     max_steps: Annotated[int, Gt(0)] = 1000
     """Optimizer steps of the whole run."""
+    stop_at: Annotated[int, Gt(0)] | None = None
+    """Ends this start after that step, with an evaluation, a checkpoint and exit code 0; the schedule stays that of `max_steps`,
+    and a start with a later step goes on. Unset (`"none"`), the run goes to its end."""
     global_batch: Annotated[int, Gt(0), DATA] = 32
     """Sequences per optimizer step over all ranks; the anchor of every resume."""
     micro_batch: Annotated[int, Gt(0), LAYOUT] = 8

@@ -170,7 +170,7 @@ def assemble(
         evaluations=evaluations,
         state=state,
         console=console,
-        stop=Stop(job.train.max_steps),
+        stop=Stop(job.train.max_steps, job.train.stop_at),
         health=Health(job.train.max_skipped, warns=topology.rank == 0),
         parameters=parameters,
         config=resolved.as_json(),

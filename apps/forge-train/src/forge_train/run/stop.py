@@ -103,9 +103,14 @@ class Signals:
 
 @dataclass
 class Stop:
-    """Watches for the last step, for signals on any rank, and for another job in the run's directory."""
+    """Watches for the last step, for signals on any rank, and for another job in the run's directory.
+
+    Attributes:
+        pause: the step after which this start ends, and another one goes on; None where it goes to the last one.
+    """
 
     max_steps: int
+    pause: int | None = None
     signals: Signals = field(default_factory=Signals)
     asked: bool = False
     agreed: bool = False
@@ -156,4 +161,8 @@ class Stop:
         """Why the run ends before the next step; empty while it goes on."""
         if self.agreed:
             return STOPPED  # also after the last step: evaluations may be left
-        return FINISHED if state.step >= self.max_steps else self.ended
+        if state.step >= self.max_steps:
+            return FINISHED
+        if self.pause is not None and state.step >= self.pause:
+            return f"paused (train.stop_at = {self.pause})"
+        return self.ended

@@ -1,0 +1,52 @@
+"""How large a run is: parameters, tokens and FLOPs of a recipe, from its model on the meta device."""
+
+from dataclasses import dataclass
+
+from forge_data.order.phases import stages_of
+from forge_parallel.build.realize import Blueprint
+from forge_train.recipe.schema import Job
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Counts of one recipe.
+
+    Attributes:
+        parameters: weights of the whole model, a tied table once.
+        blocks: without the table of the embedding and the output projection; None where a model does not tell.
+        active: weights that one token uses, which are fewer with experts; None as above.
+        tokens: positions that go through the model in the whole run.
+        flops: of forward and backward over the whole run, as `forge_models.flops` counts; 6 x parameters x tokens where a model
+            does not declare its products.
+    """
+
+    parameters: int
+    blocks: int | None
+    active: int | None
+    tokens: int
+    flops: float
+
+
+def run_size(job: Job) -> RunSize:
+    """The size of a run of this recipe."""
+    spans = _spans(job)
+    tokens = sum(steps * batch * length for steps, batch, length in spans)
+    shape = getattr(job.model, "shape", None)
+    if shape is None:
+        built = Blueprint.of(job.model.build)
+        parameters = sum(parameter.numel() for parameter in built.module.parameters())
+        return RunSize(parameters, None, None, tokens, 6.0 * parameters * tokens)
+    from forge_models.flops import count
+
+    counts = count(shape)
+    flops = sum(steps * batch * length * counts.training(length) for steps, batch, length in spans)
+    blocks = counts.parameters - counts.embedding - counts.head
+    return RunSize(counts.parameters, blocks, counts.active, tokens, flops)
+
+
+def _spans(job: Job) -> list[tuple[int, int, int]]:
+    """(steps, sequences in a step, tokens in a sequence) of each stretch of the run."""
+    last = job.train.max_steps
+    stages = [stage for stage in stages_of(job.data, job.train.global_batch) if stage.step < last]
+    ends = [stage.step for stage in stages[1:]] + [last]
+    return [(end - stage.step, stage.batch, stage.length) for stage, end in zip(stages, ends, strict=True)]

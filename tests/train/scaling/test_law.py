@@ -1,0 +1,227 @@
+"""The law and its optimum: closed forms against a search, and constants recovered from losses that were made with them."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from forge_core.errors import DataError
+from forge_train.scaling.fit import Fit, Losses, _starts, drawn, fit
+from forge_train.scaling.frontier import fit_frontier, on_frontier
+from forge_train.scaling.law import Law
+from forge_train.scaling.minimize import DELTA, Terms, huber, minimize
+from forge_train.scaling.study import interval
+
+CHINCHILLA = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
+"""Hoffmann et al. (2022), equation 10."""
+SIZES = [1e7 * 3**step for step in range(5)]
+TOKENS = [2e8 * 3**step for step in range(6)]
+
+
+def ladder(noise: float = 0.0, seed: int = 0, law: Law = CHINCHILLA, sizes: list = SIZES, tokens: list = TOKENS) -> list:
+    """(N, D, loss) of every pair, with log-normal noise."""
+    draws = torch.randn(len(sizes) * len(tokens), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    pairs = itertools.product(sizes, tokens)
+    return [(n, d, law.loss(n, d) * math.exp(noise * float(draw))) for (n, d), draw in zip(pairs, draws, strict=True)]
+
+
+@pytest.mark.parametrize("flops", [1e15, 5.76e23])
+def test_the_optimum_is_the_least_loss_of_a_search(flops: float) -> None:
+    """A ternary search over log N of a function that has one minimum."""
+    low, high = math.log(1e3), math.log(flops / 6 / 1e3)
+
+    def loss(log_n: float) -> float:
+        return CHINCHILLA.loss(math.exp(log_n), flops / 6 / math.exp(log_n))
+
+    for _ in range(200):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, right) if loss(left) < loss(right) else (left, high)
+    assert CHINCHILLA.best_parameters(flops) == pytest.approx(math.exp(low), rel=1e-5)
+    assert CHINCHILLA.best_loss(flops) == pytest.approx(loss(low), rel=1e-12)
+    assert 6 * CHINCHILLA.best_parameters(flops) * CHINCHILLA.best_tokens(flops) == pytest.approx(flops)
+
+
+def test_the_optimum_is_the_closed_form_of_the_paper() -> None:
+    a, b, alpha, beta = 406.4, 410.7, 0.34, 0.28
+    g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
+    for flops in (1e18, 1e21, 1e24):
+        assert CHINCHILLA.best_parameters(flops) == pytest.approx(g * (flops / 6) ** (beta / (alpha + beta)), rel=1e-12)
+        assert CHINCHILLA.best_tokens(flops) == pytest.approx((flops / 6) ** (alpha / (alpha + beta)) / g, rel=1e-12)
+    assert CHINCHILLA.parameters_exponent == pytest.approx(0.28 / 0.62)
+    assert CHINCHILLA.tokens_exponent == pytest.approx(0.34 / 0.62)
+    first, second = (CHINCHILLA.best_loss(flops) - 1.69 for flops in (1e20, 1e22))
+    assert CHINCHILLA.loss_exponent == pytest.approx(math.log(first / second) / math.log(100), rel=1e-9)
+
+
+def test_constants_are_recovered_without_noise() -> None:
+    found = fit(Losses.of(ladder()), resamples=100).law
+    for name in ("irreducible", "a", "b", "alpha", "beta"):
+        assert getattr(found, name) == pytest.approx(getattr(CHINCHILLA, name), rel=1e-6), name
+
+
+@pytest.mark.parametrize("law", [Law(0.5, 30.0, 900.0, 0.2, 0.35), Law(2.5, 5000.0, 50.0, 0.5, 0.2)])
+def test_other_constants_are_recovered_too(law: Law) -> None:
+    found = fit(Losses.of(ladder(law=law)), resamples=100).law
+    assert vars(found) == pytest.approx(vars(law), rel=1e-5)
+
+
+def test_a_run_that_went_wrong_hardly_matters() -> None:
+    """The Huber loss takes it by its size, not by its square: least squares would move E by several per cent."""
+    rows = ladder()
+    rows[7] = (*rows[7][:2], 1.5 * rows[7][2])
+    found = fit(Losses.of(rows), resamples=100).law
+    assert vars(found) == pytest.approx(vars(CHINCHILLA), rel=2e-2)
+
+
+def constants(law: Law) -> dict[str, float]:
+    return vars(law) | {"a in N* ~ C^a": law.parameters_exponent, "N*": law.best_parameters(1e21), "D*": law.best_tokens(1e21)}
+
+
+def inside(found: Fit) -> dict[str, bool]:
+    """Whether the interval of each quantity has the true value."""
+    drawn_values = [constants(law) for law in found.resampled]
+    ends = {name: interval([values[name] for values in drawn_values]) for name in constants(CHINCHILLA)}
+    return {name: ends[name][0] <= value <= ends[name][1] for name, value in constants(CHINCHILLA).items()}  # type: ignore[index]
+
+
+def test_true_constants_are_inside_the_intervals_under_noise() -> None:
+    assert all(inside(fit(Losses.of(ladder(0.005, seed=1)), resamples=400)).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "tokens"), [(SIZES, TOKENS), (SIZES[::2], TOKENS[::2] + TOKENS[5:])], ids=["30 runs", "12 runs"]
+)
+def test_intervals_cover_the_truth_as_often_as_they_say(sizes: list, tokens: list) -> None:
+    """Over 60 ladders with 0.5 % noise, each 95 % interval has the true value 51 times or more: of 60 at 95 %, fewer have it with
+    a chance below 1 in 1000."""
+    counts = dict.fromkeys(constants(CHINCHILLA), 0)
+    for seed in range(60):
+        for name, hit in inside(
+            fit(Losses.of(ladder(0.005, seed, sizes=sizes, tokens=tokens)), resamples=300, seed=seed)
+        ).items():
+            counts[name] += hit
+    print(counts)
+    assert min(counts.values()) >= 51, counts
+
+
+def test_the_minimum_is_that_of_lbfgs() -> None:
+    """torch's L-BFGS with a strong Wolfe search, as the paper fits it, on the same objective written down again."""
+    rows = ladder(0.005, seed=3)
+    n, d, losses = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    found = fit(Losses.of(rows), resamples=100)
+    x, y = n.log() - n.log().mean(), d.log() - d.log().mean()
+    at = torch.tensor([0.3, 0.5, 0.5, 0.5, 0.5], dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS([at], max_iter=2000, tolerance_grad=1e-12, tolerance_change=1e-15, line_search_fn="strong_wolfe")
+
+    def objective() -> torch.Tensor:
+        e, a, b, alpha, beta = at
+        fitted = torch.logsumexp(torch.stack([a - alpha * x, b - beta * y, e.expand_as(x)]), 0)
+        return torch.nn.functional.huber_loss(fitted, losses.log(), reduction="sum", delta=1e-3)
+
+    def closure() -> torch.Tensor:
+        solver.zero_grad()
+        value = 1e4 * objective()
+        value.backward()
+        return value
+
+    solver.step(closure)
+    reference = at.detach()
+    assert found.objective == pytest.approx(float(objective().detach()), rel=1e-6)
+    assert found.law.alpha == pytest.approx(float(reference[3]), rel=1e-4)
+    assert found.law.beta == pytest.approx(float(reference[4]), rel=1e-4)
+    assert found.law.irreducible == pytest.approx(float(reference[0].exp()), rel=1e-4)
+    assert found.starts[1] > found.starts[0] / 2, "most starts lead to the same minimum"
+
+
+def test_the_huber_loss_is_torchs() -> None:
+    residuals = torch.tensor([0.0, 5e-4, -1e-3, 3e-3, -2.0], dtype=torch.float64)
+    expected = torch.nn.functional.huber_loss(residuals, torch.zeros(5).double(), reduction="none", delta=DELTA)
+    weights = torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0], dtype=torch.float64)
+    assert float(huber(residuals, weights)) == pytest.approx(float((weights * expected).sum()), rel=1e-12)
+
+
+def test_a_weight_is_a_run_that_often() -> None:
+    """The minimum of a resample is that of the runs written down as often as they were drawn."""
+    rows = ladder(0.01, seed=5)
+    given = Losses.of(rows)
+    weights = drawn(given, 100, 3)[:3]
+    terms = Terms(torch.stack([torch.zeros(30).double(), given.parameters.log() - 20, given.tokens.log() - 22]))
+    start = _starts(given.losses)[:1].expand(3, -1)
+    found, _ = minimize(terms, given.losses.log().expand(3, -1), weights, start)
+    for index in range(3):
+        often = [row for row, count in zip(range(30), weights[index], strict=True) for _ in range(int(count))]
+        again = Terms(terms.inputs[:, often])
+        alone, _ = minimize(again, given.losses.log()[often][None], torch.ones(1, 30).double(), start[:1])
+        torch.testing.assert_close(found[index], alone[0], rtol=1e-3, atol=1e-3)
+
+
+def test_resamples_are_seeded_and_can_tell_the_constants_apart() -> None:
+    given = Losses.of(ladder())
+    first = drawn(given, 50, 0)
+    assert torch.equal(first, drawn(given, 50, 0)) and not torch.equal(first, drawn(given, 50, 1))
+    assert (first.sum(1) == 30).all()
+    few = Losses.of(ladder(sizes=SIZES[:3], tokens=TOKENS[:3]))
+    for counts in drawn(few, 50, 0):
+        runs = torch.nonzero(counts)[:, 0]
+        assert len(few.parameters[runs].unique()) == len(few.tokens[runs].unique()) == 3 and len(runs) >= 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (ladder()[:1] + ladder()[7:8], "2 runs, and 6 are needed"),
+        (ladder(sizes=SIZES[:1]), "all runs have the same number of parameters"),
+        (ladder(sizes=SIZES[:2]), "the runs have 2 numbers of parameters, and 3 different"),
+        (ladder(tokens=TOKENS[:1]), "all runs have the same number of tokens"),
+        (ladder(tokens=TOKENS[:2]), "the runs have 2 numbers of tokens"),
+        (
+            [(n, 20 * n, CHINCHILLA.loss(n, 20 * n)) for n in [1e6 * 2**i for i in range(8)]],
+            "tokens grow in step with parameters",
+        ),
+        ([*ladder(), (1e9, 1e10, -1.0)], "not a positive number"),
+        ([*ladder(), (1e9, 1e10, math.nan)], "not a positive number"),
+    ],
+)
+def test_what_cannot_be_fitted(rows: list, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        Losses.of(rows)
+
+
+def test_losses_that_do_not_fall_are_refused() -> None:
+    rows = [(n, d, 2 + 10 / d**0.2 + 1e-3 * n**0.2) for n, d, _ in ladder()]
+    with pytest.raises(DataError, match="do not fall with more parameters"):
+        fit(Losses.of(rows), resamples=100)
+
+
+def test_the_frontier_is_what_no_cheaper_run_beats() -> None:
+    flops = torch.tensor([1.0, 2.0, 2.0, 3.0, 4.0, 5.0])
+    losses = torch.tensor([5.0, 4.0, 3.0, 3.5, 3.0, 2.0])
+    assert on_frontier(flops, losses) == [0, 2, 5]
+
+
+def test_the_power_law_of_the_best_sizes_is_that_of_the_law() -> None:
+    """At the best sizes L*(C) = E + k C^-gamma exactly, with gamma = alpha beta / (alpha + beta)."""
+    budgets = [1e18 * 4**step for step in range(8)]
+    best = [(n := CHINCHILLA.best_parameters(c), c / 6 / n, CHINCHILLA.best_loss(c)) for c in budgets]
+    worse = [(64 * n, d / 8, CHINCHILLA.loss(64 * n, d / 8)) for n, d, _ in best[:-2]]
+    given = Losses.of([*best, *worse])
+    found = fit_frontier(given, resamples=100)
+    assert found is not None and len(found.runs) == 8
+    assert found.law.gamma == pytest.approx(0.34 * 0.28 / 0.62, rel=1e-5)
+    assert found.law.irreducible == pytest.approx(1.69, rel=1e-5)
+    assert found.law.k == pytest.approx((CHINCHILLA.best_loss(1e20) - 1.69) * 1e20**CHINCHILLA.loss_exponent, rel=1e-4)
+    assert found.law.loss(3e21) == pytest.approx(CHINCHILLA.best_loss(3e21), rel=1e-6)
+
+
+def test_a_short_frontier_has_no_power_law() -> None:
+    rows = [(n, d, 5.0 if (n, d) != (SIZES[0], TOKENS[0]) else 4.0) for n, d, _ in ladder()]
+    assert fit_frontier(Losses.of(rows), resamples=100) is None
+
+
+def test_percentiles_are_interpolated() -> None:
+    values = [float(value) for value in torch.randperm(101, generator=torch.Generator().manual_seed(0))]
+    assert interval(values, 0.9) == pytest.approx((5.0, 95.0))
+    assert interval([3.0, math.inf, 1.0], 0.5) == pytest.approx((1.5, 2.5))
+    assert interval([math.nan]) is None
