@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from forge_train.report.chart import Line, Reference, chart, thin, ticks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from forge_core.redact import redacted, redacted_text
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data
 from forge_train.inference.forge_weights import job_of
-from forge_train.report.chart import Line, Reference, chart, thin, ticks
 from forge_train.report.machine import machine, versions
 from forge_train.report.write import rewrite_report, write_report
 from forge_train.trackers.jsonl import JsonlTracker
