@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_train.report.curves import Series, limit, means, short, thin
+from forge_train.report.curves import Series, finite, limit, means, short, thin
 from forge_train.report.found import Found
 
 
@@ -41,7 +41,7 @@ FAMILIES = (
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory", "in tensors"),
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory_reserved", "held"),
     Family(
-        "Speed and memory", "Retries of the allocator", "so far", "device_memory_retries", "retries", from_zero=True, exact=True
+        "Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True
     ),
     Family("Data", "Loss by source", "nats per token", "source/(.+)/loss"),
     Family("Data", "Tokens by source", "share since the line before", "share/(.+)", from_zero=True, exact=True),
@@ -92,7 +92,7 @@ def charts(runs: Sequence[Found]) -> list[Chart]:
     made: dict[tuple[str, str], Chart] = {(one.section, one.title): _empty(one) for one in FAMILIES}
     for number, run in enumerate(runs):
         for name, series in (*run.history.series.items(), *shares(run.history.series)):
-            if not series.finite() or SHOWN_ELSEWHERE.fullmatch(name):
+            if not finite(series.values) or SHOWN_ELSEWHERE.fullmatch(name):
                 continue
             family, label = _family(name)
             made.setdefault((family.section, family.title), _empty(family)).add(number, label, series, "evaluation/" in name)

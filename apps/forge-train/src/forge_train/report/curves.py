@@ -33,10 +33,6 @@ class Series:
             self.steps.pop()
             self.values.pop()
 
-    def finite(self) -> list[float]:
-        """The values that are numbers."""
-        return [value for value in self.values if math.isfinite(value)]
-
     @property
     def last(self) -> float:
         """The newest value; NaN without any."""
@@ -48,19 +44,24 @@ def limit(curves: int) -> int:
     return max(FEWEST, min(POINTS, ALL_POINTS // max(curves, 1)))
 
 
-def thin(values: Sequence[float], most: int) -> list[int]:
+def thin(values: "array[float]", most: int) -> list[int]:
     """Indices of the points to draw: all, or of each of `most / 2` equal stretches the lowest and highest one, so that no extreme
     is lost; both ends always; and the first value that is not finite in a stretch, which keeps the gap."""
     if len(values) <= most:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
     for start, stop in stretches(len(values), most):
-        finite = [i for i in range(start, stop) if math.isfinite(values[i])]
-        if len(finite) < stop - start:
-            kept.add(next(i for i in range(start, stop) if not math.isfinite(values[i])))
-        if finite:
-            kept.update((min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)))
+        there = finite(values[start:stop])
+        if len(there) < stop - start:
+            kept.add(next(at for at in range(start, stop) if not math.isfinite(values[at])))
+        if there:
+            kept.update(values.index(extreme, start, stop) for extreme in (min(there), max(there)))
     return sorted(kept)
+
+
+def finite(values: "array[float]") -> Sequence[float]:
+    """Those that are numbers: all of them, as a rule."""
+    return values if math.isfinite(sum(values)) else [value for value in values if math.isfinite(value)]
 
 
 def stretches(count: int, most: int) -> list[tuple[int, int]]:
@@ -73,10 +74,13 @@ def means(series: Series, most: int) -> tuple[list[float], list[float]]:
     """Mean step and mean value of each stretch: what smoothing begins from, as lowest and highest are no fair sample."""
     steps, values = [], []
     for start, stop in stretches(len(series.steps), most):
-        finite = [i for i in range(start, stop) if math.isfinite(series.values[i])]
-        if finite:
-            steps.append(sum(series.steps[i] for i in finite) / len(finite))
-            values.append(math.fsum(series.values[i] for i in finite) / len(finite))
+        there, at = series.values[start:stop], series.steps[start:stop]
+        if not math.isfinite(sum(there)):
+            whole = [number for number, value in enumerate(there) if math.isfinite(value)]
+            there, at = [there[number] for number in whole], [at[number] for number in whole]
+        if there:
+            steps.append(sum(at) / len(at))
+            values.append(math.fsum(there) / len(there))
     return steps, values
 
 

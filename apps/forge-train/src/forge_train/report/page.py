@@ -75,18 +75,18 @@ def _shown(made: list[Chart]) -> tuple[list[Chart], list[str]]:
 
 def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -> str:
     """Controls, and the frames that the script draws charts into."""
-    if not shown:
-        return ""
     sections: dict[str, list[str]] = {}
     for number, chart in enumerate(shown):
         name, unit = escape(chart.title), escape(chart.unit)
         frame = f'<figure data-chart="{number}"><figcaption><b>{name}</b> <span class="dim">{unit}</span></figcaption></figure>'
         sections.setdefault(chart.section, []).append(frame)
-    beyond = {"Data": mixture(runs), "Experts": _of_each(runs, _experts)}
+    below = {"Data": mixture(runs), "Experts": _of_each(runs, _experts)}
     inner = [
-        section(name, f'<div class="charts">{"".join(frames)}</div>{beyond.pop(name, "")}') for name, frames in sections.items()
+        section(name, f'<div class="charts">{"".join(frames)}</div>{below.pop(name, "")}') for name, frames in sections.items()
     ]
-    inner += [section(name, rest) for name, rest in beyond.items()]
+    inner += [section(name, rest) for name, rest in below.items()]
+    if not shown:
+        return "".join(inner)
     if more:
         inner.append(f'<p class="dim">Not drawn: {escape(", ".join(more))}.</p>')
     return f'<div class="board">{_controls(runs)}<noscript><p>The curves need JavaScript.</p></noscript>{"".join(inner)}</div>'

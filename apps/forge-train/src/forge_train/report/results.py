@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from forge_core.terminal.quantities import count, duration, size
-from forge_train.report.curves import Series
+from forge_train.report.curves import Series, finite
 from forge_train.report.found import Found
 from forge_train.report.tables import facts, rows
 
@@ -26,8 +26,8 @@ def overview(runs: Sequence[Found]) -> str:
 
 def _facts(run: Found) -> dict[str, str]:
     history = run.history
-    speed, used = (_series(run, name).finite() for name in ("tokens_per_second", "mfu"))
-    memory = _series(run, "device_memory").finite() or _series(run, "peak_memory").finite()
+    speed, used = (finite(_series(run, name).values) for name in ("tokens_per_second", "mfu"))
+    memory = finite(_series(run, "device_memory").values) or finite(_series(run, "peak_memory").values)
     parameters, layout = run.summary.get("model", {}).get("parameters"), run.summary.get("model", {}).get("layout")
     return {
         "status": run.status,

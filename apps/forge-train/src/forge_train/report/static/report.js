@@ -93,15 +93,17 @@
       box.hidden = plot !== hovered || idx === null || idx === undefined || left < 0;
       if (box.hidden) return;
       const told = shown
-        .map((line, at) => ({ line, at: idxs[at + 1], series: plot.series[at + 1], value: plot.data[at + 1][idxs[at + 1]] }))
+        .map((line, at) => ({ line, order: at, at: idxs[at + 1], series: plot.series[at + 1], value: plot.data[at + 1][idxs[at + 1]] }))
         .filter(({ line, series, value }) => series.show && !line.pale && value !== null && value !== undefined)
         .sort((a, b) => Math.abs(plot.valToPos(a.value, "y") - top) - Math.abs(plot.valToPos(b.value, "y") - top))
         .slice(0, 12)
-        .sort((a, b) => b.value - a.value);
-      box.replaceChildren(row("b", place(plot.data[0][idx]) + (state.smooth && !chart.exact ? ", smoothed" : "")));
+        .sort((a, b) => b.value - a.value || a.order - b.order);
+      const pixel = (at) => plot.valToPos(plot.data[0][at], "x"), off = (at) => Math.abs(pixel(at) - left);
+      const nearest = told.reduce((best, { at }) => (off(at) < off(best) ? at : best), told.length ? told[0].at : idx);
+      box.replaceChildren(row("b", place(plot.data[0][nearest]) + (state.smooth && !chart.exact ? ", smoothed" : "")));
       for (const { line, at, value } of told) {
         const names = [several ? runs[line.curve.run].name : "", several && chart.labels.length < 2 ? "" : chart.labels[line.curve.label]];
-        const where = at === idx ? "" : ` (${place(plot.data[0][at])})`;
+        const where = Math.abs(pixel(at) - pixel(nearest)) < 4 ? "" : ` (${place(plot.data[0][at])})`;
         const item = row("div", `${names.filter(Boolean).join(", ")}${where}`);
         const spot = document.createElement("i");
         spot.className = "swatch";
