@@ -160,7 +160,7 @@ def test_a_run_and_a_curve_can_be_switched_off(view: Browser) -> None:
     assert hover(view, at(120), 1)[1:] == ["first3 GiB"]
     click(view, "[data-run='1']")
     click(view, "figure .legend button")
-    assert hover(view, at(101))[1:] == ["first, held_out (step 100)1", "second, held_out (step 100)1"]
+    assert hover(view, at(102)) == ["step 100", "first, held_out1", "second, held_out1"]
 
 
 def test_the_axis_shrinks_to_the_runs_that_are_shown(view: Browser) -> None:

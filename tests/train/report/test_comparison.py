@@ -30,9 +30,41 @@ def test_only_keys_that_differ_are_listed(made, tmp_path) -> None:
     assert Page(table).rows == [
         ["key", "a", "b"],
         ["optimizer.lr", "0.001", "0.0003"],
-        ["model.moe.experts", "-", "8"],
         ["versions: torch", "2.12", "2.13"],
+        ["model.moe.experts", "-", "8"],
     ]
+
+
+def test_tables_of_an_array_are_compared_by_their_names(made, tmp_path) -> None:
+    """A hook in the middle is one hook more; sources of one kind have no names to tell them apart."""
+    hooks = [{"name": "log", "every": 10}, {"name": "save"}, {"name": "routing", "every": 5}]
+    sources = [{"name": "text", "path": path} for path in ("a", "b")]
+
+    def flat(**arrays: list[dict]) -> list[dict]:
+        return [
+            {"key": f"{array}.{number}.{key}", "value": value}
+            for array, tables in arrays.items()
+            for number, table in enumerate(tables)
+            for key, value in table.items()
+        ]
+
+    one = flat(hooks=[hooks[0], hooks[1]], data__sources=sources)
+    other = flat(hooks=[hooks[0] | {"every": 20}, hooks[2], hooks[1]], data__sources=[sources[1], sources[0]])
+    a, b = made("a", [1.0], name="a", config=one), made("b", [1.0], name="b", config=other)
+    text = report([a, b], tmp_path / "out.html").read_text()
+    assert Page(text[text.index("<h2>What differs") : text.index('<div class="board">')]).rows[1:] == [
+        ["hooks", '["log", "save"]', '["log", "routing", "save"]'],
+        ["hooks.log.every", "10", "20"],
+        ["data__sources.0.path", '"a"', '"b"'],
+        ["data__sources.1.path", '"b"', '"a"'],
+        ["hooks.routing.every", "-", "5"],
+    ]
+
+
+def test_many_differences_are_folded(made, tmp_path) -> None:
+    a, b = (made(name, [1.0], name=name, config=config(**{f"k{i}": f"{name}{i}" for i in range(15)})) for name in "ab")
+    text = report([a, b], tmp_path / "out.html").read_text()
+    assert "<summary>3 more</summary>" in text and ["k14", '"a14"', '"b14"'] in Page(text).rows
 
 
 def test_equal_runs_differ_in_nothing_and_unknown_ones_are_not_compared(made, tmp_path) -> None:

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+import tomllib
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.terminal.quantities import size
-from forge_train.report.document import embedded
+from forge_train.report.document import embedded, static
 from forge_train.report.machine import commit, machine, versions
 from forge_train.report.write import report, write_report
 from forge_train.trackers.jsonl import JsonlTracker
@@ -112,6 +113,16 @@ def test_only_the_scripts_of_the_page_may_run(run) -> None:
 def test_the_license_of_the_library_is_on_the_page(run) -> None:
     text = write_report(run, SUMMARY).read_text()
     assert "Copyright (c) 2022 Leon Sorokin" in text and "Permission is hereby granted, free of charge" in text
+
+
+def test_the_version_of_the_library_is_the_one_that_is_named() -> None:
+    root = Path(__file__).parents[3]
+    (version,) = re.findall(r"uPlot \(v([\d.]+)\)", static("uplot/uPlot.iife.min.js")[:200])
+    assert f"uPlot {version}," in static("uplot/README.md")
+    assert f"| {version} | MIT" in (root / "THIRD_PARTY.md").read_text()
+    project = tomllib.loads((root / "apps/forge-train/pyproject.toml").read_text())["project"]
+    licenses = {str(path.relative_to(root / "apps/forge-train")) for path in (root / "apps").rglob("static/*/LICENSE")}
+    assert licenses and licenses <= set(project["license-files"]), "they come with the wheel as licenses too"
 
 
 def test_the_result_table_is_right(run) -> None:

@@ -40,9 +40,7 @@ FAMILIES = (
     _memory("Memory of the process", "rank 0, peak so far", "peak_memory", "resident"),
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory", "in tensors"),
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory_reserved", "held"),
-    Family(
-        "Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True
-    ),
+    Family("Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True),
     Family("Data", "Loss by source", "nats per token", "source/(.+)/loss"),
     Family("Data", "Tokens by source", "share since the line before", "share/(.+)", from_zero=True, exact=True),
     Family("Experts", "Most loaded expert", "of the mean load", "routing/(.+)/load_max", from_zero=True),
