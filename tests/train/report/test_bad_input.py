@@ -10,7 +10,7 @@ from train.report.test_page import Page
 
 
 def test_a_place_without_a_run_is_refused(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"no run and has none.*metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"holds no run.*metrics\.jsonl"):
         report([tmp_path])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
@@ -22,7 +22,7 @@ def test_a_place_without_a_run_is_refused(tmp_path) -> None:
 def test_one_bad_place_among_good_ones_is_refused(made, tmp_path) -> None:
     a = made("a", [1.0])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty is no run"):
+    with pytest.raises(DataError, match="empty holds no run"):
         report([a, tmp_path / "empty"], tmp_path / "out.html")
     assert not (tmp_path / "out.html").exists()
 

@@ -71,7 +71,7 @@ def stretches(count: int, most: int) -> list[tuple[int, int]]:
 
 
 def means(series: Series, most: int) -> tuple[list[float], list[float]]:
-    """Mean step and mean value of each stretch: what smoothing begins from, as lowest and highest are no fair sample."""
+    """Mean step and mean value of each stretch: what smoothing begins from, as lowest and highest would not be a fair sample."""
     steps, values = [], []
     for start, stop in stretches(len(series.steps), most):
         there, at = series.values[start:stop], series.steps[start:stop]

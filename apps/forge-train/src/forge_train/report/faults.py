@@ -74,7 +74,7 @@ def _logged(directory: Path, history: History) -> Iterator[Fault]:
 
 
 def _records(text: str) -> Iterator[tuple[str, int, str, str]]:
-    """(time, rank, level, message) of what is no mere information; of a traceback, its last line."""
+    """(time, rank, level, message) of warnings and worse; of a traceback, its last line."""
     found: re.Match[str] | None = None
     message = ""
     for line in [*text.splitlines(), ""]:
@@ -89,7 +89,7 @@ def _records(text: str) -> Iterator[tuple[str, int, str, str]]:
 
 
 def _end_of(path: Path, most: int) -> str:
-    """The last `most` bytes; nothing of a file that cannot be read. Half a line at its beginning is no record."""
+    """The last `most` bytes; nothing of a file that cannot be read. Half a line at its beginning counts as none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - most))

@@ -54,7 +54,7 @@ class Found:
     Attributes:
         label: what the run is called on the page; runs of one page have different ones.
         summary: of the end of the run, see `forge_train.report.write`; with newer samples and routing, where there are some.
-        recipe: (dotted key, value, origin) of every key; empty where there is no recipe.
+        recipe: (dotted key, value, origin) of every key; empty without a recipe.
         notes: what could not be read.
     """
 
@@ -92,7 +92,7 @@ def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
     """The run in `directory`; `summary` takes the place of the one that its last end has left.
 
     Raises:
-        DataError: there is no run, or what it left cannot be read.
+        DataError: it holds no run, or what it left cannot be read.
     """
     if not is_run(directory):
         raise DataError(f"{directory} has neither {METRICS} nor {SUMMARY}: give a run's directory, such as runs/demo")

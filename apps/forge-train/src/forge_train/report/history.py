@@ -68,7 +68,7 @@ class History:
     Attributes:
         series: metric -> curve, in the order of appearance.
         restarts: every start but the first.
-        unread: lines that are no metrics: cut off, or damaged.
+        unread: lines without metrics: cut off, or damaged.
         first, last: time of the first and of the newest line, as it is written there; empty without one.
     """
 

@@ -75,7 +75,7 @@ def runs_in(place: Path) -> list[Path]:
     found = [path for path in sorted(place.iterdir()) if path not in kept_aside and path.is_dir() and is_run(path)]
     if not found:
         raise DataError(
-            f"{place} is no run and has none: it has neither metrics.jsonl nor report.json; give a run's directory, such as "
+            f"{place} holds no run: it has neither metrics.jsonl nor report.json; give a run's directory, such as "
             "runs/demo, or a folder of runs"
         )
     return found

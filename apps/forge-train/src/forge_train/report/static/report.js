@@ -66,7 +66,12 @@
         const y = plot.valToPos(value, "y", true);
         ctx.strokeStyle = ctx.fillStyle = color("--dim");
         path([[bbox.left, y], [bbox.left + bbox.width, y]], [5, 4]);
-        ctx.fillText(said, bbox.left + bbox.width - 4 * ratio, y - 3 * ratio);
+        const spot = [said, bbox.left + bbox.width - 4 * ratio, y - 3 * ratio];
+        ctx.setLineDash([]);
+        [ctx.strokeStyle, ctx.lineWidth] = [color("--soft"), 4 * ratio]; // a halo, as curves may pass behind
+        ctx.strokeText(...spot);
+        ctx.fillText(...spot);
+        ctx.lineWidth = ratio;
       }
       runs.forEach((run, number) => {
         if (state.off.has(number)) return;
