@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0
+SECONDS = 30.0
 """How long the browser may take for one answer: other tests run on the same cores."""
 
 

@@ -67,6 +67,11 @@ def test_steps_that_go_back_without_a_marker_are_a_restart() -> None:
     assert [(one.after, one.reached) for one in history.restarts] == [(1, 3)]
 
 
+def test_a_start_after_the_last_line_lost_nothing() -> None:
+    """A checkpoint may be newer than the last step that was logged."""
+    assert History.of([line(20, 2.0), {"rewind": 25, "time": at(3.0)}]).restarts == [Restart(25, 25, at(3.0))]
+
+
 def test_a_marker_in_an_empty_file_is_no_restart() -> None:
     assert History.of([{"rewind": 5, "time": at(1.0)}, line(6, 2.0)]).restarts == []
 

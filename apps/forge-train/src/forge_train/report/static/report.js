@@ -35,7 +35,7 @@
 
   function range(chart) {
     return (plot, low, high) => {
-      if (low === null) return [0, 1];
+      if (low === null) return state.log ? [1, 10] : [0, 1];
       const referred = state.zoom ? [] : chart.references.map((one) => one.value);
       [low, high] = [Math.min(low, ...referred), Math.max(high, ...referred)];
       if (state.log) return [low / 1.06, high * 1.06];
@@ -163,7 +163,7 @@
           self.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
         }],
       },
-    }, uPlot.join(shown.map((line) => line.data)), frame);
+    }, uPlot.join(shown.map((line) => line.data), shown.map(() => [2, 2])), frame);
     plot.over.append(box);
     plot.over.addEventListener("mouseenter", () => (hovered = plot));
     plot.over.addEventListener("mouseleave", () => { hovered = null; box.hidden = true; });
