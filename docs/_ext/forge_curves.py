@@ -11,9 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from line_chart import Line, chart
+
 from forge_core.component import Component
 from forge_core.registry import Registry
-from forge_train.report.chart import Line, chart
 
 STEPS = 1000
 COLORS = ("#2563eb", "#c2410c", "#15803d", "#7c3aed")
@@ -32,7 +33,7 @@ def picture(name: str, schedule: type[Component]) -> str:
     with TemporaryDirectory() as folder:
         examples = list(schedule.examples(Path(folder)))[: len(COLORS)]
     lines = [Line(settings(example), curve(example)) for example in examples]
-    drawn = chart(name, lines, x=f"step of {STEPS}", y="", from_zero=True)
+    drawn = chart(name, lines, x=f"step of {STEPS}")
     return drawn.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" class="curves {name}" ', 1).replace(
         ">", f">{style()}", 1
     )

@@ -39,6 +39,8 @@ with tempfile.TemporaryDirectory() as directory:
     forge("run", "recipe.toml")
     forge("run", "recipe.toml", "--train.max_steps=6")
     run = Path(directory) / "runs" / "debug"
-    assert (run / "report.html").is_file()
+    assert "uPlot" in (run / "report.html").read_text()
+    forge("report", str(run), "--out", "again.html")
+    assert (Path(directory) / "again.html").stat().st_size > 50_000
     names = {entry["step"] for entry in json.loads(forge("ckpt", "list", str(run / "checkpoints"), "--json"))}
     assert 6 in names, names

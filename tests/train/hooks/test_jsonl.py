@@ -51,14 +51,16 @@ def test_a_rewind_voids_later_lines_and_keeps_them_in_the_file(path) -> None:
     assert '"loss": 30.0' in path.read_text()
 
 
-def test_a_rewind_without_later_lines_writes_nothing(path) -> None:
+def test_every_start_but_the_first_leaves_a_marker(path) -> None:
+    """Also one that voids nothing, so that a report can tell when a run was started."""
     tracker = JsonlTracker(path)
     tracker.rewind(0)
     assert not path.exists()
     tracker.write(10, {"loss": 1.0})
-    before = path.read_bytes()
     tracker.rewind(10)
-    assert path.read_bytes() == before
+    marker = json.loads(path.read_text().splitlines()[-1])
+    assert marker["rewind"] == 10 and datetime.fromisoformat(marker["time"]).utcoffset() is not None
+    assert steps(path) == [10]
 
 
 def test_a_rewind_to_the_start_voids_all(path) -> None:

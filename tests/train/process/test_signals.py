@@ -10,8 +10,8 @@ import pytest
 
 from forge_core.protocols.run import Hook
 from forge_train.components.hooks import Evaluate
-from forge_train.hooks.sample import SAMPLES
 from forge_train.run import stop
+from forge_train.run.directory import SAMPLES
 from forge_train.run.loop import fit
 from forge_train.run.stop import STOPPED, Interrupted, Signals
 from harness.pool import World

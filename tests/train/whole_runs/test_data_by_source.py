@@ -1,13 +1,15 @@
 """What a run of several sources logs about each: tokens against the plan, and the loss."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forge_train.report.page import page
+from forge_train.report.write import report
 from harness.pool import World
+from train.report.test_page import Page
 from train.runs import TINY, train
 
 SOURCES = """
@@ -80,8 +82,30 @@ def test_one_source_is_the_loss_itself(recipe: Path, tmp_path: Path) -> None:
     assert not [key for entry in entries for key in entry if key.startswith(("source/", "data/"))]
 
 
-def test_the_report_draws_a_line_for_each_source() -> None:
-    entries = [{"step": step, "loss": 2.0, "source/web/loss": 2.5, "source/code/loss": 1.5} for step in (1, 2)]
-    drawn = page({"name": "run"}, entries)
-    assert "Loss by source" in drawn and "web" in drawn and "code" in drawn
-    assert "Loss by source" not in page({"name": "run"}, [{"step": step, "loss": 2.0} for step in (1, 2)])
+def test_the_report_shows_each_source(recipe: Path, tmp_path: Path) -> None:
+    """Shares of the tokens between two lines, which follow the phases at once; the table has those of the whole run."""
+    entries = [entry for entry in logged(recipe, tmp_path / "run") if "loss" in entry]
+    text = report([tmp_path / "run"]).read_text()
+    drawn = {chart["title"]: chart for chart in titled(text)}
+    assert drawn["Loss by source"]["labels"] == drawn["Tokens by source"]["labels"] == ["random", "few", "later"]
+    for number, label in enumerate(("random", "few")):
+        (curve,) = [curve for curve in drawn["Tokens by source"]["curves"] if curve["label"] == number]
+        read = [0.0, *(entry[f"data/{label}/tokens"] for entry in entries)]
+        seen = [0, *(entry["tokens"] for entry in entries)]
+        steps = range(len(entries))
+        assert curve["y"] == pytest.approx([(read[at + 1] - read[at]) / (seen[at + 1] - seen[at]) for at in steps], rel=1e-5)
+    last = entries[-1]
+    share, planned = (last[f"data/few/{what}"] / last["tokens"] for what in ("tokens", "planned_tokens"))
+    (row,) = [row for row in Page(text).rows if row[0] == "few"]
+    assert row[2:] == [f"{share:.2%}", f"{planned:.2%}", f"{last['source/few/loss']:.4f}"]
+
+
+def titled(text: str) -> list[dict[str, Any]]:
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
+    return [{"title": title, **chart} for title, chart in zip(titles, Page(text).data["charts"], strict=True)]
+
+
+def test_a_run_of_one_source_has_no_charts_of_sources(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(recipe.read_text().replace(SOURCES, ""))
+    logged(recipe, tmp_path / "run", "--train.max_steps=3")
+    assert "by source" not in report([tmp_path / "run"]).read_text()

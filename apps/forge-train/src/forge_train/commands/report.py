@@ -1,4 +1,4 @@
-"""`forge-train report RUN_DIR`: writes the page of a run again."""
+"""`forge-train report RUN...`: writes the page of a run again, or one page of several runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,14 +7,21 @@ import typer
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, such as runs/demo.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or folders of runs: runs/demo runs/other.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where to write the page; by default report.html in the only RUN, else here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Rewrite report.html of a run from its metrics, also while the run goes on."""
-    from forge_core.terminal.console import Console
-    from forge_train.report.write import rewrite_report
+    """Write one offline page about a run, or about several on top of each other; also while they go on.
 
-    path = rewrite_report(run_dir)
+    Curves to zoom into, what differs between the recipes, throughput, memory, data, experts, samples, faults and restarts,
+    machine and versions. The page is a single file that needs no network.
+    """
+    from forge_core.terminal.console import Console
+    from forge_train.report.write import report as write
+
+    path = write(runs, out)
     console = Console(as_json=as_json)
     if as_json:
         console.document({"report": str(path), "bytes": path.stat().st_size})

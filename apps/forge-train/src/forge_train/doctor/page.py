@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from forge_train.doctor.step import Check, checks_of
-from forge_train.report.page import document
+from forge_train.report.document import document
 from forge_train.report.tables import fields, rows
 
 _NAME = "forge-train doctor"

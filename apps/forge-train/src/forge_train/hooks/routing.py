@@ -13,11 +13,9 @@ from forge_core.protocols.ckpt import World
 from forge_core.protocols.model import Observer
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
+from forge_train.run.directory import ROUTING
 
 _log = logging.getLogger(__name__)
-
-ROUTING = "routing.json"
-"""Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
 
 
 class RoutingHook(Periodic):

@@ -11,8 +11,8 @@ from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic
+from forge_train.run.directory import SAMPLES
 
-SAMPLES = "samples.json"
 _log = logging.getLogger(__name__)
 
 

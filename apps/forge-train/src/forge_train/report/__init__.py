@@ -1,1 +1,1 @@
-"""The page that a run leaves behind. `forge_train.report.write.write_report` writes it."""
+"""The page that a run leaves behind, and pages over several runs. `forge_train.report.write` writes them."""

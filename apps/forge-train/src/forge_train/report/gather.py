@@ -1,14 +1,13 @@
 """What a finished run tells its report."""
 
-import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_train.hooks.routing import ROUTING
-from forge_train.hooks.sample import SAMPLES
-from forge_train.report.machine import machine, versions
+from forge_parallel.accelerator import name
+from forge_train.report.machine import commit, machine, versions
 from forge_train.report.write import write_report
 
 if TYPE_CHECKING:
@@ -23,16 +22,15 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
         {
             "name": run.job.job.name,
             "status": reason,
+            "ended": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "config": resolved.origins(),
-            "machine": machine() | {"Threads per process": str(torch.get_num_threads())},
-            "versions": versions(),
+            "machine": machine() | _processes(run),
+            "versions": versions() | commit(Path()),
             "model": {
                 "parameters": run.parameters,
                 "layout": str(run.topology.layout),
                 "transforms": list(run.model.plan.names()),
             },
-            "samples": _read(run.directory / SAMPLES, []),
-            "routing": _read(run.directory / ROUTING, None),
             "checkpoints": _checkpoints(run.directory),
             "warnings": [*warnings, *run.health.summary()],
             **facts(run),
@@ -49,8 +47,13 @@ def facts(run: "Run") -> dict[str, Any]:
     }
 
 
-def _read(path: Path, absent: Any) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else absent
+def _processes(run: "Run") -> dict[str, str]:
+    """What the run computed on."""
+    return {
+        "Device of rank 0": name(run.topology.device),
+        "Processes": str(run.topology.size),
+        "Threads per process": str(torch.get_num_threads()),
+    }
 
 
 def _checkpoints(directory: Path) -> list[dict[str, Any]]:

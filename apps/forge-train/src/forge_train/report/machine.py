@@ -2,7 +2,9 @@
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from forge_core.machine import processor
 from forge_core.machine.cores import usable_cores
@@ -33,3 +35,14 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit(directory: Path) -> dict[str, str]:
+    """The commit that git has for a working directory, with `-dirty` where files differ from it; empty outside of a repository,
+    or without git."""
+    command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return {"Commit of the working directory": told.stdout.strip()} if told.returncode == 0 else {}

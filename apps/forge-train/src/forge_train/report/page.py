@@ -1,194 +1,177 @@
-"""The report as HTML: curves, final numbers, samples, checkpoints, machine and recipe in one file."""
+"""The report of one or several runs as one HTML file."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
-from forge_core.terminal.quantities import duration, size
-from forge_train.report.chart import Line, Reference, chart
+from forge_core.terminal.quantities import size
+from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
+from forge_train.report.compare import differences, environment
+from forge_train.report.curves import limit
+from forge_train.report.document import document, embedded, section, static
+from forge_train.report.faults import MOST
+from forge_train.report.found import Found
 from forge_train.report.heat import heat
-from forge_train.report.tables import fields, rows
+from forge_train.report.results import mixture, overview, results
+from forge_train.report.tables import rows, swatch
 
-Entries = Sequence[Mapping[str, Any]]
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""The browser itself then refuses to fetch anything or run scripts."""
+_LIBRARY = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
-def page(summary: Mapping[str, Any], entries: Entries) -> str:
-    """The whole page; a part without data is left out.
-
-    Args:
-        summary: as `forge_train.report.write` describes it, already without secrets.
-        entries: metrics in the order of the steps, as `forge_train.trackers.jsonl.read` gives them.
-    """
-    name = str(summary.get("name", "run"))
+def page(runs: Sequence[Found]) -> str:
+    """The whole page; a part that no run has anything for is left out."""
+    shown, more = _shown(charts(runs))
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
-        f"<h1>{escape(name)}</h1>",
-        f'<p class="dim">{escape(_headline(summary, entries))}</p>',
-        _warnings(summary.get("warnings", ())),
-        _section("Result", results(summary, entries)),
-        _section("Curves", _charts(summary, entries)),
-        _section("Experts", _experts(summary.get("routing"))),
-        _section("Generated text", "".join(_sample(item) for item in summary.get("samples", ()))),
-        _section("Checkpoints", _checkpoints(summary.get("checkpoints", ()))),
-        _section("Model, machine and versions", _tables(summary)),
-        _section("Recipe", _recipe(summary.get("config"))),
+        f"<header><h1>{escape(title)}</h1>",
+        f'<p class="dim">{escape(_headline(runs))}</p></header>',
+        _notes(runs),
+        overview(runs),
+        section("Results", results(runs)),
+        section("What differs", differences(runs)),
+        _board(runs, shown, more),
+        section("Faults and restarts", _faults(runs)),
+        section("Generated text", _of_each(runs, lambda run: "".join(map(_sample, run.summary.get("samples", ()))))),
+        section("Checkpoints", _of_each(runs, _checkpoints)),
+        section("Model, machine and versions", environment(runs)),
+        section("Recipe", _of_each(runs, _recipe)),
     ]
-    return document(name, parts)
+    if not shown:
+        return document(title, parts)
+    styles, library, license_ = (static(name) for name in _LIBRARY)
+    parts += [_about(limit(sum(len(chart.curves) for chart in shown)), license_), embedded("data", drawn(runs, shown))]
+    return document(title, parts, styles=[styles], scripts=[library, static("series.js"), static("report.js")])
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """A page of HTML parts that fetches nothing; empty parts are left out."""
-    style = files("forge_train.report").joinpath("style.css").read_text(encoding="utf-8")
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>",
-            *(part for part in parts if part),
-            "</body>\n</html>\n",
-        ]
+def _headline(runs: Sequence[Found]) -> str:
+    if len(runs) > 1:
+        return "on top of each other, each in its color"
+    history = runs[0].history
+    when = f"from {_minutes(history.first)} to {_minutes(history.last)} UTC" if history.first else ""
+    empty = "no step has been logged yet" if history.step is None else ""
+    return " · ".join(filter(None, [runs[0].status, when, empty]))
+
+
+def _minutes(time: str) -> str:
+    return time[:16].replace("T", " ")
+
+
+def _notes(runs: Sequence[Found]) -> str:
+    """Warnings that the runs ended with, and what could not be read or is not there."""
+    items = []
+    for run in runs:
+        empty = ["no step has been logged yet"] if run.history.step is None and len(runs) > 1 else []
+        name = f"{run.label}: " if len(runs) > 1 else ""
+        items += [f"<li>{escape(name + text)}</li>" for text in (*run.summary.get("warnings", ()), *run.notes, *empty)]
+    return f'<div class="warnings"><strong>Warnings</strong><ul>{"".join(items)}</ul></div>' if items else ""
+
+
+def _shown(made: list[Chart]) -> tuple[list[Chart], list[str]]:
+    """The charts that are drawn, and the titles of those which would be too many."""
+    other = [chart for chart in made if chart.section == OTHER]
+    left_out = other[MOST_OTHER:]
+    return [chart for chart in made if chart not in left_out], [chart.title for chart in left_out]
+
+
+def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -> str:
+    """Controls, and the frames that the script draws charts into."""
+    sections: dict[str, list[str]] = {}
+    for number, chart in enumerate(shown):
+        name, unit = escape(chart.title), escape(chart.unit)
+        frame = f'<figure data-chart="{number}"><figcaption><b>{name}</b> <span class="dim">{unit}</span></figcaption></figure>'
+        sections.setdefault(chart.section, []).append(frame)
+    below = {"Data": mixture(runs), "Experts": _of_each(runs, _experts)}
+    inner = [
+        section(name, f'<div class="charts">{"".join(frames)}</div>{below.pop(name, "")}') for name, frames in sections.items()
+    ]
+    inner += [section(name, rest) for name, rest in below.items()]
+    if not shown:
+        return "".join(inner)
+    if more:
+        inner.append(f'<p class="dim">Not drawn: {escape(", ".join(more))}.</p>')
+    return f'<div class="board">{_controls(runs)}<noscript><p>The curves need JavaScript.</p></noscript>{"".join(inner)}</div>'
+
+
+def _controls(runs: Sequence[Found]) -> str:
+    axes = "".join(
+        f'<button data-axis="{axis}" aria-pressed="{str(axis == "step").lower()}">{name}</button>'
+        for axis, name in (("step", "steps"), ("tokens", "tokens"), ("hours", "hours"))
+    )
+    names = "".join(
+        f'<button class="run" data-run="{number}" aria-pressed="true">{swatch(number)}{escape(run.label)}</button>'
+        for number, run in enumerate(runs)
+    )
+    return (
+        f'<div class="controls"><span class="group">{axes}</span>'
+        '<label>smooth <input id="smooth" type="range" min="0" max="8" value="0"><output id="width">off</output></label>'
+        '<button id="log" aria-pressed="false">log y</button>'
+        f"{f'<span>{names}</span>' if len(runs) > 1 else ''}"
+        '<span class="zoom"><output id="range"></output><button id="all" hidden>show all</button></span></div>'
     )
 
 
-def results(summary: Mapping[str, Any], entries: Entries) -> str:
-    """The final table: loss in nats per token, perplexity, bits per byte where it is known, the entropy next to it."""
-    entropy = summary.get("unigram_entropy")
-    per_token = summary.get("bytes_per_token", {})
-    table: list[list[Any]] = []
-    for label, key, name in [("training, last logged step", "loss", ""), *_evaluated(entries)]:
-        last = next((entry for entry in reversed(entries) if key in entry), None)
-        if last is None:
-            continue
-        loss = last[key]
-        known = name in per_token and math.isfinite(loss)
-        bits = f"{loss / math.log(2) / per_token[name]:.4f}" if known else "unknown"
-        below = f"{entropy - loss:+.4f}" if entropy is not None else "unknown"
-        table.append([label, last["step"], f"{loss:.4f}", _perplexity(loss), bits, below])
-    if not table:
-        return ""
-    if entropy is not None:
-        table.append(["unigram entropy of the corpus", "", f"{entropy:.4f}", _perplexity(entropy), "", ""])
-    head = ["", "step", "loss (nats/token)", "perplexity", "bits per byte", "below the entropy by"]
-    note = (
-        '<p class="dim">The unigram entropy is the loss of a model that knows only how often each token occurs in the '
-        "training corpus: a model below it has learned from context.</p>"
-    )
-    return rows(head, table, numbers=range(1, 6)) + (note if entropy is not None else "")
-
-
-def _evaluated(entries: Entries) -> list[tuple[str, str, str]]:
-    """(label, key, set) of every evaluation set's loss, in the order of appearance."""
-    keys = {key: None for entry in entries for key in entry if key.startswith("evaluation/") and key.endswith("/loss")}
-    return [(_set_of(key), key, _set_of(key)) for key in keys]
-
-
-def _set_of(key: str) -> str:
-    return key.removeprefix("evaluation/").removesuffix("/loss")
-
-
-def _sparse(key: str) -> bool:
-    return key.startswith("evaluation/")
-
-
-def _sources(entries: Entries) -> list[tuple[str, str, str]]:
-    """(label, key, "") of the training loss of every source of a mixture, in the order of appearance."""
-    keys = {key: None for entry in entries for key in entry if key.startswith("source/") and key.endswith("/loss")}
-    return [(key.removeprefix("source/").removesuffix("/loss"), key, "") for key in keys]
-
-
-def _charts(summary: Mapping[str, Any], entries: Entries) -> str:
-    losses = [("training", "loss", ""), *_evaluated(entries)]
-    entropy = summary.get("unigram_entropy")
-    references = [] if entropy is None else [Reference(f"unigram entropy {entropy:.3f}", entropy)]
-
-    def drawn(title: str, y: str, curves: Sequence[tuple[str, str, str]], x: str = "step", **more: Any) -> str:
-        lines = [Line(name, _points(entries, x, key), dots=_sparse(key) and len(curves) > 1) for name, key, _ in curves]
-        return chart(title, [line for line in lines if line.points], x=x, y=y, **more)
-
-    charts = [
-        drawn("Loss against step", "nats per token", losses, references=references),
-        drawn("Loss against tokens seen", "nats per token", losses, x="tokens", references=references),
-        drawn("Loss by source", "nats per token", _sources(entries)),
-        drawn("Learning rate", "rate", [("rate", "lr", "")], from_zero=True),
-        drawn("Gradient norm before clipping", "norm", [("norm", "grad_norm", "")], from_zero=True),
-        drawn("Throughput", "tokens per second", [("rate", "tokens_per_second", "")], from_zero=True),
-    ]
-    shown = "\n".join(one for one in charts if one)
-    return f'<div class="charts">{shown}</div>' if shown else ""
-
-
-def _experts(routing: Any) -> str:
+def _experts(run: Found) -> str:
+    routing = run.summary.get("routing")
     if not routing:
         return ""
-    note = f"step {routing['step']}; load of each expert, 0 white, 1 the mean, 2 and more full"
-    drawn = heat("Load of experts", note, routing["layers"])
-    return f'<div class="charts">{drawn}</div>' if drawn else ""
+    note = f"step {routing.get('step', 'unknown')}; load of each expert, 0 white, 1 the mean, 2 and more full"
+    drawing = heat("Load of experts", note, routing["layers"])
+    return f'<div class="heat-map">{drawing}</div>' if drawing else ""
 
 
-def _points(entries: Entries, x: str, y: str) -> list[tuple[float, float]]:
-    return [(float(entry[x]), float(entry[y])) for entry in entries if x in entry and y in entry]
+def _faults(runs: Sequence[Found]) -> str:
+    listed = [(fault, number) for number, run in enumerate(runs) for fault in run.faults]
+    listed.sort(key=lambda pair: (pair[0].time, pair[0].step or 0))
+    kept, several = listed[-MOST:], len(runs) > 1
+    body: list[list[Any]] = []
+    for fault, number in kept:
+        line = [fault.time.replace("T", " "), "" if fault.step is None else fault.step, fault.kind, fault.text]
+        body.append([runs[number].label, *line] if several else line)
+    left = f'<p class="dim">{len(listed) - MOST} earlier ones are not listed.</p>' if len(listed) > MOST else ""
+    head = ["time (UTC)", "step", "what", ""]
+    made = rows(
+        ["run", *head] if several else head, body, numbers=(1 + several,), runs=[number for _, number in kept] if several else ()
+    )
+    return left + made if body else ""
 
 
-def _perplexity(loss: float) -> str:
-    try:
-        return f"{math.exp(loss):,.2f}"
-    except OverflowError:
-        return "inf"
+def _of_each(runs: Sequence[Found], part: Any) -> str:
+    """A part of every run, under its name where there are several."""
+    made = [(number, run.label, part(run)) for number, run in enumerate(runs)]
+    if len(runs) == 1:
+        return made[0][2]
+    return "".join(f"<h3>{swatch(number)}{escape(label)}</h3>{inner}" for number, label, inner in made if inner)
 
 
-def _headline(summary: Mapping[str, Any], entries: Entries) -> str:
-    parts = [str(summary["status"])] if "status" in summary else []
-    if entries:
-        parts.append(f"step {max(entry['step'] for entry in entries)}")
-    tokens = [entry["tokens"] for entry in entries if "tokens" in entry]
-    if tokens:
-        parts.append(f"{int(tokens[-1]):,} tokens")
-    if "started" in summary:
-        parts.append(f"started {summary['started']}")
-    if "seconds" in summary:
-        parts.append(duration(summary["seconds"]))
-    return " · ".join(parts)
-
-
-def _warnings(warnings: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(str(text))}</li>" for text in warnings)
-    return f'<div class="warnings"><strong>Warnings</strong><ul>{items}</ul></div>' if items else ""
-
-
-def _section(title: str, inner: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n{inner}" if inner else ""
-
-
-def _sample(item: Mapping[str, Any]) -> str:
+def _sample(item: Any) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in item.items() if key not in ("prompt", "text"))
     text = f"<pre><b>{escape(str(item.get('prompt', '')))}</b>{escape(str(item.get('text', '')))}</pre>"
     return (f'<p class="dim">{escape(settings)}</p>' if settings else "") + text
 
 
-def _checkpoints(items: Sequence[Mapping[str, Any]]) -> str:
+def _checkpoints(run: Found) -> str:
+    items = run.summary.get("checkpoints", ())
     table = [[item.get("path", ""), item.get("step", ""), size(item["bytes"]) if "bytes" in item else ""] for item in items]
     return rows(["path", "step", "size"], table, numbers=(1, 2)) if table else ""
 
 
-def _tables(summary: Mapping[str, Any]) -> str:
-    inner = "".join(
-        fields(caption, summary[key])
-        for caption, key in (("Model", "model"), ("Machine", "machine"), ("Versions", "versions"))
-        if summary.get(key)
-    )
-    return f'<div class="tables">{inner}</div>' if inner else ""
-
-
-def _recipe(config: Any) -> str:
-    if not config:
+def _recipe(run: Found) -> str:
+    if not run.recipe:
         return ""
-    if isinstance(config, str):
-        inner = f"<pre>{escape(config)}</pre>"
-    else:
-        inner = rows(["key", "value", "origin"], [[row["key"], row["value"], row["origin"]] for row in config], code=(0, 1, 2))
+    inner = rows(["key", "value", "origin"], run.recipe, code=(0, 1, 2))
     return f"<details><summary>The resolved recipe, with the origin of every value</summary>{inner}</details>"
+
+
+def _about(most: int, license_: str) -> str:
+    text = (
+        f"A curve of more than {most:,} points is drawn by the lowest and highest value in each of {most // 2:,} equal parts, "
+        "so no extreme is lost; smoothing then begins from the means of the parts. It is a mean whose weights fall "
+        "exponentially on both sides, to 1/e within the steps told next to it; what has no noise is not smoothed. Values that "
+        "are not finite are gaps. Hours are those of training that counts: without steps that were lost at a restart, and "
+        "without the time between two starts. Dotted vertical lines are restarts, red triangles other faults; both are listed "
+        "below the curves."
+    )
+    return (
+        f'<footer class="dim"><h2>About the curves</h2><p>{text}</p>'
+        f"<details><summary>They are drawn by uPlot; its license</summary><pre>{escape(license_)}</pre></details></footer>"
+    )

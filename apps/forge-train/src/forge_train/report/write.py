@@ -1,10 +1,10 @@
-"""Writes `report.html`: one file, pictures inline, nothing fetched when it is opened.
+"""Writes `report.html`: one file, everything inline, nothing fetched when it is opened.
 
 `summary` is plain data; every key is optional:
 
     name                text
     status              text, such as "finished" or "stopped: time limit"
-    started, seconds    ISO time of the start; wall time in seconds
+    ended               ISO time of the end; lines of the metrics that are newer belong to a later start
     config              the resolved recipe: text, or a list of {"key", "value", "origin"}
     machine, versions   mappings to text (`forge_train.report.machine`)
     model               mapping to numbers or text, such as {"parameters": 7_300_000}
@@ -15,25 +15,27 @@
     checkpoints         list of {"step", "path", "bytes"}
     warnings            list of text
 
-Curves and final numbers come from `metrics.jsonl` in the same directory.
+Curves and final numbers come from `metrics.jsonl` in the same directory, faults from its logs.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from forge_core.durable import replace_file
 from forge_core.errors import DataError
 from forge_core.redact import redacted, redacted_text
+from forge_train.report.found import SUMMARY, Found, find, is_run
 from forge_train.report.page import page
-from forge_train.trackers.jsonl import METRICS, read
+from forge_train.run.directory import previous
 
-SUMMARY, REPORT = "report.json", "report.html"
+REPORT = "report.html"
 
 
 def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
-    """Writes `report.html` and, for `rewrite_report`, `report.json` into the run's directory; returns the page's path.
+    """Writes `report.html` and, for later reports, `report.json` into the run's directory; returns the page's path.
 
     Secrets (text under keys with token, key, secret, password; credentials in addresses) appear in neither.
     """
@@ -41,30 +43,58 @@ def write_report(directory: Path, summary: Mapping[str, Any]) -> Path:
     if "config" in summary:
         clean["config"] = _redacted_config(summary["config"])
     replace_file(directory / SUMMARY, json.dumps(clean, indent=1, default=str).encode())
-    return _write_page(directory, clean)
+    return _write(directory / REPORT, [find(directory)])
 
 
-def rewrite_report(directory: Path) -> Path:
-    """The page of a run again, from what the run left in `directory`, finished or not.
+def report(places: Sequence[Path], out: Path | None = None) -> Path:
+    """The page of one or several runs, from what they left in their directories, finished or not; returns its path.
+
+    Args:
+        places: directories of runs, or folders of them. A run that is given twice counts once.
+        out: where the page is written: by default `report.html` of the only place, or of the working directory.
 
     Raises:
-        DataError: the directory holds no run.
+        DataError: a place holds no run, what it left cannot be read, or the page cannot be written.
     """
-    summary, metrics = directory / SUMMARY, directory / METRICS
-    if not summary.is_file() and not metrics.is_file():
-        raise DataError(f"{directory} has neither {METRICS} nor {SUMMARY}: give a run's directory, such as runs/demo")
-    if not summary.is_file():
-        return _write_page(directory, {"name": directory.resolve().name, "status": "no summary yet: the run has not ended"})
+    runs = {directory.resolve(): directory for place in places for directory in runs_in(place)}
+    target = out or (places[0] if len(places) == 1 else Path()) / REPORT
+    return _write(target, _named([find(directory) for directory in runs.values()]))
+
+
+def runs_in(place: Path) -> list[Path]:
+    """The run's directory itself, or the runs in a folder of runs, by name.
+
+    Raises:
+        DataError: there is none.
+    """
+    if is_run(place):
+        return [place]
+    if not place.is_dir():
+        raise DataError(f"{place} is not a directory: give a run's directory, such as runs/demo, or a folder of runs")
+    kept_aside = set(previous(place))
+    found = [path for path in sorted(place.iterdir()) if path not in kept_aside and path.is_dir() and is_run(path)]
+    if not found:
+        raise DataError(
+            f"{place} holds no run: it has neither metrics.jsonl nor report.json; give a run's directory, such as "
+            "runs/demo, or a folder of runs"
+        )
+    return found
+
+
+def _named(runs: Sequence[Found]) -> list[Found]:
+    """With labels that tell the runs apart: names, or as much of the paths as is needed."""
+    for parts in range(max((len(run.directory.resolve().parts) for run in runs), default=0)):
+        labels = [run.label if parts == 0 else "/".join(run.directory.resolve().parts[-parts:]) for run in runs]
+        if len(set(labels)) == len(runs):
+            return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+    return list(runs)
+
+
+def _write(target: Path, runs: Sequence[Found]) -> Path:
     try:
-        found = json.loads(summary.read_text(encoding="utf-8"))
-    except ValueError as cause:
-        raise DataError(f"{summary} is not JSON ({cause}); remove it to write the report from {METRICS} alone") from cause
-    return _write_page(directory, found)
-
-
-def _write_page(directory: Path, summary: Mapping[str, Any]) -> Path:
-    target = directory / REPORT
-    replace_file(target, page(summary, read(directory / METRICS)).encode())
+        replace_file(target, page(runs).encode("utf-8", "replace"))
+    except OSError as cause:
+        raise DataError(f"the report cannot be written to {target}: {cause.strerror}; choose another place with --out") from cause
     return target
 
 

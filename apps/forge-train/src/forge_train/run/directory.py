@@ -19,8 +19,14 @@ RECIPE = "config.toml"
 
 CHECKPOINTS = "checkpoints"
 
+ROUTING = "routing.json"
+"""Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
+
+SAMPLES = "samples.json"
+"""The newest texts that hook `sample` generated."""
+
 OWNED = (
-    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", "routing.json", "samples.json", "tensorboard"),
+    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, "tensorboard"),
     *("profiles", "wandb", "wandb-id"),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""

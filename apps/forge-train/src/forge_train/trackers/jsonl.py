@@ -4,7 +4,8 @@ A line is `{"step": 120, "time": "2026-01-31T12:00:00.123+00:00", "loss": 3.2, .
 infinities, so these are the strings "nan", "inf" and "-inf"; `read` gives them back as floats.
 
 A resume after step s appends `{"rewind": s, "time": ...}`: earlier lines of later steps are void, and `read` leaves
-them out. Nothing is ever cut from the file, so what a crash lost stays there to be looked at.
+them out. Nothing is ever cut from the file, so what a crash lost stays there to be looked at, and every start of a run can
+be seen in it.
 """
 
 import json
@@ -37,8 +38,8 @@ class JsonlTracker:
         self._append({"step": step, "time": _now(), **{name: _number(value) for name, value in values.items()}})
 
     def rewind(self, step: int) -> None:
-        """A run goes on after `step`: later lines are void. Writes nothing when there are none."""
-        if any(entry["step"] > step for entry in read(self.path)):
+        """A run goes on after `step`: later lines are void. Writes nothing into a file without lines: a run begins."""
+        if any("step" in item for item in objects(self.path)):
             self._append({"rewind": step, "time": _now()})
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     A line that a kill cut off is skipped. `time` is text, `step` an int, every other value a float.
     """
     entries: list[dict[str, Any]] = []
-    for item in _objects(path):
+    for item in objects(path):
         if "rewind" in item:
             entries = [entry for entry in entries if entry["step"] <= item["rewind"]]
         elif "step" in item:
@@ -72,17 +73,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
+def objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of the file one by one, as they are in it, void ones too; `{}` for one that is cut off or no JSON object."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+        for line in filter(str.strip, lines):
             try:
                 item = json.loads(line)
             except ValueError:  # cut off by a kill or a full disk
-                continue
-            if isinstance(item, dict):
-                yield item
+                item = {}
+            yield item if isinstance(item, dict) else {}
 
 
 def _value(name: str, value: Any) -> Any:

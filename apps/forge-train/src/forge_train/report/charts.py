@@ -1,0 +1,183 @@
+"""Which metrics are drawn in which chart, and their points as plain data for `static/report.js`."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_train.report.curves import Series, finite, limit, means, short, thin
+from forge_train.report.found import Found
+
+
+@dataclass(frozen=True)
+class Family:
+    """Metrics of one chart: those that `pattern` matches as a whole. Its group, or `label`, names the curve. An `exact` one is
+    never smoothed: it is set or counted, and has no noise."""
+
+    section: str
+    title: str
+    unit: str
+    pattern: str
+    label: str = ""
+    from_zero: bool = False
+    exact: bool = False
+    bytes: bool = False
+
+
+def _memory(title: str, unit: str, metric: str, label: str) -> Family:
+    return Family("Speed and memory", title, unit, metric, label, from_zero=True, exact=True, bytes=True)
+
+
+FAMILIES = (
+    Family("Loss and gradient", "Loss", "nats per token", "loss", "training"),
+    Family("Loss and gradient", "Loss", "nats per token", "evaluation/(.+)/loss"),
+    Family("Loss and gradient", "Gradient norm", "before clipping", "grad_norm", "norm", from_zero=True),
+    Family("Loss and gradient", "Learning rate", "", "lr", "rate", from_zero=True, exact=True),
+    Family("Loss and gradient", "Skipped steps", "so far", "skipped_steps", "steps", from_zero=True, exact=True),
+    Family("Speed and memory", "Throughput", "tokens per second", "tokens_per_second", "all ranks", from_zero=True),
+    Family("Speed and memory", "Time of a step", "seconds", "step_seconds", "step", from_zero=True),
+    Family("Speed and memory", "MFU", "share of the device's peak", "mfu", "MFU", from_zero=True),
+    _memory("Memory of the process", "rank 0, peak so far", "peak_memory", "resident"),
+    _memory("Memory of the device", "rank 0, peak since the line before", "device_memory", "in tensors"),
+    _memory("Memory of the device", "rank 0, peak since the line before", "device_memory_reserved", "held"),
+    Family("Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True),
+    Family("Data", "Loss by source", "nats per token", "source/(.+)/loss"),
+    Family("Data", "Tokens by source", "share since the line before", "share/(.+)", from_zero=True, exact=True),
+    Family("Experts", "Most loaded expert", "of the mean load", "routing/(.+)/load_max", from_zero=True),
+    Family("Experts", "Least loaded expert", "of the mean load", "routing/(.+)/load_min", from_zero=True),
+    Family("Experts", "Entropy of the router", "nats per token", "routing/(.+)/entropy", from_zero=True),
+    Family("Experts", "Dropped slots", "share", "routing/(.+)/dropped", from_zero=True),
+    Family("Experts", "Loss of the router", "per token", "routing/(.+)/loss"),
+    Family("Experts", "Largest bias", "", "routing/(.+)/bias_max"),
+    Family("Experts", "Smallest bias", "", "routing/(.+)/bias_min"),
+)
+SHOWN_ELSEWHERE = re.compile(r"tokens|skipped|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens")
+"""Metrics without a chart: others say the same, or a table does."""
+OTHER = "Other numbers"
+MOST_OTHER = 60
+"""Charts of metrics that no family knows; the names of more are only listed."""
+
+
+@dataclass
+class Chart:
+    """One pair of axes.
+
+    Attributes:
+        labels: names of the curves; the same in all runs.
+        curves: (run, label, curve), each by its number.
+        references: (value, text) of horizontal lines.
+    """
+
+    section: str
+    title: str
+    unit: str
+    from_zero: bool = False
+    exact: bool = False
+    bytes: bool = False
+    labels: list[str] = field(default_factory=list)
+    curves: list[tuple[int, int, Series, bool]] = field(default_factory=list)
+    references: list[tuple[float, str]] = field(default_factory=list)
+
+    def add(self, run: int, label: str, series: Series, dots: bool) -> None:
+        """A curve of run number `run`; `dots` where its points are few and far between."""
+        if label not in self.labels:
+            self.labels.append(label)
+        self.curves.append((run, self.labels.index(label), series, dots))
+
+
+def charts(runs: Sequence[Found]) -> list[Chart]:
+    """Charts in the order of their sections; a metric that no family knows has its own."""
+    made: dict[tuple[str, str], Chart] = {(one.section, one.title): _empty(one) for one in FAMILIES}
+    for number, run in enumerate(runs):
+        for name, series in (*run.history.series.items(), *shares(run.history.series)):
+            if not finite(series.values) or SHOWN_ELSEWHERE.fullmatch(name):
+                continue
+            family, label = _family(name)
+            made.setdefault((family.section, family.title), _empty(family)).add(number, label, series, "evaluation/" in name)
+    loss = made[FAMILIES[0].section, FAMILIES[0].title]
+    entropies = {run.summary["unigram_entropy"] for run in runs if "unigram_entropy" in run.summary}
+    loss.references = [(value, f"unigram entropy {value:.3f}") for value in sorted(entropies)]
+    return [chart for chart in made.values() if chart.curves and not _says_nothing(chart)]
+
+
+def shares(series: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
+    """`share/LABEL` of every source of a mixture: its part of the tokens that were read since the line before."""
+    read = {match[1]: found for name, found in series.items() if (match := re.fullmatch(r"data/(.+)/tokens", name))}
+    before: dict[str, float] = {}
+    made = {label: Series() for label in read}
+    by_step: dict[int, dict[str, float]] = {}
+    for label, found in read.items():
+        for step, value in zip(found.steps, found.values, strict=True):
+            by_step.setdefault(step, {})[label] = value
+    for step in sorted(by_step):
+        now = by_step[step]
+        new = {label: value - before.get(label, 0.0) for label, value in now.items()}
+        whole, before = sum(new.values()), before | now
+        for label, value in new.items():
+            if whole > 0:
+                made[label].add(step, value / whole)
+    yield from ((f"share/{label}", found) for label, found in made.items())
+
+
+def drawn(runs: Sequence[Found], chosen: Sequence[Chart]) -> dict[str, Any]:
+    """What the script of the page draws: JSON without numbers that JSON lacks."""
+    most = limit(sum(len(chart.curves) for chart in chosen))
+    return {
+        "runs": [{"name": run.label, "clock": _clock(run, most), **_marks(run)} for run in runs],
+        "charts": [
+            {
+                "bytes": chart.bytes,
+                "exact": chart.exact,
+                "zero": chart.from_zero,
+                "labels": chart.labels,
+                "references": [{"value": value, "text": text} for value, text in chart.references],
+                "curves": [_curve(most, *curve) for curve in chart.curves],
+            }
+            for chart in chosen
+        ],
+    }
+
+
+def _family(name: str) -> tuple[Family, str]:
+    for family in FAMILIES:
+        if match := re.fullmatch(family.pattern, name):
+            return family, match[1] if match.groups() else family.label
+    first, *between, last = name.split("/") if name.count("/") > 1 else (name, name)
+    return (Family(OTHER, f"{first}, {last}", "", ""), "/".join(between)) if between else (Family(OTHER, name, "", ""), name)
+
+
+def _says_nothing(chart: Chart) -> bool:
+    """Whether it counts something that has never happened."""
+    return chart.from_zero and not any(value for *_, series, _ in chart.curves for value in series.values)
+
+
+def _empty(family: Family) -> Chart:
+    return Chart(family.section, family.title, family.unit, family.from_zero, family.exact, family.bytes)
+
+
+def _curve(most: int, run: int, label: int, series: Series, dots: bool) -> dict[str, Any]:
+    kept = thin(series.values, most)
+    found: dict[str, Any] = {"run": run, "label": label, "dots": dots}
+    found |= {"x": [series.steps[at] for at in kept], "y": [short(series.values[at]) for at in kept]}
+    if len(kept) < len(series.values):
+        steps, values = means(series, most)
+        found |= {"mx": [round(step, 1) for step in steps], "my": [short(value) for value in values]}
+    return found
+
+
+def _clock(run: Found, most: int) -> dict[str, list[Any]]:
+    """Tokens and hours at some steps; the page draws a straight line between two of them."""
+    clock = run.history.clock
+    every = max(1, -(-len(clock.steps) // most))
+    kept = sorted({*range(0, len(clock.steps), every), len(clock.steps) - 1} - {-1})
+    return {
+        "step": [clock.steps[at] for at in kept],
+        "tokens": [short(clock.tokens[at]) for at in kept],
+        "hours": [short(clock.seconds[at] / 3600) for at in kept],
+    }
+
+
+def _marks(run: Found) -> dict[str, list[int]]:
+    """Steps of restarts, and of what else went wrong."""
+    faulty = {fault.step for fault in run.faults if fault.kind != "restart" and fault.step is not None}
+    return {"restarts": sorted({restart.after for restart in run.history.restarts}), "faults": sorted(faulty)}

@@ -1,0 +1,168 @@
+"""What a run has left in its directory, finished or not, read for a page: what is there, and what could not be read."""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_core.config.tree import build, leaves
+from forge_core.errors import DataError
+from forge_core.redact import redacted, redacted_text
+from forge_train.report.faults import Fault, faults
+from forge_train.report.history import History
+from forge_train.run.directory import RECIPE, ROUTING, SAMPLES
+from forge_train.trackers.jsonl import METRICS, objects
+
+SUMMARY = "report.json"
+
+_Is = Callable[[Any], bool]
+
+
+def _of(*types: type) -> _Is:
+    return lambda value: isinstance(value, types) and not isinstance(value, bool)
+
+
+def _each(test: _Is) -> _Is:
+    return lambda value: isinstance(value, list) and all(map(test, value))
+
+
+def _values(test: _Is) -> _Is:
+    return lambda value: isinstance(value, dict) and all(map(test, value.values()))
+
+
+_text, _number, _table = _of(str), _of(int, float), _of(dict)
+_SHAPES: Mapping[str, _Is] = {
+    **dict.fromkeys(("name", "status", "ended"), _text),
+    **dict.fromkeys(("unigram_entropy", "seconds"), _number),
+    **dict.fromkeys(("machine", "versions", "model"), _table),
+    "bytes_per_token": _values(_number),
+    "routing": lambda value: isinstance(value, dict) and _values(_each(_number))(value.get("layers")),
+    "samples": _each(_table),
+    "checkpoints": _each(lambda value: isinstance(value, dict) and _number(value.get("bytes", 0))),
+    "warnings": _each(_text),
+    "config": lambda value: isinstance(value, str) or _each(_table)(value),
+}
+"""Keys of the summary and what they may hold; see `forge_train.report.write`."""
+
+
+@dataclass
+class Found:
+    """A run as its page shows it, without secrets.
+
+    Attributes:
+        label: what the run is called on the page; runs of one page have different ones.
+        summary: of the end of the run, see `forge_train.report.write`; with newer samples and routing, where there are some.
+        recipe: (dotted key, value, origin) of every key; empty without a recipe.
+        notes: what could not be read.
+    """
+
+    label: str
+    directory: Path = Path()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    faults: Sequence[Fault] = ()
+    recipe: Sequence[tuple[str, Any, str]] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def status(self) -> str:
+        """How the run ended, or that no end of its newest start is recorded."""
+        ended, last = self.summary.get("ended", ""), self.history.last
+        if "status" in self.summary and not (ended and last > ended):
+            return self.summary["status"]
+        restarts = self.history.restarts
+        began = (restarts[-1].time if restarts else self.history.first)[:19]
+        errors = [fault.text for fault in self.faults if fault.kind == "error" and fault.time >= began]
+        return f"broken off: {errors[-1]}" if errors else "going on, or broken off: its newest start has recorded no end"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Value of every key that has one."""
+        return {key: value for key, value, _ in self.recipe if value is not None}
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a run has begun to log there, or has ended there."""
+    return (directory / METRICS).is_file() or (directory / SUMMARY).is_file()
+
+
+def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
+    """The run in `directory`; `summary` takes the place of the one that its last end has left.
+
+    Raises:
+        DataError: it holds no run, or what it left cannot be read.
+    """
+    if not is_run(directory):
+        raise DataError(f"{directory} has neither {METRICS} nor {SUMMARY}: give a run's directory, such as runs/demo")
+    notes: list[str] = []
+    try:
+        history = History.of(objects(directory / METRICS))
+    except OSError as cause:
+        raise DataError(f"{directory / METRICS} cannot be read: {cause.strerror}") from cause
+    if history.unread:
+        lines = "1 line" if history.unread == 1 else f"{history.unread} lines"
+        notes.append(f"{lines} of {METRICS} left out: cut off, or damaged")
+    kept = _checked(dict(_summary(directory)) if summary is None else dict(summary), notes)
+    for name, file in (("samples", SAMPLES), ("routing", ROUTING)):
+        newer = _json(directory / file, notes)
+        kept |= _checked({} if newer is None else {name: redacted(newer)}, notes)
+    return Found(
+        label=kept.get("name") or directory.resolve().name,
+        directory=directory,
+        summary=kept,
+        history=history,
+        faults=faults(directory, history),
+        recipe=_recipe(directory, kept, history, notes),
+        notes=notes,
+    )
+
+
+def _summary(directory: Path) -> Mapping[str, Any]:
+    path = directory / SUMMARY
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as cause:
+        raise DataError(f"{path} is not JSON ({cause}); remove it to write the report from {METRICS} alone") from cause
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not JSON of a run's end, but a {type(found).__name__}; remove it to write the report without")
+    return found
+
+
+def _checked(summary: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Without known keys that hold something else than they should, which is noted."""
+    kept = {key: value for key, value in summary.items() if value is not None}
+    for key in [key for key, value in kept.items() if key in _SHAPES and not _SHAPES[key](value)]:
+        notes.append(f"{key!r} of the run's files is not what it should be, and is left out")
+        del kept[key]
+    return kept
+
+
+def _json(path: Path, notes: list[str]) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        notes.append(f"{path.name} is not JSON, and is left out")
+        return None
+
+
+def _recipe(directory: Path, summary: Mapping[str, Any], history: History, notes: list[str]) -> list[tuple[str, Any, str]]:
+    """The recipe of the end of the run, which knows origins; where a start came after it, that start's."""
+    kept = summary.get("config")
+    newer = summary.get("ended") and history.last > summary["ended"]
+    text, origin = (kept, "the run's recipe") if isinstance(kept, str) else ("", RECIPE)
+    if isinstance(kept, list) and not newer:
+        return [(str(row.get("key")), row.get("value"), str(row.get("origin", ""))) for row in kept]
+    try:
+        if (directory / RECIPE).is_file():
+            text, origin = (directory / RECIPE).read_text(encoding="utf-8"), RECIPE
+        tree = build(tomllib.loads(text), (), lambda _: origin, directory)
+    except (ValueError, OSError):
+        notes.append(f"{origin} is not TOML, and is left out")
+        return []
+    return [(key, redacted(value, key), redacted_text(origin)) for key, value, _ in leaves(tree)] if text else []

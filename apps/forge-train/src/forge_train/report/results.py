@@ -1,0 +1,138 @@
+"""The numbers of runs as tables: how far, how good, how fast, and from which sources."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from forge_core.terminal.quantities import count, duration, size
+from forge_train.report.curves import Series, finite
+from forge_train.report.found import Found
+from forge_train.report.tables import facts, rows
+
+_EVALUATED = ("evaluation/", "/loss")
+
+
+def overview(runs: Sequence[Found]) -> str:
+    """One run as a row of facts, several as a table with a row for each."""
+    told = [_facts(run) for run in runs]
+    if len(runs) == 1:
+        return facts({name: value for name, value in told[0].items() if value and name != "status"})
+    names = [name for name in told[0] if any(one[name] for one in told)]
+    body = [[run.label, *(one[name] or "-" for name in names)] for run, one in zip(runs, told, strict=True)]
+    numbers = range(2, len(names) + 1)
+    return rows(["run", *names], body, numbers=numbers, runs=range(len(runs)))
+
+
+def _facts(run: Found) -> dict[str, str]:
+    history = run.history
+    speed, used = (finite(_series(run, name).values) for name in ("tokens_per_second", "mfu"))
+    memory = finite(_series(run, "device_memory").values) or finite(_series(run, "peak_memory").values)
+    parameters, layout = run.summary.get("model", {}).get("parameters"), run.summary.get("model", {}).get("layout")
+    return {
+        "status": run.status,
+        "steps": f"{history.step:,}" if history.step is not None else "0",
+        "tokens": count(history.tokens) if history.tokens is not None else "",
+        "loss": _loss(_series(run, "loss").last),
+        "tokens/s": count(median(speed)) if speed else "",
+        "MFU": f"{median(used):.1%}" if used else "",
+        "time": duration(history.seconds) if history.seconds else "",
+        "memory": size(int(max(memory))) if memory else "",
+        "parameters": count(parameters) if isinstance(parameters, (int, float)) else "",
+        "layout": str(layout or ""),
+        "restarts": str(len(history.restarts)) if history.restarts else "",
+        "skipped steps": f"{skipped:.0f}" if (skipped := _series(run, "skipped_steps").last) > 0 else "",
+    }
+
+
+def results(runs: Sequence[Found]) -> str:
+    """Losses: nats per token, perplexity, bits per byte where it is known, and how far below the unigram entropy."""
+    found = [(number, line) for number, run in enumerate(runs) for line in _lines(run)]
+    order = list(dict.fromkeys(line[0] for _, line in found))
+    found.sort(key=lambda pair: order.index(pair[1][0]))  # runs next to each other, set by set
+    if not found:
+        return ""
+    several = len(runs) > 1
+    marked = [number for number, _ in found]
+    table = [[runs[number].label, *line] if several else line for number, line in found]
+    head = ["loss on", "step", "nats per token", "perplexity", "bits per byte", "below the entropy by", "lowest (step)"]
+    note = (
+        '<p class="dim">The unigram entropy is the loss of a model that knows only how often each token occurs in the training '
+        "corpus: a model below it has learned from context.</p>"
+    )
+    made = rows(
+        ["run", *head] if several else head, table, numbers=range(1 + several, 7 + several), runs=marked if several else ()
+    )
+    return made + (note if any("unigram_entropy" in run.summary for run in runs) else "")
+
+
+def _lines(run: Found) -> list[list[Any]]:
+    entropy = run.summary.get("unigram_entropy")
+    lines = [line for what, key in [("training", "loss"), *_evaluated(run)] if (line := _result(run, what, key, entropy))]
+    if lines and entropy is not None:
+        lines.append(["unigram entropy of the corpus", "", _loss(entropy), _perplexity(entropy), "", "", ""])
+    return lines
+
+
+def _result(run: Found, what: str, key: str, entropy: float | None) -> list[Any]:
+    series = _series(run, key)
+    if not series.steps:
+        return []
+    loss, per_token = series.last, run.summary.get("bytes_per_token", {}).get(what, 0)
+    bits = f"{loss / math.log(2) / per_token:.4f}" if per_token > 0 and math.isfinite(loss) else "-"
+    below = f"{entropy - loss:+.4f}" if entropy is not None else "-"
+    finite = [(value, step) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
+    lowest = "{:.4f} ({:,})".format(*min(finite)) if finite else "-"
+    return [what, series.steps[-1], _loss(loss), _perplexity(loss), bits, below, lowest]
+
+
+def mixture(runs: Sequence[Found]) -> str:
+    """What was read of every source against what the weights asked for."""
+    table: list[list[Any]] = []
+    marked: list[int] = []
+    for number, run in enumerate(runs):
+        labels = [key[len("data/") : -len("/tokens")] for key in run.history.series if _is_read(key)]
+        read = {label: _series(run, f"data/{label}/tokens").last for label in labels}
+        planned = {label: _series(run, f"data/{label}/planned_tokens").last for label in labels}
+        for label in labels:
+            loss = _loss(_series(run, f"source/{label}/loss").last)
+            line = [label, count(read[label]), _share(read, label), _share(planned, label), loss]
+            table.append([run.label, *line] if len(runs) > 1 else line)
+            marked.append(number)
+    several = len(runs) > 1
+    head = ["source", "tokens read", "share", "planned share", "last loss"]
+    return (
+        rows(["run", *head] if several else head, table, numbers=range(1 + several, 5 + several), runs=marked if several else ())
+        if table
+        else ""
+    )
+
+
+def _is_read(key: str) -> bool:
+    return key.startswith("data/") and key.endswith("/tokens")
+
+
+def _share(of: dict[str, float], label: str) -> str:
+    whole = math.fsum(of.values())
+    return f"{of[label] / whole:.2%}" if whole > 0 else "-"
+
+
+def _evaluated(run: Found) -> list[tuple[str, str]]:
+    """(set, metric) of every evaluation set's loss, in the order of appearance."""
+    start, end = _EVALUATED
+    return [(key[len(start) : -len(end)], key) for key in run.history.series if key.startswith(start) and key.endswith(end)]
+
+
+def _series(run: Found, name: str) -> Series:
+    return run.history.series.get(name, Series())
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if not math.isnan(value) else ""
+
+
+def _perplexity(loss: float) -> str:
+    try:
+        return f"{math.exp(loss):,.2f}"
+    except OverflowError:
+        return "inf"
