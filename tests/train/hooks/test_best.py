@@ -17,9 +17,9 @@ from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
-from forge_train.hooks.best import BestHook
-from forge_train.hooks.early_stop import EarlyStopHook
-from forge_train.hooks.results import Improvement
+from forge_train.hooks.evaluation.best import BestHook
+from forge_train.hooks.evaluation.early_stop import EarlyStopHook
+from forge_train.hooks.evaluation.results import Improvement
 from forge_train.hooks.save import SaveHook
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit

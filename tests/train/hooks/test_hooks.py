@@ -19,7 +19,7 @@ from forge_parallel.launch.watch import Watch
 from forge_parallel.step.phases import Phases
 from forge_train.components.hooks import Evaluate, Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
-from forge_train.hooks.evaluate import EvaluateHook
+from forge_train.hooks.evaluation.evaluate import EvaluateHook
 from forge_train.hooks.replicas import ReplicasHook
 from forge_train.hooks.sample import SampleHook
 from forge_train.hooks.save import SaveHook

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_train.cli import main
-from forge_train.hooks import tasks
+from forge_train.hooks.evaluation import tasks
 from forge_train.inference.harness import HarnessModel, _Wanted, open_tasks, results_of
 from forge_train.inference.laid_out import laid_out, recipe_to_generate
 from forge_train.inference.open import open_weights

@@ -33,6 +33,7 @@ def doctor(
 
     from forge_core.errors import ForgeError
     from forge_core.terminal.console import Console
+    from forge_train.commands.single_process import require_single_process
     from forge_train.doctor.compare import read
     from forge_train.doctor.plan import ACCEPTANCE, QUICK
     from forge_train.doctor.report import Report
@@ -40,7 +41,6 @@ def doctor(
     from forge_train.doctor.step import Settings, exit_code
     from forge_train.doctor.steps.build import sees_gpu
     from forge_train.recipe.load import load
-    from forge_train.single_process import require_single_process
 
     require_single_process("doctor")
     console = Console(as_json=as_json)

@@ -43,8 +43,8 @@ def plan(
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
+    from forge_train.commands.single_process import require_single_process
     from forge_train.recipe.load import load
-    from forge_train.single_process import require_single_process
 
     require_single_process("plan")
     registry = Registry()

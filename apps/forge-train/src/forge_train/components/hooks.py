@@ -61,7 +61,7 @@ class Evaluate(Component):
     """Whose weights: the model's, or their average, which hook `ema` keeps. Results of the average have `@ema` in their names."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.evaluate import EvaluateHook
+        from forge_train.hooks.evaluation.evaluate import EvaluateHook
 
         return EvaluateHook(every=self.every, at_start=self.at_start, weights=self.weights)
 
@@ -89,7 +89,7 @@ class Tasks(Component):
     """Whose weights: the model's, or their average, which hook `ema` keeps; then `NAME@ema` takes the place of NAME."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.tasks import TasksHook
+        from forge_train.hooks.evaluation.tasks import TasksHook
 
         return TasksHook(
             tasks=self.tasks,
@@ -135,7 +135,7 @@ class Best(Component):
     """Whether less or more is better."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.best import BestHook
+        from forge_train.hooks.evaluation.best import BestHook
 
         return BestHook(metric=self.metric, mode=self.mode)
 
@@ -156,7 +156,7 @@ class EarlyStop(Component):
     """By how much a result has to be better than the best one to count as better."""
 
     def build(self) -> "Hook":
-        from forge_train.hooks.early_stop import EarlyStopHook
+        from forge_train.hooks.evaluation.early_stop import EarlyStopHook
 
         return EarlyStopHook(metric=self.metric, mode=self.mode, patience=self.patience, min_delta=self.min_delta)
 

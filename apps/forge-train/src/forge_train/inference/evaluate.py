@@ -16,7 +16,7 @@ from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_parallel.step.step import Step
-from forge_train.hooks.evaluate import perplexity
+from forge_train.hooks.evaluation.evaluate import perplexity
 from forge_train.inference.forge_weights import table_of
 from forge_train.inference.laid_out import laid_out
 from forge_train.inference.tokenizer import tokenizer_for

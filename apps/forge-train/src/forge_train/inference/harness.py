@@ -45,7 +45,7 @@ class HarnessModel(TemplateLM):
         prefix: token that stands before a text without a context; by default the one that ends documents.
 
     Raises:
-        ForgeError: there is no token that could stand before a text.
+        ForgeError: the tokenizer has no token that could stand before a text.
     """
 
     def __init__(

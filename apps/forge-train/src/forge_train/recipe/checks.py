@@ -22,7 +22,7 @@ from forge_train.components.hooks import (
     Save,
     Tasks,
 )
-from forge_train.hooks.results import metrics
+from forge_train.hooks.evaluation.results import metrics
 from forge_train.recipe.schema import Job
 
 

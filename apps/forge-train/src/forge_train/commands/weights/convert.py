@@ -39,9 +39,9 @@ def convert(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_train.commands.single_process import require_single_process
     from forge_train.inference.forge_weights import Cast
     from forge_train.inference.tokenizer import write_tokenizer
-    from forge_train.single_process import require_single_process
 
     require_single_process("convert")
     console, registry = Console(as_json=as_json), Registry()

@@ -43,7 +43,7 @@ def evaluate(
     first = where.rank == 0
 
     def asked() -> None:
-        from forge_train.hooks.tasks import harness
+        from forge_train.hooks.evaluation.tasks import harness
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
         from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
 

@@ -22,9 +22,9 @@ def upcycle(
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
     from forge_models.moe.upcycle import Upcycled
+    from forge_train.commands.single_process import require_single_process
     from forge_train.inference.open import open_weights
     from forge_train.recipe.load import load
-    from forge_train.single_process import require_single_process
 
     require_single_process("upcycle")
     registry = Registry()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_train.hooks.results import Improvement, Mode
+from forge_train.hooks.evaluation.results import Improvement, Mode
 
 MARK = "best"
 """File next to the checkpoints whose one line names the best one."""

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 from forge_core.batch import Batch
 from forge_core.protocols.run import Run
+from forge_train.hooks.evaluation.results import metrics
 from forge_train.hooks.periodic import Periodic
-from forge_train.hooks.results import metrics
 
 _log = logging.getLogger(__name__)
 

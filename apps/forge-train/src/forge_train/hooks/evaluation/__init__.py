@@ -1,0 +1,1 @@
+"""Hooks that evaluate, and hooks that act on results."""
