@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy
 import torch
-from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -74,11 +74,6 @@ class HarnessModel(TemplateLM):
         return self.prefix
 
     @property
-    def device(self) -> torch.device:
-        """That the model computes on."""
-        return self.laid_out.topology.device
-
-    @property
     def tokenizer_name(self) -> str:
         """Names caches of requests."""
         return self.coder.fingerprint
@@ -103,13 +98,13 @@ class HarnessModel(TemplateLM):
                 tokens = torch.zeros(count, len(pairs[chunk[0]][0]), dtype=torch.int64)
                 for row, index in zip(tokens, mine, strict=False):
                     row[: len(pairs[index][0])] = torch.tensor(pairs[index][0])
-                logits = self._logits(tokens.to(self.device))
+                logits = self._logits(tokens.to(topology.device))
                 for row, index in zip(logits, mine, strict=False):
                     found[index] = _score(row, *pairs[index])
         if topology.size > 1:
             if any(topology.layout.data_rank(rank) == topology.data_rank for rank in range(topology.rank)):
                 found.zero_()  # an earlier rank has the same rows, and says so
-            found = topology.all_reduce(found.to(self.device)).cpu()
+            found = topology.all_reduce(found.to(topology.device)).cpu()
         return [(likelihood, bool(greedy)) for likelihood, greedy in found.tolist()]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -216,7 +211,8 @@ class _Wanted:
             raise ForgeError(
                 f"a task asks for {', '.join(sorted(rest))} in generation_kwargs; generation here has no such option"
             )
-        sampling = Sampling(repetition_penalty=penalty, **({"temperature": 1.0} | chosen if sampled else {"temperature": 0.0}))
+        options: dict[str, Any] = {"temperature": 1.0} | chosen if sampled else {"temperature": 0.0}
+        sampling = Sampling(repetition_penalty=penalty, **options)
         texts = [until] if isinstance(until, str) else list(until or ())
         return cls([text for text in texts if text], tokens[0] if tokens else _NEW_TOKENS, sampling)
 
@@ -261,7 +257,7 @@ def results_of(
         limit: questions of each task at most.
     """
     with _generators_kept():
-        found = simple_evaluate(
+        found: Any = simple_evaluate(
             model=model,
             tasks=list(names),
             num_fewshot=shots,
