@@ -52,6 +52,9 @@ class Train:
     collect_every: Annotated[int, Gt(0)] | None = 50
     """Steps after which Python looks for garbage in cycles, on all ranks at once: one that does so alone keeps others waiting.
     Unset (`"none"`), each process does so when it likes."""
+    deterministic: bool = False
+    """The same recipe on the same machines gives the same bits: torch takes kernels that sum in one order, which may be slower,
+    and names an operator that has none. Without it, a GPU may round sums differently each time; a CPU does not."""
     threads: Annotated[int, Gt(0)] | None = None
     """CPU threads per process. By default OMP_NUM_THREADS; without it, the cores that this process may use (affinity, control
     group's quota) divided by the processes on the machine."""

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from forge_parallel.launch.deterministic import same_bits
 from forge_train.run.run import Run
 
 
@@ -16,7 +17,7 @@ def fit(run: Run) -> str:
     """
     for hook in run.hooks:
         hook.start(run)
-    with planned(run.job.train.collect_every) as collect:
+    with same_bits(run.job.train.deterministic), planned(run.job.train.collect_every) as collect:
         for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break
