@@ -17,8 +17,8 @@ FAST = ("debug", "debug-moe", "8b-h200", "8x7b")
 """One of each family of recipes."""
 
 APART = 1e-5
-"""How far a loss in fp32 may be from the record, relatively. Instruction sets round differently: SSE4 and AVX2 were up to 1.4e-7 from
-AVX-512."""
+"""How far a loss in fp32 may be from the record, relatively. Instruction sets round differently: SSE4 and AVX2 were up to 1.4e-7
+from AVX-512."""
 
 
 def test_there_is_a_curve_of_every_preset_and_they_learn() -> None:
