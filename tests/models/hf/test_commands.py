@@ -23,7 +23,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.gather import full
-from forge_train.commands import convert as command
+from forge_train.commands.weights import convert as command
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.open import load_model

@@ -1,11 +1,14 @@
 """What `torch.cuda` says of the devices: the functions that a build with CUDA has in C, under torch's names."""
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 CAPABILITY = (9, 0)
 GIGABYTES = 80
+MEMORY = "FORGE_REHEARSAL_MEMORY"
+"""The environment variable with the bytes that a device says it has, where it is to fill them: host memory is less."""
 
 
 def uncompiled(model: Callable[..., Any] | None = None, **_: Any) -> Any:
@@ -52,6 +55,7 @@ def install(device: Any, compiles: bool) -> None:
     }
     for name, function in in_c.items():
         setattr(torch._C, f"_cuda_{name}", function)
+    torch._C._accelerator_isAllocatorInitialized = lambda: False  # there is no cache to empty
     properties = _properties()
     free = lambda _=None: (properties.total_memory - device.allocated(), properties.total_memory)  # noqa: E731
     in_python: dict[str, Any] = {
@@ -76,7 +80,7 @@ def _properties() -> SimpleNamespace:
         name="NVIDIA H100 (rehearsal)",
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
-        total_memory=GIGABYTES << 30,
+        total_memory=int(os.environ.get(MEMORY, GIGABYTES << 30)),
         multi_processor_count=132,
         warp_size=32,
         pci_domain_id=0,

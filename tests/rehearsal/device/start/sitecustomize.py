@@ -7,6 +7,10 @@ if os.environ.get("FORGE_REHEARSAL_LIBRARY"):
     from rehearsal.device.load import WithTorch
 
     sys.meta_path.insert(0, WithTorch())
+    if os.environ.get("FORGE_REHEARSAL_SMALL"):
+        from rehearsal.device.small import Small
+
+        sys.meta_path.insert(0, Small())
     if os.environ.get("FORGE_REHEARSAL_REACHED") and not os.environ.get("FORGE_REHEARSAL_COMPILER"):
         from pathlib import Path
 

@@ -73,7 +73,7 @@ class Tasks(Component):
 
     key_class: ClassVar = FREE
 
-    tasks: Annotated[list[str], MinLen(1)] = field(default_factory=list)
+    tasks: Annotated[list[str], MinLen(1)]
     """Their names, or those of groups of tasks."""
     every: Annotated[int, Gt(0)] = 1000
     """Optimizer steps between two times; after the last step they are always asked."""
@@ -87,6 +87,18 @@ class Tasks(Component):
     """Texts in one forward of a rank."""
     weights: Literal["model", "ema"] = "model"
     """Whose weights: the model's, or their average, which hook `ema` keeps; then `NAME@ema` takes the place of NAME."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Tasks]":
+        """A task of one question."""
+        question = folder / "question.jsonl"
+        question.write_text('{"text": "a", "answer": 1}\n')
+        (folder / "task.yaml").write_text(
+            f"task: forge_example\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {question}}}}}\ntest_split: test\n"
+            "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: [b, c]\ndoc_to_target: '{{answer}}'\n"
+            "metric_list: [{metric: acc}]\n"
+        )
+        return (cls(tasks=["forge_example"], folder=str(folder), every=2),)
 
     def build(self) -> "Hook":
         from forge_train.hooks.evaluation.tasks import TasksHook

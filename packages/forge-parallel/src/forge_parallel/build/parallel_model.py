@@ -77,7 +77,7 @@ class ParallelModel:
         if self.cut is not None:
             raise PlanError(
                 f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, so no rank "
-                "holds the whole model; use .whole() to generate, .parts, or a layout with pp = 1"
+                "holds the whole model; use .parts, .whole() to generate, or a layout with pp = 1"
             )
         return self.parts[0]
 

@@ -12,6 +12,10 @@ from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, fastest, wait
 
 _MODULE = "forge_train.doctor.steps.collectives"
+_SIZES, _CPU_SIZES = (1 << 20, 1 << 25, 1 << 29), (1 << 16, 1 << 20)
+"""Bytes that are summed."""
+
+_SQUARE, _CPU_SQUARE = 8192, 256
 _STRAGGLER = 1.05
 
 
@@ -21,7 +25,7 @@ def examine(_: Settings) -> Iterator[Check]:
     ranks = 2 if kind == "cpu" else accelerator.count()
     if ranks < 2:
         raise Skip("this node shows one device")
-    sizes = [1 << 16, 1 << 20] if kind == "cpu" else [1 << 20, 1 << 25, 1 << 29]
+    sizes = list(_CPU_SIZES if kind == "cpu" else _SIZES)
     found = spawn(f"{_MODULE}:rank", ranks, [kind, sizes], timeout=240)
     backend = "gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind].upper()
     for name, right in found[0]["right"].items():
@@ -60,7 +64,7 @@ def rank(kind: str, sizes: list[int]) -> dict[str, object]:
         numbers = torch.zeros(length // 4, device=here)
         seconds = _timed(lambda: dist.all_reduce(numbers, group=group), here)  # noqa: B023 (called at once)
         rate[f"all-reduce of {length >> 10} KiB, bus"] = 2 * (ranks - 1) / ranks * length / seconds
-    square = torch.randn(*[256 if kind == "cpu" else 8192] * 2, device=here)
+    square = torch.randn(*[_CPU_SQUARE if kind == "cpu" else _SQUARE] * 2, device=here)
     dist.barrier()
     return {"right": right, "rate": rate, "seconds": fastest(lambda: square @ square, here, 0.1 if kind == "cpu" else 2.0)}
 

@@ -25,7 +25,7 @@ def examine(_: Settings) -> Iterator[Check]:
         one = accelerator.use(index)
         yield _memory(one)
         accelerator.forget_cache()
-        yield _products(one)
+        yield _products(one, _SECONDS)
 
 
 def _memory(one: torch.device) -> Check:
@@ -52,7 +52,7 @@ def _memory(one: torch.device) -> Check:
     return Check(name, "PASS", f"{size(wanted)} of {size(free)} free", expected=expected)
 
 
-def _products(one: torch.device, seconds: float = _SECONDS) -> Check:
+def _products(one: torch.device, seconds: float) -> Check:
     """The same product over and over: what differs in a single bit was computed wrongly."""
     name, expected = f"products of device {one.index}", "the same bits each time"
     generator = torch.Generator(one).manual_seed(0)

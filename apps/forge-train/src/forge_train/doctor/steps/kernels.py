@@ -15,6 +15,7 @@ _KERNELS = {
     "fused_attention_math": "math",
     "attention_math": "math",
 }
+_LENGTH, _CPU_LENGTH = 2048, 128
 _EXPECTED = "a kernel that never holds length x length numbers"
 
 
@@ -22,7 +23,7 @@ def examine(_: Settings) -> Iterator[Check]:
     """The step: attention as blocks call it, then products of experts."""
     here = device()
     cpu = here.type == "cpu"
-    length, dtype = (128, torch.float32) if cpu else (2048, torch.bfloat16)
+    length, dtype = (_CPU_LENGTH, torch.float32) if cpu else (_LENGTH, torch.bfloat16)
     for width in (64, 128, 256):
         for label, options in _calls(length, here).items():
             yield _attention(f"attention, heads of {width}, {label}", width, length, dtype, here, options)
