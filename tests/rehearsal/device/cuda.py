@@ -52,6 +52,7 @@ def install(device: Any, compiles: bool) -> None:
         "resetPeakMemoryStats": lambda _: device.reset_peak(),
         "resetAccumulatedMemoryStats": lambda _: None,
         "emptyCache": lambda: None,
+        "set_sync_debug_mode": lambda _: None,  # `waits.py` counts waits
     }
     for name, function in in_c.items():
         setattr(torch._C, f"_cuda_{name}", function)
