@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils import deterministic
@@ -10,6 +11,9 @@ from torch.utils import deterministic
 from forge_core.errors import PlanError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FILLING: Any = deterministic
+"""A module whose attribute torch makes when it is imported."""
+
 FIXED = (":4096:8", ":16:8")
 """Workspaces with which products on several streams of CUDA are summed in one order; the first is the faster one."""
 
@@ -34,12 +38,12 @@ def same_bits(on: bool) -> Iterator[None]:
             "unset it, or set train.deterministic = false"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, fill = torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory
+    benchmark, fill = torch.backends.cudnn.benchmark, _FILLING.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False  # it chooses kernels by their time
-    deterministic.fill_uninitialized_memory = False  # no number of a run comes from there, and filling takes time
+    _FILLING.fill_uninitialized_memory = False  # no number of a run comes from there, and filling takes time
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = benchmark, fill
+        torch.backends.cudnn.benchmark, _FILLING.fill_uninitialized_memory = benchmark, fill
