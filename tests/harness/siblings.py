@@ -10,7 +10,7 @@ def fast(*chosen: Any, of: Iterable[Any]) -> list[Any]:
     """The cases of a `parametrize`, all but the chosen ones marked slow. A case with several arguments is a tuple.
 
     Raises:
-        ValueError: a chosen one is no case.
+        ValueError: a chosen case is not among them.
     """
     cases = list(of)
     if missing := [case for case in chosen if case not in cases]:

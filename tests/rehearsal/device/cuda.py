@@ -56,7 +56,7 @@ def install(device: Any, compiles: bool) -> None:
     }
     for name, function in in_c.items():
         setattr(torch._C, f"_cuda_{name}", function)
-    torch._C._accelerator_isAllocatorInitialized = lambda: False  # there is no cache to empty
+    torch._C._accelerator_isAllocatorInitialized = lambda: False  # the simulated devices cache no memory
     properties = _properties()
     free = lambda _=None: (properties.total_memory - device.allocated(), properties.total_memory)  # noqa: E731
     in_python: dict[str, Any] = {

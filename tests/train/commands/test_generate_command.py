@@ -143,6 +143,11 @@ def test_what_cannot_be_asked_for_says_why(trained: Path, tmp_path: Path, capsys
         main(["generate", str(trained), "--prompt", "a", "--parallel.tp=2"])
     assert ended.value.code == 2
     assert "--parallel.tp=2: one process has no layout" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", str(trained), "--prompt", "a", "--max-token", "5"])
+    assert "one process has no layout" not in capsys.readouterr().err
     weights = open_weights(trained, Registry())
+    with pytest.raises(ForgeError, match=r"--optimizer\.lr changes nothing here"):
+        recipe_to_generate(weights, ["--optimizer.lr=1"], 2, Registry())
     with pytest.raises(ForgeError, match=r"parallel\.tp"):
         recipe_to_generate(weights, ["--parallel.tp=3"], 3, Registry())

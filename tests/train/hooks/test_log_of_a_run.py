@@ -61,7 +61,7 @@ def test_memory_that_is_held_is_that_of_weights_gradients_and_adam(recipe: Path,
         assert entry["memory/parameters"] == 4 * whole
         assert entry["memory/gradients"] == 4 * trained
         assert entry["memory/optimizer"] == 2 * 4 * trained + 4 * tensors, "two moments, and a count for each tensor"
-        assert "memory/rest" not in entry, "a CPU has no peak of its own"
+        assert "memory/rest" not in entry, "the CPU has no peak that is reset"
 
 
 def test_speed_follows_from_tokens_per_second(recipe: Path, tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ from forge_train.inference.harness import HarnessModel, _Wanted, open_tasks, res
 from forge_train.inference.laid_out import laid_out, recipe_to_generate
 from forge_train.inference.open import open_weights
 from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.run.loop import fit
 from harness.pool import World
 from harness.siblings import fast
-from train.runs import TINY, train
+from train.runs import TINY, prepared, train
 
 LENGTH, END = 32, "<|end|>"
 TEXT = Path(random.__file__).read_text()
@@ -201,6 +202,47 @@ def test_what_cannot_be_asked_says_why(folder: Path, capsys: pytest.CaptureFixtu
     sampled = _Wanted.of({"temperature": 0.7, "top_p": 0.9, "until": "\n"})
     assert (sampled.until, sampled.sampling.temperature, sampled.sampling.top_p) == (("\n",), 0.7, 0.9)
     assert _Wanted.of({"do_sample": False, "temperature": 0.7}).sampling.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--shots", "2"], "--shots: of tasks only"),
+        (["--batch", "2", "--tokenizer", "a"], "--batch, --tokenizer: of tasks only"),
+        (["--tasks", ","], "--tasks names no task"),
+        (["--tasks", "forge_choose", "--recipe", "debug"], "--recipe says which sets are held out"),
+    ],
+)
+def test_an_option_without_a_part_in_the_evaluation_is_refused(
+    folder: Path, given: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", str(folder / "model"), *given])
+    assert ended.value.code == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_that_is_asked_to_stop_leaves_the_questions_and_the_next_start_asks_them(folder: Path, tmp_path: Path) -> None:
+    written, given = recipe(folder, tmp_path)
+    run, _ = prepared(
+        written,
+        [
+            *given[1:],
+            f"--job.dir={tmp_path / 'run'}",
+            f'--hooks=[{{name="tasks",tasks=["forge_choose"],folder="{folder / "tasks"}",every=2}}]',
+        ],
+    )
+    (hook,) = [hook for hook in run.hooks if isinstance(hook, tasks.TasksHook)]
+    made = hook.leaves
+
+    def asked_meanwhile(*arguments: Any) -> bool:
+        run.stop.asked = True
+        return made(*arguments)
+
+    hook.leaves = asked_meanwhile  # type: ignore[method-assign]
+    fit(run)
+    assert run.state.step == 2 and hook.left and dict(hook.state()) == {"left": True}
+    assert not any(name.startswith("tasks/") for name in run.measured)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_training_is_the_same_bit_by_bit_and_the_classes_sum_to_the_window(recip
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ("at=[1], steps=1", {1: 1}),  # there is no step to warm up in
+        ("at=[1], steps=1", {1: 1}),  # the window begins with the first step, so no step is left for the warm-up
         ("at=[2, 6], steps=2, warmup=2", {2: 2, 6: 2}),
         ("every=4, steps=1", {4: 1, 8: 1}),
         ("at=[7], steps=3", {7: 2}),  # the run ends after 8

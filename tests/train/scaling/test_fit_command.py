@@ -131,7 +131,7 @@ def test_seeds_count_each_and_of_other_keys_the_best_run(tmp_path: Path) -> None
 
 
 def test_a_pause_in_a_metric_is_not_the_end(tmp_path: Path) -> None:
-    """An evaluation before the last step does not stand for it, unless unfinished runs count."""
+    """A loss evaluated before the last step is not taken as the final loss, unless unfinished runs count."""
     folder = single(tmp_path, "a")
     JsonlTracker(folder / METRICS).write(30, {"loss": 1.0, "tokens": 30 * 512})
     assert gather([folder]).runs[0].loss == 3.0

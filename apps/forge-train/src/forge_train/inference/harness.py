@@ -1,10 +1,11 @@
 """A model of Forge as `lm_eval.api.model.LM`: the tasks of the LM Evaluation Harness (Gao et al., EleutherAI) on a model that is
 being trained, or on stored weights, in any layout. Needs the extra `forge-train[eval]`."""
 
+import itertools
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,6 +43,7 @@ class HarnessModel(TemplateLM):
         tokenizer: its text.
         batch: rows in one forward of a rank.
         begin: tokens that every text begins with.
+        before: called before each forward of new texts, on all ranks alike, with how many there were; it may raise to leave them.
         prefix: token that stands before a text without a context; by default the one that ends documents.
 
     Raises:
@@ -49,7 +51,14 @@ class HarnessModel(TemplateLM):
     """
 
     def __init__(
-        self, model: ParallelModel, tokenizer: Tokenizer, *, batch: int = 8, begin: Sequence[int] = (), prefix: int | None = None
+        self,
+        model: ParallelModel,
+        tokenizer: Tokenizer,
+        *,
+        batch: int = 8,
+        begin: Sequence[int] = (),
+        prefix: int | None = None,
+        before: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
         if tokenizer.eos is None and prefix is None:
@@ -60,6 +69,7 @@ class HarnessModel(TemplateLM):
         self.whole: Any = model.whole()
         self.max_length: int = self.whole.shape.max_length
         self._told = False
+        self._before, self._count = before, itertools.count()
 
     @property
     def eot_token_id(self) -> int:
@@ -92,6 +102,7 @@ class HarnessModel(TemplateLM):
         with self._asked():
             for first in range(0, len(order), self.batch * topology.data_size):
                 chunk = order[first : first + self.batch * topology.data_size]
+                self._before(next(self._count))
                 count = -(-len(chunk) // topology.data_size)
                 mine = chunk[topology.data_rank * count : (topology.data_rank + 1) * count]
                 # Every rank makes the same forwards: ranks without a row left bring one of zeros.
@@ -143,6 +154,7 @@ class HarnessModel(TemplateLM):
                 prompts = {index: self._cut(self.tok_encode(requests[index].args[0]), room) for index in indices}
                 order = sorted(indices, key=lambda index: -len(prompts[index]))
                 for first in range(0, len(order), self.batch):
+                    self._before(next(self._count))
                     chunk = order[first : first + self.batch]
                     made = self._made([prompts[index] or [self.prefix_token_id] for index in chunk], wanted)
                     texts = [made[chunk.index(index)] if index in chunk else text for index, text in enumerate(texts)]

@@ -18,6 +18,9 @@ from forge_train.recipe.load import Resolved, load
 from forge_train.run.assemble import plan_of
 from forge_train.run.initial_weights import fill_from
 
+_SECTIONS = ("parallel", "transforms", "precision")
+"""What an override may change; nothing of the others is used."""
+
 _COMPUTES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -26,7 +29,7 @@ def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, r
     `--parallel.AXIS=N` says, data ranks that share the model where it says none.
 
     Raises:
-        ForgeError: the overrides have faults, or lay the model out in a way that is refused.
+        ForgeError: the overrides have faults, change what is not used, or lay the model out in a way that is refused.
     """
     dtypes = [getattr(torch, stored.dtype) for stored in weights.tensors.values()]
     widest = reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.is_floating_point), torch.bfloat16)
@@ -44,7 +47,14 @@ def recipe_to_generate(weights: Weights, overrides: Sequence[str], world: int, r
     }
     tree = build(values, (), lambda _: weights.facts.origin, Path.cwd())
     assert isinstance(tree, Table)
-    return load(tree, overrides, world, registry)
+    resolved = load(tree, overrides, world, registry)
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        if override.startswith("--") and key.partition(".")[0] not in _SECTIONS:
+            raise ForgeError(
+                f"--{key} changes nothing here: only [{'], ['.join(_SECTIONS)}] say how a model is laid out; leave it out"
+            )
+    return resolved
 
 
 def laid_out(weights: Weights, resolved: Resolved, device: torch.device, registry: Registry) -> ParallelModel:

@@ -3,8 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -42,6 +42,21 @@ class Interrupted(KeyboardInterrupt):
     exit_code = REQUEUE
 
 
+@contextmanager
+def heard(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, signals that ask to stop call `note`; in the main thread. SIGHUP stays ignored where it was, as under nohup."""
+    previous = []
+    for number in _NOTED:
+        handler = signal.getsignal(number)
+        if not (number == signal.SIGHUP and handler is signal.SIG_IGN):
+            previous.append((number, signal.signal(number, note)))
+    try:
+        yield
+    finally:
+        for number, handler in previous:
+            signal.signal(number, handler)
+
+
 class Signals:
     """What asks a run to stop: SIGTERM and SIGINT, and what schedulers and terminals send, SIGUSR1, SIGUSR2 and SIGHUP.
 
@@ -58,19 +73,9 @@ class Signals:
         self._when = 0.0
         self._at_once = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Inside, signals are noted; in the main thread."""
-        previous = []
-        for number in _NOTED:
-            handler = signal.getsignal(number)
-            if not (number == signal.SIGHUP and handler is signal.SIG_IGN):
-                previous.append((number, signal.signal(number, self._note)))
-        try:
-            yield
-        finally:
-            for number, handler in previous:
-                signal.signal(number, handler)
+        return heard(self._note)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

@@ -1,11 +1,10 @@
 """Signals to a sweep are for its runs: each one is passed on, and the sweep ends when they have saved."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
 
-_NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from forge_train.run.stop import heard
 
 
 class Asked:
@@ -20,19 +19,9 @@ class Asked:
         self.times = 0
         self.name = ""
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, signals are noted; in the main thread. SIGHUP stays ignored where it was, as under nohup."""
-        previous = []
-        for number in _NOTED:
-            handler = signal.getsignal(number)
-            if not (number == signal.SIGHUP and handler is signal.SIG_IGN):
-                previous.append((number, signal.signal(number, self._note)))
-        try:
-            yield
-        finally:
-            for number, handler in previous:
-                signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, signals are noted; in the main thread."""
+        return heard(self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.times += 1

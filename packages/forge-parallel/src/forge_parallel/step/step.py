@@ -124,18 +124,18 @@ class Step:
             begin(self._observers, self.model, moved)
         terms, names = self._forward_backward(moved, divisor)
         with self.phases("reduce"):
-            return self._reduce(moved, terms, names, tokens, (stop, trace))
+            return self._reduce(moved, terms, names, (tokens, divisor), (stop, trace))
 
     def _reduce(
         self,
         moved: Sequence[Batch],
         terms: Sequence[LossTerms],
         names: Sequence[str],
-        tokens: torch.Tensor,
+        counted: tuple[torch.Tensor, torch.Tensor],
         wishes: tuple[bool, bool],
     ) -> StepResult:
-        """Collective: the numbers of all ranks."""
-        topology, divisor = self.model.topology, tokens.clamp(min=1)
+        """Collective: the numbers of all ranks; `counted` are the step's tokens, and what its sums are divided by."""
+        topology, (tokens, divisor) = self.model.topology, counted
         after_backward(self.model)
         sources = sources_of(moved)
         if speaks(self.model):

@@ -1,6 +1,7 @@
 """`forge-train evaluate CHECKPOINT`: loss on held-out sets."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ def evaluate(
     folder: Annotated[Path | None, typer.Option(help="A folder with task files of your own.")] = None,
     shots: Annotated[int | None, typer.Option(help="Examples before each question; what the task says when absent.")] = None,
     limit: Annotated[int | None, typer.Option(help="Questions of each task at most.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts in one forward of a process, for tasks.")] = 8,
+    batch: Annotated[int | None, typer.Option(help="Texts in one forward of a process, for tasks; 8 when absent.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="For tasks: a tokenizer.json or sentencepiece model to use.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
@@ -42,6 +43,8 @@ def evaluate(
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first = where.rank == 0
 
+    of_tasks = {"--folder": folder, "--shots": shots, "--limit": limit, "--batch": batch, "--tokenizer": tokenizer}
+
     def asked() -> None:
         from forge_train.hooks.evaluation.tasks import harness
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
@@ -57,7 +60,7 @@ def evaluate(
         device = process_group.start(where, resolved.job.parallel.timeout)
         begin, prefix = bos_tokens(opened, tokenizer), opened.facts.special_tokens.get("bos_token_id")
         model = harness().HarnessModel(
-            laid_out(opened, resolved, device, registry), coder, batch=batch, begin=begin, prefix=next(iter(begin), prefix)
+            laid_out(opened, resolved, device, registry), coder, batch=batch or 8, begin=begin, prefix=next(iter(begin), prefix)
         )
         results = harness().results_of(model, names, index, shots, limit)
         for name, metrics in results.items() if first and not as_json else ():
@@ -79,4 +82,25 @@ def evaluate(
         if first and as_json:
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "sets": found})
 
-    on_ranks(where, console, evaluated if tasks is None else asked)
+    def body() -> None:
+        _refuse_unused(tasks, recipe, of_tasks)
+        evaluated() if tasks is None else asked()
+
+    on_ranks(where, console, body)
+
+
+def _refuse_unused(tasks: str | None, recipe: str | None, of_tasks: Mapping[str, object]) -> None:
+    """What has no part in what is asked for.
+
+    Raises:
+        ForgeError: options that would change nothing; or --tasks names none.
+    """
+    from forge_core.errors import ForgeError
+
+    if tasks is None:
+        if given := [name for name, value in of_tasks.items() if value is not None]:
+            raise ForgeError(f"{', '.join(given)}: of tasks only; name some with --tasks, or leave it out")
+    elif recipe is not None:
+        raise ForgeError("--recipe says which sets are held out, and tasks have their own questions; leave it or --tasks out")
+    elif not [name for name in tasks.split(",") if name]:
+        raise ForgeError("--tasks names no task; give some with commas between, such as --tasks hellaswag,arc_easy")

@@ -150,6 +150,8 @@ def _model(
 
     if where.size == 1:
         if overrides:
+            if not all(given.startswith("--parallel.") for given in overrides):
+                recipe_to_generate(weights, overrides, 1, registry)  # says what is wrong with a misspelled one
             raise ForgeError(f"{overrides[0]}: one process has no layout; start several with torchrun, or leave it out")
         yield load_model(weights), None
         return

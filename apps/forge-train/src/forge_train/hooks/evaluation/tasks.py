@@ -25,8 +25,13 @@ def harness() -> Any:
         raise ForgeError('tasks need the LM Evaluation Harness: pip install "forge-train[eval]"') from cause
 
 
+class _Left(Exception):
+    """The run was asked to stop, between two batches of questions."""
+
+
 class TasksHook(Periodic):
-    """Asks every task on all ranks alike, which share its questions, and logs its metrics. Training goes on as without it."""
+    """Asks every task on all ranks alike, which share its questions, and logs its metrics. Training goes on as without it, and a
+    run that is asked to stop meanwhile leaves it, without a result."""
 
     leisurely = True
 
@@ -53,13 +58,20 @@ class TasksHook(Periodic):
 
     def act(self, run: Run) -> None:
         """Asks all of them."""
-        run.watch.enter("tasks of the LM Evaluation Harness")
         found = harness()
         assert run.data.tokenizer is not None, "`check` refuses a run without a tokenizer"
+
+        def look(count: int) -> None:
+            if self.leaves(run, "tasks of the LM Evaluation Harness", count):
+                raise _Left
+
         index = self._index or found.open_tasks(self.tasks, self.folder)
-        with nullcontext() if self.weights == "model" else run.weights(self.weights):
-            model = found.HarnessModel(run.model, run.data.tokenizer, batch=self.batch)
-            results = found.results_of(model, self.tasks, index, self.shots, self.limit)
+        try:
+            with nullcontext() if self.weights == "model" else run.weights(self.weights):
+                model = found.HarnessModel(run.model, run.data.tokenizer, batch=self.batch, before=look)
+                results = found.results_of(model, self.tasks, index, self.shots, self.limit)
+        except _Left:
+            return
         at = "" if self.weights == "model" else f"@{self.weights}"
         values = {f"tasks/{name}{at}/{metric}": value for name, one in results.items() for metric, value in one.items()}
         run.measured.update({name: (run.state.step, value) for name, value in values.items()})
