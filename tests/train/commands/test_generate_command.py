@@ -68,6 +68,16 @@ def test_prompts_of_a_file_are_continued_together(trained: Path, tmp_path: Path,
     assert again["texts"][0]["text"] == found["texts"][0]["text"].partition(stop)[0]
 
 
+def test_a_token_that_ends_a_text_is_not_part_of_it(trained: Path) -> None:
+    model: Any = load_model(open_weights(trained, Registry()))
+    coder, sampling = ByteTokenizer(), Sampling(temperature=1.3, seed=5)
+    (row,) = generate(model, [coder.encode(PROMPTS[0]).tolist()], sampling, max_tokens=8)
+    begun = Continuation(model, coder, sampling, max_tokens=8, ends=frozenset({row[5]}))
+    kept = row[: row.index(row[5])]
+    assert begun.together(PROMPTS[:1]) == [coder.decode(kept)]
+    assert begun.tokens == len(kept) + 1
+
+
 def test_the_average_of_the_weights_writes_another_text(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (trained, "--prompt", "def one", "--max-tokens", 8, "--temperature", 0)
     for weights in ("model", "ema"):

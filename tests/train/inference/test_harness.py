@@ -68,7 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|first|>", END], initial_alphabet=alphabet)
+    )
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, model_max_length=LENGTH)
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -155,7 +157,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", fast("dp2", of=LAYOUTS))
+@pytest.mark.parametrize("layout", fast("dp2tp2", of=LAYOUTS))
 def test_a_layout_answers_like_one_process(world: World, folder: Path, layout: str) -> None:
     size = 4 if layout == "dp2tp2" else 2
     alone, results = asked(folder, [], 1)
