@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from forge_train.cli import main
 from forge_train.trackers.jsonl import read
 from train.runs import TINY
 
@@ -239,3 +240,22 @@ def test_the_allocator_of_gpus_grows_unless_it_is_set(here: Path, own: dict[str,
     environment = {name: value for name, value in ENVIRONMENT.items() if not name.endswith("ALLOC_CONF")} | own
     done = subprocess.run([sys.executable, "-c", ALLOCATOR], cwd=here, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == str(expected), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        (["run", "debug", "--frsh"], "Did you mean --fresh?"),
+        (["check", "debug", '--optimzer={name="lion"}'], "Did you mean --optimizer?"),
+        (["evaluate", "runs/debug", "--shotz", "3"], "Did you mean --shots?"),
+        (["generate", "runs/debug", "--promt=x"], "Did you mean --prompt?"),
+        (["plan", "debug", "--zzzz"], "neither an option nor a section"),
+    ],
+)
+def test_a_misspelled_option_is_refused_with_what_is_near(
+    given: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert near in " ".join(capsys.readouterr().err.split())

@@ -1,9 +1,10 @@
-"""What the shell offers behind a command: recipes, and the keys that a recipe has, each as `--section.key=`.
+"""Commands that take keys of a recipe, each as `--section.key=`: what the shell offers behind them, and what is none of them.
 
-`forge-train --install-completion` switches it on; nothing here runs otherwise, and torch is never imported.
+`forge-train --install-completion` switches completion on; torch is never imported.
 """
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,24 @@ RECIPE = "recipe"
 
 
 class OverridesCommand(TyperCommand):
-    """A command that takes a recipe and overrides."""
+    """A command that takes overrides of a recipe."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does. What is neither an option nor a key of a recipe is refused with what is near.
+
+        Raises:
+            ForgeError: for it.
+        """
+        rest = super().parse_args(ctx, args)
+        unknown = [given[2:].partition("=")[0] for given in ctx.args if given.startswith("--")]
+        if whole := [name for name in unknown if "." not in name]:
+            known = [*_sections(), *(option[2:] for item in self.params for option in item.opts if option.startswith("--"))]
+            if wrong := next((name for name in whole if name not in known), None):
+                near = "".join(f" Did you mean --{name}?" for name in get_close_matches(wrong, known, n=1))
+                raise ForgeError(
+                    f"--{wrong} is neither an option nor a section of a recipe; its keys are written --section.key=value.{near}"
+                )
+        return rest
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Options of the command, then keys of the recipe that was given."""
@@ -33,6 +51,14 @@ class OverridesCommand(TyperCommand):
         if incomplete.startswith("-"):
             options += [item(f"--{key}=") for key in keys(recipe) if f"--{key}".startswith(incomplete)]
         return options
+
+
+def _sections() -> list[str]:
+    from dataclasses import fields
+
+    from forge_train.recipe.schema import Job
+
+    return [item.name for item in fields(Job)]
 
 
 def recipes(incomplete: str) -> list[str]:
