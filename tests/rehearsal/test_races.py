@@ -244,6 +244,7 @@ def _right_without_a_wait() -> None:
     packed = {"stream_id": first.stream_id, "device_index": 0, "device_type": first.device_type}
     assert first != second and first == torch.cuda.Stream(**packed)
     assert torch.cuda.current_stream() == torch.cuda.default_stream() != first
+    torch.cuda.synchronize()  # what is freed now may be used by the next test of this process, on another stream
 
 
 def test_what_needs_no_wait(devices: World) -> None:
