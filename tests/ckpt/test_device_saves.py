@@ -13,7 +13,7 @@ from ckpt.late_device import PACES, Queue
 from ckpt.ranks import digest, sample, whole
 from ckpt.test_store import Faulty
 from forge_ckpt.format import tensor_files
-from forge_ckpt.format.tensor_files import DTYPES, RankFile
+from forge_ckpt.format.tensor_files import DTYPES, file_of
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving import resume
 from forge_ckpt.saving.resume import load
@@ -59,7 +59,7 @@ def test_a_checkpoint_has_the_bytes_of_a_cpu(queue: Queue, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_written_anew_has_all_chunks(queue: Queue) -> None:
-    file = RankFile(whole(sample()))
+    file = file_of(whole(sample()))
     next(iter(file))
     first = [bytes(view) for view in file]
     sums = list(file.checksums)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt.ranks import whole
-from forge_ckpt.format.tensor_files import CHUNK_BYTES
+from forge_ckpt.format.elements import CHUNK_BYTES
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save

@@ -13,7 +13,7 @@ import torch
 from ckpt.late_device import PACES, Queue
 from ckpt.ranks import whole
 from forge_ckpt.format import tensor_files
-from forge_ckpt.format.tensor_files import RankFile
+from forge_ckpt.format.tensor_files import file_of
 from forge_ckpt.transfer.device import queued, way_to
 from forge_ckpt.transfer.turns import Turns, to_device, to_host
 
@@ -122,7 +122,7 @@ def address(view: memoryview) -> int:
 def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 100)
     tensor = torch.randn(9, 7)
-    found = [(address(view), len(view)) for view in RankFile(whole({"t": tensor}))]
+    found = [(address(view), len(view)) for view in file_of(whole({"t": tensor}))]
     assert found == [(tensor.data_ptr(), 100), (tensor.data_ptr() + 100, 100), (tensor.data_ptr() + 200, 52)]
     seen: list[int] = []
     flat = tensor.view(-1).view(torch.uint8)

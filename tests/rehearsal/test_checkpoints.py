@@ -9,7 +9,8 @@ import torch
 
 from ckpt.ranks import digest, whole
 from forge_ckpt.format import tensor_files
-from forge_ckpt.format.tensor_files import CHUNK_BYTES, DTYPES
+from forge_ckpt.format.elements import CHUNK_BYTES
+from forge_ckpt.format.tensor_files import DTYPES
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from forge_ckpt.format.boxes import cover_fault
-from forge_ckpt.format.tensor_files import DTYPES
+from forge_ckpt.format.elements import ITEMSIZE
 from forge_core.errors import CheckpointError
 
 _MAX_DIMS, _MAX_NAME = 16, 1024
@@ -26,7 +26,7 @@ class TensorInfo:
 
     @property
     def bytes(self) -> int:
-        return volume(self.shape) * DTYPES[self.dtype].itemsize
+        return volume(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def build(
     for position, info in enumerate(tensors):
         shapes[position, : len(info.shape)] = info.shape
     _check_cover(tensors, shapes, tensor, offset, extent)
-    itemsize = np.array([DTYPES[info.dtype].itemsize for info in tensors], dtype=np.int64)
+    itemsize = np.array([ITEMSIZE[info.dtype] for info in tensors], dtype=np.int64)
     length = extent.prod(axis=1) * itemsize[tensor] if len(tensor) else np.zeros(0, dtype=np.int64)
     ends = np.cumsum(length)
     borders = np.searchsorted(file, np.arange(len(files) + 1))
@@ -164,9 +164,9 @@ def check_tensor(name: Any, dtype: Any, shape: tuple[Any, ...]) -> None:
         isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable(),
         f"{str(name)[:80]!r} is an invalid tensor name",
     )
-    need(isinstance(dtype, str) and dtype in DTYPES, f"{name}: dtype {str(dtype)[:80]!r} is unknown")
+    need(isinstance(dtype, str) and dtype in ITEMSIZE, f"{name}: dtype {str(dtype)[:80]!r} is unknown")
     need(len(shape) <= _MAX_DIMS and all(map(is_whole, shape)), f"{name}: {str(shape)[:200]} is not a valid shape")
-    need(volume([max(size, 1) for size in shape]) * DTYPES[dtype].itemsize <= _MAX_TENSOR_BYTES, f"{name}: too large")
+    need(volume([max(size, 1) for size in shape]) * ITEMSIZE[dtype] <= _MAX_TENSOR_BYTES, f"{name}: too large")
 
 
 def is_whole(value: Any) -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from forge_ckpt.format.manifest import Manifest, TensorInfo, build, check_tensor
+from forge_ckpt.format.elements import ITEMSIZE
+from forge_ckpt.format.manifest import Manifest, TensorInfo, build
 from forge_ckpt.format.names import rank_file
-from forge_ckpt.format.tensor_files import DTYPES, dtype_name
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
 
 
 @dataclass(frozen=True)
@@ -42,42 +41,8 @@ class RankTable:
 
     @property
     def bytes(self) -> int:
-        itemsize = np.array([DTYPES[info.dtype].itemsize for info in self.tensors], dtype=np.int64)
+        itemsize = np.array([ITEMSIZE[info.dtype] for info in self.tensors], dtype=np.int64)
         return int((self.extent.prod(axis=1) * itemsize[self.tensor]).sum()) if len(self.tensor) else 0
-
-
-def of_pieces(pieces: Sequence[Piece]) -> tuple[RankTable, list[Piece]]:
-    """The table of a rank before its checksums are known, and the pieces that it writes.
-
-    Raises:
-        CheckpointError: a piece cannot be stored, or two pieces disagree about a tensor.
-    """
-    known: dict[str, int] = {}
-    tensors: list[TensorInfo] = []
-    written: list[Piece] = []
-    for piece in pieces:
-        shape = tuple(int(size) for size in piece.shape)
-        info = TensorInfo(piece.name, dtype_name(piece.local, piece.name), shape)
-        try:
-            check_tensor(info.name, info.dtype, info.shape)
-        except ValueError as cause:
-            raise CheckpointError(str(cause)) from cause
-        if len(shape) != piece.local.dim() or len(shape) != len(piece.offset):
-            raise CheckpointError(f"{piece.name}: shape {shape}, offset {tuple(piece.offset)} and box {tuple(piece.local.shape)}")
-        if known.setdefault(info.name, len(tensors)) == len(tensors):
-            tensors.append(info)
-        elif tensors[known[info.name]] != info:
-            raise CheckpointError(f"{info.name}: two pieces disagree: {tensors[known[info.name]]} and {info}")
-        if piece.owned and piece.local.numel():
-            written.append(piece)
-    dims = max([1, *(len(info.shape) for info in tensors)])
-    offset = np.zeros((len(written), dims), dtype=np.int64)
-    extent = np.ones((len(written), dims), dtype=np.int64)
-    for row, piece in enumerate(written):
-        offset[row, : len(piece.shape)] = [int(low) for low in piece.offset]
-        extent[row, : len(piece.shape)] = piece.local.shape
-    tensor = np.array([known[piece.name] for piece in written], dtype=np.int64)
-    return RankTable(tuple(tensors), tensor, offset, extent), written
 
 
 def pack(table: RankTable, with_signature: bool) -> bytes:
@@ -133,7 +98,7 @@ def join(tables: Sequence[RankTable], *, step: int, generation: str, meta: Mappi
     tensor = np.concatenate([empty[:, 0], *(placed[id(table.tensors)][table.tensor] for _, table in writing)])
     extent = np.concatenate([empty, *(table.extent for _, table in writing)])
     counts = [len(table.tensor) for _, table in writing]
-    itemsize = np.array([DTYPES[info.dtype].itemsize for info in tensors.values()], dtype=np.int64)
+    itemsize = np.array([ITEMSIZE[info.dtype] for info in tensors.values()], dtype=np.int64)
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(extent.prod(axis=1) * itemsize[tensor])])
     sizes = np.diff(ends[np.cumsum([0, *counts])]).tolist()
     return build(

@@ -1,36 +1,20 @@
-"""Tensors as bytes: one flat file per rank, its pieces back to back, each with an xxh3_128 checksum.
+"""Tensors as bytes: little-endian and row-major, in chunks that come from a device or go there."""
 
-A rank file has no header. The manifest says which pieces it holds, in order; a piece's length follows from its box and
-dtype and its place from the lengths before it, so no two statements about a file can contradict each other. Elements are
-little-endian and row-major.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from math import prod
 
 import torch
-import xxhash
 
+from forge_ckpt.format.elements import CHUNK_BYTES, ITEMSIZE
+from forge_ckpt.format.rank_file import RankFile
 from forge_ckpt.transfer.turns import Turns, to_device, to_host
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store
 
-CHUNK_BYTES = 4 << 20
-"""Bytes that are copied, hashed and written or read at a time."""
-
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
-        *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
-    if hasattr(torch, name)
-}
-"""Every dtype that a checkpoint can hold, by its torch name."""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
+"""Those of `ITEMSIZE` that this torch has."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -60,37 +44,14 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-class RankFile:
-    """The bytes of one rank's pieces; iterating writes `checksums`, iterating again starts anew.
+def file_of(pieces: Sequence[Piece]) -> RankFile:
+    """The file of these pieces. While a chunk is hashed and written, the next one comes from the device."""
 
-    A chunk is of use until the next one is asked for. While it is hashed and written, the next one comes from the device.
-    """
+    def source() -> Generator[memoryview]:
+        chunks = chain.from_iterable(byte_chunks(piece.local) for piece in pieces)
+        return to_host(chunks, Turns(CHUNK_BYTES))
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = pieces
-        self.checksums: list[bytes] = []
-
-    def __iter__(self) -> Iterator[memoryview]:
-        self.checksums = []
-        sources = chain.from_iterable(byte_chunks(piece.local) for piece in self.pieces)
-        with closing(to_host(sources, Turns(CHUNK_BYTES))) as chunks:
-            for piece in self.pieces:
-                digest = xxhash.xxh3_128()
-                count = -(-piece.local.numel() * piece.local.element_size() // CHUNK_BYTES)
-                for chunk in islice(chunks, count):
-                    digest.update(chunk)
-                    yield chunk
-                self.checksums.append(digest.digest())
-
-
-def checksum(store: Store, path: str, start: int, length: int, buffer: memoryview) -> bytes:
-    """xxh3_128 of a range of a file, read through `buffer`."""
-    digest = xxhash.xxh3_128()
-    for offset in range(0, length, len(buffer)):
-        part = buffer[: min(len(buffer), length - offset)]
-        store.read_into(path, start + offset, part)
-        digest.update(part)
-    return digest.digest()
+    return RankFile([piece.local.numel() * piece.local.element_size() for piece in pieces], source)
 
 
 def copy_box(

@@ -12,9 +12,10 @@ import numpy as np
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.format.boxes import meeting
 from forge_ckpt.format.codec import decode
+from forge_ckpt.format.elements import CHUNK_BYTES
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed, free_name, is_safe
-from forge_ckpt.format.tensor_files import CHUNK_BYTES, copy_box, dtype_name
+from forge_ckpt.format.tensor_files import copy_box, dtype_name
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_ckpt.store.visible import hidden_file

@@ -1,35 +1,18 @@
-"""Synchronous saves: all ranks' files, a manifest that covers every tensor exactly, then one rename.
+"""Synchronous saves: from live tensors to a checkpoint, while the caller waits."""
 
-Until that rename nothing that was there has changed; after it the checkpoint is complete and durable. Every rank learns the
-fate of every other before anything is committed.
-"""
-
-import errno
-import json
-import logging
-import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from forge_ckpt.format.codec import check_meta, encode
-from forge_ckpt.format.names import LATEST, MANIFEST, SAVING, SUPERSEDED, committed, free_name, next_name, rank_file
-from forge_ckpt.format.table import RankTable, join, of_pieces, pack, unpack
-from forge_ckpt.format.tensor_files import RankFile
-from forge_ckpt.ranks.collective import describe_error, from_rank_0
-from forge_ckpt.store.marks import check_mark, point, pointed
-from forge_ckpt.store.retention import retain, sweep
-from forge_ckpt.store.visible import hidden_file
+from forge_ckpt.format.manifest import TensorInfo, check_tensor
+from forge_ckpt.format.table import RankTable
+from forge_ckpt.format.tensor_files import dtype_name, file_of
+from forge_ckpt.ranks.collective import describe_error
+from forge_ckpt.saving.write import Draft, Order, write
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
-from forge_core.terminal.quantities import size
-
-_log = logging.getLogger(__name__)
-_EMPTY = RankTable((), np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int64), np.ones((0, 1), dtype=np.int64))
 
 
 def save(
@@ -48,159 +31,55 @@ def save(
 
     Args:
         pieces: this rank's boxes; those it owns are written, all of them say which tensors there must be.
-        meta: JSON kept with the tensors (configuration, cursor, counters, ...); rank 0's counts.
-        step: the optimizer step; saving a step again puts a new generation in place of the old.
-        keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
-        spare: steps whose checkpoints are kept in addition, however old.
-        marks: steps by the names of the files that are to name their checkpoints (`store.marks`); they are kept as well.
-        may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
-
-    Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
+        meta, step, keep, spare, marks: see `write.Order`; rank 0's counts.
+        may: see `write.write`.
 
     Raises:
         CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
             intact, and what was written is removed.
     """
-    # Each phase ends in a collective that every rank reaches, also after an error: a rank that left early would
-    # leave the others waiting.
-    table, written, error = _EMPTY, [], None
+    return write(store, draft_of(pieces), Order(step, meta, keep, spare, marks), world, may)
+
+
+def draft_of(pieces: Iterable[Piece]) -> Draft:
+    """What this rank adds; the file reads the live tensors. What is wrong with them is its error."""
     try:
-        table, written = of_pieces(list(pieces))
-        if world.rank == 0:
-            _check_step(step)
-            for mark in marks:
-                check_mark(mark)
-            check_meta(dict(meta))
+        table, written = table_of(list(pieces))
     except Exception as cause:  # noqa: BLE001 (the caller's pieces may raise anything; every rank must learn of it)
-        error = describe_error(cause)
-    intent = {"error": error, "step": step, "bytes": table.bytes, "digest": table.digest}
-    intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
-    _raise_first(step, [found["error"] for found in intents])
-    if {found["step"] for found in intents} != {step}:
-        raise CheckpointError(f"ranks save different steps: {sorted({found['step'] for found in intents})}")
+        empty = np.zeros((0, 1), dtype=np.int64)
+        return Draft(RankTable((), empty[:, 0], empty, empty), error=describe_error(cause))
+    return Draft(table, file_of(written) if written else None)
 
-    needed = sum(found["bytes"] for found in intents)
-    refusal = partial(_refusal, step, store)
-    opening = from_rank_0(world, lambda: _open(store, step, needed, may), lambda cause: refusal(0, cause, needed))
-    temporary = opening["temporary"]
 
-    reply = b""
-    try:
-        if written:
-            file = RankFile(written)
-            store.write(f"{temporary}/{rank_file(world.rank)}", file)
-            table = replace(table, checksum=b"".join(file.checksums))
-        first = [found["digest"] for found in intents].index(table.digest)
-        reply = b"=" + pack(table, with_signature=first == world.rank)
-    except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; every rank must learn of it)
-        reply = b"!" + _describe(cause, store, table.bytes).encode()
-    replies = world.all_gather(reply)
-    errors = [found[1:].decode() if found[:1] == b"!" else None for found in replies]
+def table_of(pieces: Sequence[Piece]) -> tuple[RankTable, list[Piece]]:
+    """The table of a rank before its checksums are known, and the pieces that it writes.
 
-    def commit() -> str:
+    Raises:
+        CheckpointError: a piece cannot be stored, or two pieces disagree about a tensor.
+    """
+    known: dict[str, int] = {}
+    tensors: list[TensorInfo] = []
+    written: list[Piece] = []
+    for piece in pieces:
+        shape = tuple(int(size) for size in piece.shape)
+        info = TensorInfo(piece.name, dtype_name(piece.local, piece.name), shape)
         try:
-            _raise_first(step, errors)
-            manifest = join(unpack([found[1:] for found in replies]), step=step, generation=opening["generation"], meta=meta)
-            _await_files(store, temporary, manifest.files)
-            store.write(f"{temporary}/{MANIFEST}", [encode(manifest)])
-            if may is not None:
-                may()
-            return _commit(store, temporary, step)
-        except Exception:
-            _discard(store, temporary)
-            raise
-
-    def describe(cause: Exception) -> str:
-        return str(cause) if any(errors) else refusal(0, cause, 0)
-
-    name = from_rank_0(world, commit, describe)
-    _tidy(store, world, name, keep, {*spare, *marks.values()}, marks)
-    return name
-
-
-def _open(store: Store, step: int, needed: int, may: Callable[[], None] | None) -> dict[str, str]:
-    """Rank 0, before any rank writes: removes leftovers, looks for space, names the temporary directory."""
-    if may is not None:
-        may()
-    sweep(store)
-    free = store.free()
-    if free is not None and needed > free:
-        raise OSError(errno.ENOSPC, "No space left on device")
-    generation = secrets.token_hex(16)
-    return {"generation": generation, "temporary": f"{SAVING}step-{step:08d}-{generation}"}
-
-
-def _commit(store: Store, temporary: str, step: int) -> str:
-    """The one moment at which the checkpoint comes to exist."""
-    names = list(store.list())
-    for entry in committed(names):
-        if entry.step > step:
-            aside = free_name(f"{SUPERSEDED}{entry.name}", names)
-            _log.warning("%s is later than step %d, to which this run went back: renamed to %s", entry.name, step, aside)
-            store.rename(entry.name, aside)
-    name = next_name(step, names)
-    store.rename(temporary, name)
-    return name
-
-
-def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[int], marks: Mapping[str, int]) -> None:
-    """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now. The checkpoint
-    stands, so a fault here is a warning."""
-    if world.rank == 0:
-        mark = LATEST
-        try:
-            point(store, mark, name)
-            names = {entry.step: entry.name for entry in reversed(committed(store.list()))}
-            for mark, step in marks.items():
-                if step in names and pointed(store, mark) != names[step]:
-                    point(store, mark, names[step])
-        except (OSError, CheckpointError) as cause:
-            _log.warning("%s is committed, but %r could not be updated: %s", name, mark, cause)
-    try:
-        retain(store, world, keep, spare)
-    except (OSError, CheckpointError) as cause:
-        _log.warning("%s is committed, but older checkpoints could not be removed: %s", name, cause)
-
-
-def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]]) -> None:
-    """Rank 0 commits only what it sees itself, at its full length."""
-    if hidden := hidden_file(store, temporary, files):
-        raise CheckpointError(
-            f"{hidden.name} has {hidden.found} bytes on rank 0, expected {hidden.length}: all ranks must see the same directory"
-        )
-
-
-def _discard(store: Store, temporary: str) -> None:
-    try:
-        store.remove(temporary)
-    except (OSError, CheckpointError) as cause:  # the next save sweeps it
-        _log.warning("%s could not be removed: %s", temporary, cause)
-
-
-def _raise_first(step: int, errors: list[str | None]) -> None:
-    """The first failing rank's error, in the same words on every rank."""
-    failed = [(rank, error) for rank, error in enumerate(errors) if error]
-    if failed:
-        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise CheckpointError(_failed(step, *failed[0], others))
-
-
-def _refusal(step: int, store: Store, rank: int, cause: Exception, needed: int) -> str:
-    return _failed(step, rank, _describe(cause, store, needed))
-
-
-def _failed(step: int, rank: int, error: str, others: str = "") -> str:
-    return f"the checkpoint of step {step} was not saved: rank {rank}: {error}{others}; earlier checkpoints are unchanged"
-
-
-def _check_step(step: object) -> None:
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise CheckpointError(f"step must be an integer from 0 to 10**18 - 1, got {step!r}")
-
-
-def _describe(cause: Exception, store: Store, needed: int) -> str:
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = store.free()
-        need = f"needs {size(needed)}, " if needed else ""
-        return f"no space left: {need}free {size(free) if free is not None else 'unknown'}"
-    return describe_error(cause)
+            check_tensor(info.name, info.dtype, info.shape)
+        except ValueError as cause:
+            raise CheckpointError(str(cause)) from cause
+        if len(shape) != piece.local.dim() or len(shape) != len(piece.offset):
+            raise CheckpointError(f"{piece.name}: shape {shape}, offset {tuple(piece.offset)} and box {tuple(piece.local.shape)}")
+        if known.setdefault(info.name, len(tensors)) == len(tensors):
+            tensors.append(info)
+        elif tensors[known[info.name]] != info:
+            raise CheckpointError(f"{info.name}: two pieces disagree: {tensors[known[info.name]]} and {info}")
+        if piece.owned and piece.local.numel():
+            written.append(piece)
+    dims = max([1, *(len(info.shape) for info in tensors)])
+    offset = np.zeros((len(written), dims), dtype=np.int64)
+    extent = np.ones((len(written), dims), dtype=np.int64)
+    for row, piece in enumerate(written):
+        offset[row, : len(piece.shape)] = [int(low) for low in piece.offset]
+        extent[row, : len(piece.shape)] = piece.local.shape
+    tensor = np.array([known[piece.name] for piece in written], dtype=np.int64)
+    return RankTable(tuple(tensors), tensor, offset, extent), written

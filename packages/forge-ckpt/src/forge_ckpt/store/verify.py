@@ -7,9 +7,10 @@ import numpy as np
 
 from forge_ckpt.errors import Damaged
 from forge_ckpt.format import codec
+from forge_ckpt.format.elements import CHUNK_BYTES
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import MANIFEST, committed
-from forge_ckpt.format.tensor_files import CHUNK_BYTES, checksum
+from forge_ckpt.format.rank_file import checksum
 from forge_ckpt.ranks.collective import describe_error
 from forge_core.errors import CheckpointError
 from forge_core.machine.cores import usable_cores
