@@ -26,6 +26,10 @@ class RankFile:
         self.checksums: list[bytes] = []
         self._source = source
 
+    def chunks(self) -> Generator[memoryview]:
+        """The bytes without their checksums."""
+        return self._source()
+
     def __iter__(self) -> Iterator[memoryview]:
         self.checksums = []
         with closing(self._source()) as chunks:

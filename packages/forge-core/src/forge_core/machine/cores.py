@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from forge_core.machine.control_groups import groups, read
+
 
 @dataclass(frozen=True)
 class Threads:
@@ -63,33 +65,12 @@ def _usable(root: Path) -> tuple[int, str]:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Cores that the control groups of this process grant, version 1 or 2; groups without a limit are left out."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            for group in _upward(root / "sys/fs/cgroup", path):
-                yield from _ratio(*(_read(group / "cpu.max").split() or ("", "")))
-        elif "cpu" in controllers.split(","):
-            for name in (controllers, "cpu"):  # mounted under both names, of which one is a link
-                for group in _upward(root / "sys/fs/cgroup" / name, path):
-                    yield from _ratio(_read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip())
-
-
-def _upward(mount: Path, path: str) -> Iterator[Path]:
-    """A group and those that it is in. A container often sees only the last ones of the path that it is told."""
-    here = Path(path.lstrip("/"))
-    for part in (here, *here.parents):
-        if ".." not in part.parts:
-            yield mount / part
+    for group in groups("cpu", root):
+        yield from _ratio(*(read(group / "cpu.max").split() or ("", "")))
+        yield from _ratio(read(group / "cpu.cfs_quota_us").strip(), read(group / "cpu.cfs_period_us").strip())
 
 
 def _ratio(quota: str, period: str) -> Iterator[float]:
     """Microseconds of processor time per microseconds; "max" and -1 mean no limit."""
     if quota.isdecimal() and period.isdecimal() and int(period) > 0:
         yield int(quota) / int(period)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:  # not Linux, or not that version of control groups
-        return ""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.machine.memory import available_memory
 from forge_core.protocols.convert import Weights
 from forge_core.terminal.quantities import size
 from forge_models.hf.reader import Folder
@@ -37,7 +38,7 @@ class HfConverter:
         except ImportError:
             return "transformers is not installed"
         needed = 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        free = _available()
+        free = available_memory()
         if free is not None and needed > free // 2:
             return f"transformers would need about {size(needed)}, {size(free)} are free"
         loader: Any = AutoModelForCausalLM
@@ -48,12 +49,3 @@ class HfConverter:
         model.eval()
         with torch.no_grad():
             return model(tokens).logits
-
-
-def _available() -> int | None:
-    """Bytes of memory that can be had, where the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None
