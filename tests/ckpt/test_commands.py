@@ -91,7 +91,9 @@ def test_the_local_store_is_found_and_built_by_name(tmp_path: Path) -> None:
 
 def test_the_section_describes_every_field_and_names_its_slot() -> None:
     fields = {field.name: field for field in fields_of(Checkpoint)}
-    assert set(fields) == {"every", "keep", "mode", "store", "resume", "allow"} and all(field.doc for field in fields.values())
+    assert set(fields) == {"every", "keep", "mode", "saver", "busy", "store", "resume", "allow"} and all(
+        field.doc for field in fields.values()
+    )
     assert fields["store"].type.__metadata__[0].default == "local"
 
 
@@ -108,7 +110,17 @@ def test_the_section_is_read_with_its_store() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"mode": "async"}, {"every": -1}, {"keep": -1}, {"resume": "maybe"}, {"keep": 2.5}, {"store": {"name": "s3"}}]
+    "values",
+    [
+        {"mode": "later"},
+        {"saver": "fork"},
+        {"busy": "drop"},
+        {"every": -1},
+        {"keep": -1},
+        {"resume": "maybe"},
+        {"keep": 2.5},
+        {"store": {"name": "s3"}},
+    ],
 )
 def test_what_the_section_cannot_do_is_refused(values: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):

@@ -102,7 +102,7 @@ def _stopped() -> str:
     from types import SimpleNamespace
 
     from forge_train.components.hooks import Replicas
-    from forge_train.run.stop import TrainingError
+    from forge_train.process.stop import TrainingError
 
     at = Layout.parse("hsdp2x1")
     topology = Topology.of(at, torch.device("cpu"))

@@ -16,10 +16,10 @@ from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.verify.gather import full
+from forge_train.process.stop import TrainingError
 from forge_train.run.health import SPAN, Health
 from forge_train.run.loop import fit
 from forge_train.run.loss_band import LOOK, WINDOW, Band
-from forge_train.run.stop import TrainingError
 from harness.pool import World
 from train.runs import TINY, digest, prepared
 
@@ -240,7 +240,7 @@ def test_w5_a_checkpoint_of_an_earlier_version_that_holds_nan_is_not_resumed(rec
     run, _ = prepared(recipe, [f"--job.dir={tmp_path}", RARE])
     run.hooks = [Poison(4, "weight"), *run.hooks]
     run.check = lambda: None
-    checkpoints = run.save.__closure__[0].cell_contents  # type: ignore[attr-defined]
+    checkpoints = run.finish_saves.__closure__[1].cell_contents.checkpoints  # type: ignore[attr-defined]
     checkpoints.check = lambda run: None
     fit(run)
     with pytest.raises(CheckpointError, match=r"step-00000008 cannot be resumed: model/\S*embed\S* has non-finite values"):

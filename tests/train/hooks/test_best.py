@@ -187,6 +187,7 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
         judge=lambda: None,
         topology=SimpleNamespace(device=torch.device("cpu")),
         save=lambda: saves.append(run.state.step),
+        finish_saves=lambda: None,
     )
     hook, best = SaveHook(), BestHook(METRIC)
     hook.start(run)

@@ -23,9 +23,9 @@ from forge_train.hooks.evaluation.evaluate import EvaluateHook
 from forge_train.hooks.replicas import ReplicasHook
 from forge_train.hooks.sample import SampleHook
 from forge_train.hooks.save import SaveHook
+from forge_train.process.stop import STOPPED, Stop
 from forge_train.recipe.checks import evaluate_has_sets
 from forge_train.run.health import Health
-from forge_train.run.stop import STOPPED, Stop
 from forge_train.speed.utilization import Utilization
 
 TOKENS = 512
@@ -98,6 +98,9 @@ class ScriptedRun:
 
     def save(self) -> None:
         self.saved.append(self.state.step)
+
+    def finish_saves(self) -> None:
+        pass
 
     def evaluate(self, batches: Iterable[tuple[float, int]]) -> Any:
         batches = list(batches)

@@ -21,12 +21,11 @@ from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
+from forge_train.process.logs import logging_of
 from forge_train.recipe.load import load
-from forge_train.run import takeover
+from forge_train.run import saves, takeover
 from forge_train.run.assemble import assemble
-from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import OWNED, RECIPE, move_aside, previous
-from forge_train.run.logs import logging_of
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
 from forge_train.trackers.jsonl import read
@@ -258,9 +257,11 @@ def test_w1_a_save_that_fails_keeps_the_run_before(here: Path, monkeypatch: pyte
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", full)
+        patch.setattr(saves, "write", full)
+        fresh.save()
+        assert "the disk is full" in fresh.health.remarks[-1]
         with pytest.raises(CheckpointError):
-            fresh.save()
+            fresh.finish_saves()
     assert previous(here / "runs" / "tiny")
     fresh.save()
     assert not previous(here / "runs" / "tiny")

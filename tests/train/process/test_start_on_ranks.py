@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from forge_parallel.launch.environment import read_launcher
 from forge_train.commands.run import start
-from forge_train.run.logs import logging_of
+from forge_train.process.logs import logging_of
 from harness.pool import World
 from train.runs import TINY
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge_train.run.stop import REQUEUE
+from forge_train.process.stop import REQUEUE
 from forge_train.sweep.outcome import outcome_of
 from forge_train.trackers.jsonl import METRICS, read
 from train.runs import TINY, train

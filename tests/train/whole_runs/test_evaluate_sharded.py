@@ -17,7 +17,7 @@ from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.hooks import Evaluate
-from forge_train.run.stop import Stop
+from forge_train.process.stop import Stop
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
 

@@ -5,19 +5,23 @@ from typing import TYPE_CHECKING
 from forge_core.lazy import lazily
 
 if TYPE_CHECKING:
+    from forge_ckpt.background.background import Background as Background
     from forge_ckpt.ranks.world import SingleProcessWorld as SingleProcessWorld
     from forge_ckpt.saving.resume import load as load
     from forge_ckpt.saving.resume import newest as newest
     from forge_ckpt.saving.saver import save as save
+    from forge_ckpt.saving.write import Order as Order
     from forge_ckpt.store.store import LocalStore as LocalStore
 
 __getattr__, __dir__ = lazily(
     __name__,
     {
+        "Background": "background.background",
         "SingleProcessWorld": "ranks.world",
         "LocalStore": "store.store",
         "load": "saving.resume",
         "newest": "saving.resume",
         "save": "saving.saver",
+        "Order": "saving.write",
     },
 )

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
     from forge_parallel.launch.watch import Watch
+    from forge_train.process.agreement import Agreement
+    from forge_train.process.logs import RunLog
+    from forge_train.process.stop import Signals
     from forge_train.recipe.load import Resolved
-    from forge_train.run.agreement import Agreement
-    from forge_train.run.logs import RunLog
     from forge_train.run.run import Run
-    from forge_train.run.stop import Signals
 
 
 def run(
@@ -35,8 +35,8 @@ def run(
     recipe, metrics, logs of every rank, checkpoints and report.html. A start that is refused changes nothing there.
     """
     from forge_parallel.launch.environment import read_launcher
-    from forge_train.run.logs import logging_of
-    from forge_train.run.stop import Signals
+    from forge_train.process.logs import logging_of
+    from forge_train.process.stop import Signals
 
     signals = Signals()
     where = read_launcher(os.environ)
@@ -56,8 +56,8 @@ def start(
     """Resolves a recipe and trains it; the exit code of this rank. What ranks refuse before they train, rank 0 says."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
+    from forge_train.process.stop import Signals
     from forge_train.recipe.load import load
-    from forge_train.run.stop import Signals
 
     registry, signals = Registry(), signals or Signals()
     resolved, unread = None, None
@@ -72,8 +72,8 @@ def start(
     from forge_parallel.components.sections import Parallel
     from forge_parallel.launch import process_group
     from forge_parallel.launch.watch import Watch
-    from forge_train.run.agreement import Agreement, Refused
-    from forge_train.run.ending import conclude, tell_launcher
+    from forge_train.process.agreement import Agreement, Refused
+    from forge_train.process.ending import conclude, tell_launcher
 
     ranks, watch = Agreement(), Watch()
     try:
@@ -113,11 +113,11 @@ def _train(
     from rich.console import Console
 
     from forge_parallel.launch import process_group
+    from forge_train.process.ending import tell_launcher
+    from forge_train.process.stop import REQUEUE, STOPPED
     from forge_train.run.assemble import assemble
     from forge_train.run.directory import run_directory
-    from forge_train.run.ending import tell_launcher
     from forge_train.run.loop import fit
-    from forge_train.run.stop import REQUEUE, STOPPED
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
 
@@ -132,6 +132,7 @@ def _train(
     finally:
         for tracker in run.trackers:
             tracker.close()  # also after a failure: what was written last says most about it
+    run.close()
     watch.stop()
     if console is not None:
         _conclude(run, resolved, reason)

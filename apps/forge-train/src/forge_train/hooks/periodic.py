@@ -5,7 +5,7 @@ from typing import Any
 
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_train.hooks.clock import pause
-from forge_train.run.stop import STOPPED
+from forge_train.process.stop import STOPPED
 
 _LOOK = 8
 

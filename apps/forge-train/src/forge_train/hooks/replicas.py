@@ -3,7 +3,7 @@
 from forge_core.protocols.run import Run
 from forge_parallel.verify.replicas import drifted
 from forge_train.hooks.periodic import Periodic
-from forge_train.run.stop import TrainingError
+from forge_train.process.stop import TrainingError
 
 
 class ReplicasHook(Periodic):

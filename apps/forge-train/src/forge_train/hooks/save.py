@@ -1,6 +1,7 @@
 """Saves checkpoints."""
 
 from forge_core.protocols.run import Run, StepResult
+from forge_train.hooks.clock import pause
 from forge_train.hooks.periodic import Periodic
 
 
@@ -23,12 +24,14 @@ class SaveHook(Periodic):
         self._save_due(run)
 
     def finish(self, run: Run) -> None:
-        """Saves the last step."""
+        """Saves the last step, and waits until it is durable."""
         super().finish(run)
         self._save_due(run)
+        with pause(run):
+            run.finish_saves()
 
     def act(self, run: Run) -> None:
-        """Writes a checkpoint of this step."""
+        """Writes a checkpoint of this step, or begins to."""
         run.due = False
         run.save()
 

@@ -35,10 +35,11 @@ from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step
 from forge_train.doctor.steps.build import faults
+from forge_train.process.agreement import Agreement
+from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
-from forge_train.run.agreement import Agreement
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
@@ -46,7 +47,7 @@ from forge_train.run.hook_states import build_hooks, restore_hooks
 from forge_train.run.initial_weights import initial_weights
 from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
-from forge_train.run.stop import Stop
+from forge_train.run.saves import saves_of
 from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
@@ -186,6 +187,8 @@ def assemble(
     if found:
         with ranks.together("what hooks keep", collective=True):
             checkpoints.restore_kept(found, run)
+    with ranks.together("memory for checkpoints", collective=True):
+        saves = saves_of(job, checkpoints, run)
 
     with ranks.together("taking over the directory"):
         if topology.rank == 0:
@@ -221,15 +224,17 @@ def assemble(
     elif not fresh:
         remind(directory, say)
 
-    def save() -> str:
-        name = checkpoints.save(run)
-        if topology.rank == 0:
-            forget(directory)
-        return name
-
-    run.save = save
+    if saves.background is not None:
+        saves.background.store, saves.background.fence = checkpoints.store, run.stop.fence
+    saves.first = lambda: forget(directory)
+    run.save, run.finish_saves, run.close = lambda: saves.save(run), lambda: saves.finish(run), saves.close
     run.check = lambda: checkpoints.check(run)
-    run.health.advice = lambda: checkpoints.advice(run.health)
+
+    def advice() -> str:
+        saves.settle(run, wait=True)  # it may be the one to go back to
+        return checkpoints.advice(run.health)
+
+    run.health.advice = advice
     return run
 
 

@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import committed
 from forge_ckpt.ranks.collective import from_rank_0
-from forge_ckpt.saving import resume, saver
+from forge_ckpt.saving import resume
+from forge_ckpt.saving.write import Order
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
@@ -24,11 +26,11 @@ from forge_parallel.optim.grouped import Beginning
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.settle import reduced_by
 from forge_parallel.verify.finite import not_finite
+from forge_train.process.stop import TrainingError
 from forge_train.run.health import Health
 from forge_train.run.hook_states import kept_by, states_of
 from forge_train.run.resume import anchors
 from forge_train.run.run import Run
-from forge_train.run.stop import TrainingError
 
 Named = Mapping[str, torch.Tensor]
 
@@ -70,7 +72,7 @@ def _of(piece: str) -> str:
 
 @dataclass
 class Checkpoints:
-    """Saves and restores one run.
+    """What of one run is kept, and how it comes back.
 
     `frozen`: parameters of the model that are not trained.
     """
@@ -106,17 +108,8 @@ class Checkpoints:
     def _committed(self) -> list[str]:
         return from_rank_0(self.world, lambda: [entry.name for entry in committed(self.store.list())])
 
-    def save(self, run: Run) -> str:
-        """Collective: writes a checkpoint of the current step, durably.
-
-        Raises:
-            TrainingError: a parameter or the optimizer's state is not finite, or too many steps were skipped; nothing was
-                written.
-            Superseded: another job has started in the run's directory; nothing was written.
-            CheckpointError: it could not be written.
-        """
-        run.judge()  # what is kept of the run's health includes this step
-        self.check(run)
+    def order(self, run: Run) -> Order:
+        """Collective: what a checkpoint of the current step says about the run, and which older ones stay."""
         meta = {
             "tokens": run.state.tokens,
             "cursor": self._cursor_of_all(run.state.cursor),
@@ -131,25 +124,14 @@ class Checkpoints:
             "hooks": states_of(run.hooks),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
-        assert self.fence is not None, "a run owns its store before it trains"
-        try:
-            with run.model.averaged() as trained:
-                name = saver.save(
-                    self.store,
-                    (*pieces(run.model, run.optimizer, trained), *(piece for _, _, piece in kept_by(run.hooks, run.model))),
-                    meta,
-                    run.state.step,
-                    self.world,
-                    keep=self.keep,
-                    spare=run.health.spare(),
-                    marks=run.marks,
-                    may=self.fence.may_write,
-                )
-        except CheckpointError:
-            self.fence.check()  # a newer job may be why
-            raise
-        run.health.saved(run.state.step)
-        return name
+        return Order(run.state.step, meta, self.keep, run.health.spare(), dict(run.marks))
+
+    @contextmanager
+    def state_of(self, run: Run) -> Iterator[Sequence[Piece]]:
+        """Inside, all that a checkpoint keeps: model, optimizer, and what hooks hold."""
+        with run.model.averaged() as trained:
+            kept = (piece for _, _, piece in kept_by(run.hooks, run.model))
+            yield (*pieces(run.model, run.optimizer, trained), *kept)
 
     def check(self, run: Run) -> None:
         """Collective: looks at every value of the state, once for each step.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_core.protocols.run import StepResult
+from forge_train.process.stop import TrainingError
 from forge_train.run.loss_band import WINDOW, Band
-from forge_train.run.stop import TrainingError
 
 SPAN = 100
 """Steps over which skipped ones are counted."""
@@ -96,9 +96,15 @@ class Health:
         if self.band.left is None:
             self.saves.append(step)
         else:
-            self._warn(
+            self.warn(
                 f"the checkpoint of step {step} was saved after the loss left its expected band{self._since()}{self._back()}"
             )
+
+    def warn(self, message: str) -> None:
+        """Says something now, and again in the report."""
+        self.remarks.append(message)
+        if self.warns:
+            _log.warning("%s", message)
 
     def summary(self) -> list[str]:
         """Warnings for the report."""
@@ -110,11 +116,11 @@ class Health:
         if change == "left":
             self.saves = list(filter(self.is_before, self.saves))
             now = f"it is {loss:.4g} at step {step}" if math.isfinite(loss) else f"step {step} was skipped"
-            self._warn(f"the loss left its expected band{self._since()}: {now}{self._back()}")
+            self.warn(f"the loss left its expected band{self._since()}: {now}{self._back()}")
         elif change == "back":
-            self._warn(f"the loss is back in its expected band: {loss:.4g} at step {step}")
+            self.warn(f"the loss is back in its expected band: {loss:.4g} at step {step}")
         elif change == "settled":
-            self._warn(
+            self.warn(
                 f"the loss stayed above its expected band for {WINDOW} steps: {self.band.level:.4g} at step {step} is the "
                 "expected level from now on"
             )
@@ -144,11 +150,6 @@ class Health:
                 "step %d was skipped and did not change the weights: %s (%d of the last %d steps; the run ends at %d%s)",
                 step, _named(numbers), len(self.skipped), SPAN, self.most, more,
             )  # fmt: skip
-
-    def _warn(self, message: str) -> None:
-        self.remarks.append(message)
-        if self.warns:
-            _log.warning("%s", message)
 
 
 def _named(numbers: Mapping[str, float]) -> str:

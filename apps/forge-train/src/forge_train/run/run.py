@@ -23,9 +23,9 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.phases import Phases
 from forge_parallel.step.step import Step, StepResult
+from forge_train.process.stop import Stop
 from forge_train.recipe.schema import Job
 from forge_train.run.health import Health
-from forge_train.run.stop import Stop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,6 +81,8 @@ class Run:
     wants_trace: bool = False
     trace_wanted_at: int = 0
     save: Callable[[], Any] = field(default=lambda: None)
+    finish_saves: Callable[[], Any] = field(default=lambda: None)
+    close: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)
     watch: Watch = field(default_factory=Watch)
     health: Health = field(default_factory=Health)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from forge_train.run.stop import REQUEUE, TrainingError
+from forge_train.process.stop import REQUEUE, TrainingError
 
 TAIL = 12
 """Lines of a run's output that are shown where it failed."""

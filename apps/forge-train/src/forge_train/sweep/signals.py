@@ -4,7 +4,7 @@ import signal
 from contextlib import AbstractContextManager
 from types import FrameType
 
-from forge_train.run.stop import heard
+from forge_train.process.stop import heard
 
 
 class Asked:

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from forge_core.errors import ForgeError
-from forge_train.run.stop import REQUEUE
+from forge_train.process.stop import REQUEUE
 from forge_train.sweep.grid import Sweep
 
 _SECONDS = 120

@@ -1,8 +1,8 @@
 """Saves in the background: training waits only while its state is copied in memory.
 
-What is saved is the state in the moment of `Background.save`, whatever training does meanwhile. One save is written at a time, in
-the order in which they were asked for, by a process that does nothing else or by a thread of this one. A save that fails fails on
-all ranks, and changes nothing else.
+What is saved is the state in the moment of `Background.save`, not what training makes of it meanwhile. One save is written at a
+time, in the order in which they were asked for, by a process that does nothing else or by a thread of this one. A save that fails
+fails on all ranks, and changes nothing else.
 """
 
 import json
@@ -51,7 +51,7 @@ class Background:
     """Collective: the saves of one job, from its first to its last.
 
     Args:
-        store: where to. A saver process gets it pickled.
+        store: where to. A saver process gets it pickled. This and `fence` can be set until the first save.
         world: the ranks, for what `save` and `settled` agree on while training stands.
         apart: the same ranks in a group that nothing else uses: collectives of a save run there at any time.
         by: `process` leaves the interpreter to training; `thread` shares it.
@@ -75,8 +75,9 @@ class Background:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(len(self._memories)):
             self._free.put(index)
-        self._store, self._apart, self._fence = store, apart, fence
-        self._process = SaverProcess(store, apart, self._memories, fence.mark if fence else "") if by == "process" else None
+        self.store, self.fence = store, fence
+        self._apart, self._by = apart, by
+        self._process: SaverProcess | None = None
         self._orders: queue.SimpleQueue[tuple[Draft, Order, int, float] | None] = queue.SimpleQueue()
         self._outcomes: deque[Outcome] = deque()
         self._begun = self._given = 0
@@ -171,13 +172,13 @@ class Background:
         return replace(draft, file=memory.file(draft.file.lengths))
 
     def _work(self) -> None:
-        """Writes what was copied, in order, until there is no more; runs in a thread."""
+        """Writes what was copied, in order, until the last; runs in a thread."""
         while (work := self._orders.get()) is not None:
             draft, order, index, since = work
             name = error = None
             try:
                 name = self._write(draft, order, index)
-            except Exception as cause:  # noqa: BLE001 (whatever it is, the memory is free again and training learns of it)
+            except Exception as cause:  # noqa: BLE001 (any error frees the memory, and training learns of it)
                 error = describe_error(cause)
             seconds = time.monotonic() - since
             if self.world.rank == 0 and name:
@@ -186,9 +187,11 @@ class Background:
             self._free.put(index)
 
     def _write(self, draft: Draft, order: Order, index: int) -> str:
-        if self._process is not None:
-            return self._process.write(draft, order, index)
-        return write(self._store, draft, order, self._apart, self._fence.may_write if self._fence else None)
+        if self._by == "thread":
+            return write(self.store, draft, order, self._apart, self.fence.may_write if self.fence else None)
+        if self._process is None:
+            self._process = SaverProcess(self.store, self._apart, self._memories, self.fence.mark if self.fence else "")
+        return self._process.write(draft, order, index)
 
 
 def _bytes(draft: Draft) -> int:

@@ -24,7 +24,7 @@ class Channel:
         """Sends one message.
 
         Raises:
-            EOFError: nobody is at the other end.
+            EOFError: the other end is gone.
         """
         line = json.dumps({"head": head, "sizes": [len(payload) for payload in payloads]}).encode()
         try:
@@ -38,7 +38,7 @@ class Channel:
         """Waits for one message.
 
         Raises:
-            EOFError: nobody is at the other end.
+            EOFError: the other end is gone.
         """
         line = self._incoming.readline()
         if not line.endswith(b"\n"):

@@ -64,14 +64,14 @@ class SharedMemory:
         os.close(self.descriptor)
 
     def _attach(self, size: int) -> None:
-        # A view that somebody still has keeps the map that it is of.
+        # A view that is still in use keeps the map that it is of.
         self._view = memoryview(mmap.mmap(self.descriptor, size))
 
 
 def _anonymous() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("forge-checkpoint", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # not Linux: a file that nobody can open
+    with tempfile.TemporaryFile() as file:  # not Linux: a file without a name
         return os.dup(file.fileno())
 
 

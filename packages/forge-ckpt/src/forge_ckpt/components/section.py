@@ -21,8 +21,16 @@ class Checkpoint:
     """Newest checkpoints that are kept; 0 keeps all. Nothing is deleted unless a kept one was verified. While the loss is above
     its band, the newest checkpoint from before stays too."""
 
-    mode: Literal["sync"] = "sync"
-    """How a save runs: `sync` stops training until the checkpoint is durable."""
+    mode: Literal["sync", "async"] = "sync"
+    """How a save runs: `sync` stops training until the checkpoint is durable; `async` only while the state is copied in memory,
+    which takes as many bytes of the host as the state has."""
+
+    saver: Literal["process", "thread"] = "process"
+    """What writes an `async` save: a process, which leaves the interpreter to training, or a thread."""
+
+    busy: Literal["wait", "skip", "queue"] = "wait"
+    """What an `async` save does while the one before is still being written: training waits for it (`wait`), nothing is saved
+    (`skip`), or it is written next (`queue`, which takes the memory of a second copy)."""
 
     store: Annotated[Component, Slot("forge.stores", default="local")] = Slot.unset()
     """Where the files live."""

@@ -1,6 +1,7 @@
 """Collectives of a checkpoint: for one process, or for a process group."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +36,18 @@ class Group:
 
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    @classmethod
+    def apart(cls) -> "Group":
+        """Collective: all ranks in a group of gloo that nothing else uses, for what a thread does at any time.
+
+        It waits a day for a rank: a large checkpoint on slow storage is not a failure. A rank that dies ends the wait at once.
+        """
+        import torch.distributed as dist
+
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        return cls(group)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         import torch

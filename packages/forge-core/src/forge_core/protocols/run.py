@@ -176,7 +176,12 @@ class Run(Protocol):
     def trace_wanted_at(self) -> int: ...
     @property
     def save(self) -> Callable[[], Any]:
-        """Collective: saves a checkpoint of the current step."""
+        """Collective: saves a checkpoint of the current step, or begins to."""
+        ...
+
+    @property
+    def finish_saves(self) -> Callable[[], Any]:
+        """Collective: returns when the newest step that was to be saved is durable."""
         ...
 
     def judge(self) -> None:

@@ -108,7 +108,7 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     """Trains what is left; the exit code."""
     from forge_core.errors import ForgeError
     from forge_parallel import accelerator
-    from forge_train.run.stop import REQUEUE
+    from forge_train.process.stop import REQUEUE
     from forge_train.sweep.execute import Executor, Task
     from forge_train.sweep.folders import settle
     from forge_train.sweep.halving import train

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forge_core.errors import ForgeError
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
-from forge_train.run.stop import Interrupted
+from forge_train.process.stop import Interrupted
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Names the file that torchrun shows in its summary; the exit code of torchrun itself is 1 for any failure."""

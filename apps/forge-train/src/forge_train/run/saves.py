@@ -1,0 +1,131 @@
+"""When and how a run's checkpoints are written: while training waits, or in the background. A save that fails does not end a run:
+the next one tries again, and only the last one must succeed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forge_ckpt.background.background import Background, Outcome
+from forge_ckpt.errors import Superseded
+from forge_ckpt.ranks.world import Group
+from forge_ckpt.saving.saver import draft_of
+from forge_ckpt.saving.write import Order, write
+from forge_core.errors import CheckpointError
+from forge_train.recipe.schema import Job
+from forge_train.run.checkpoints import Checkpoints
+from forge_train.run.run import Run
+
+
+@dataclass
+class Saves:
+    """The saves of one start of a run.
+
+    Attributes:
+        background: writes them while training goes on; None where training waits.
+        first: called when the first one is durable.
+        asked: the newest step that was to be saved; -1 while there was none.
+        durable: the newest step that is.
+    """
+
+    checkpoints: Checkpoints
+    background: Background | None = None
+    first: Callable[[], object] = lambda: None
+    asked: int = -1
+    durable: int = -1
+
+    def save(self, run: Run) -> None:
+        """Collective: writes a checkpoint of the current step, or begins to. One that cannot be written is a warning, the same on
+        all ranks.
+
+        Raises:
+            TrainingError: a parameter or the optimizer's state is not finite, or too many steps were skipped; nothing was
+                written.
+            Superseded: another job has started in the run's directory; nothing was written.
+        """
+        run.judge()  # what is kept of the run's health includes this step
+        self.checkpoints.check(run)
+        self.settle(run)
+        order, self.asked = self.checkpoints.order(run), run.state.step
+        if self.background is None:
+            try:
+                self._write(run, order)
+            except Superseded:
+                raise
+            except CheckpointError as cause:
+                self._failed(run, str(cause))
+            return
+        with self.checkpoints.state_of(run) as state:
+            begun = self.background.save(state, order)
+        if not begun:
+            run.health.warn(
+                f"step {order.step} was not saved, because the save before it is still being written. Save less often "
+                "(checkpoint.every), or let training wait for it (checkpoint.busy = 'wait')"
+            )
+
+    def settle(self, run: Run, wait: bool = False) -> None:
+        """Collective: takes note of saves that have ended in the background; with `wait`, of all that were begun.
+
+        Raises:
+            Superseded: one of them failed, because another job has started in the run's directory.
+        """
+        for outcome in self.background.settled(wait) if self.background is not None else ():
+            self._ended(run, outcome)
+
+    def finish(self, run: Run) -> None:
+        """Collective: returns when the newest step that was to be saved is durable.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            Superseded: another job has started in the run's directory.
+        """
+        self.settle(run, wait=True)
+        if self.asked == run.state.step and self.durable != self.asked:  # it failed, or was left out
+            self._write(run, self.checkpoints.order(run))
+
+    def close(self) -> None:
+        """Ends what writes in the background; what is being written is finished first."""
+        if self.background is not None:
+            self.background.close()
+
+    def _write(self, run: Run, order: Order) -> None:
+        fence = self.checkpoints.fence
+        assert fence is not None, "a run owns its store before it trains"
+        try:
+            with self.checkpoints.state_of(run) as state:
+                write(self.checkpoints.store, draft_of(state), order, self.checkpoints.world, fence.may_write)
+        except CheckpointError:
+            fence.check()  # a newer job may be why
+            raise
+        self._saved(run, order.step)
+
+    def _ended(self, run: Run, outcome: Outcome) -> None:
+        if outcome.error is None:
+            self._saved(run, outcome.step)
+            return
+        assert self.checkpoints.fence is not None, "a run owns its store before it trains"
+        self.checkpoints.fence.check()
+        self._failed(run, outcome.error)
+
+    def _failed(self, run: Run, error: str) -> None:
+        run.health.warn(f"{error}. Training goes on and saves again when the next checkpoint is due")
+
+    def _saved(self, run: Run, step: int) -> None:
+        if self.durable < 0 and run.topology.rank == 0:
+            self.first()
+        self.durable = step
+        run.health.saved(step)
+
+
+def saves_of(job: Job, checkpoints: Checkpoints, run: Run) -> Saves:
+    """Collective: the saves of a run; what they need in memory is taken now.
+
+    Raises:
+        CheckpointError: on every rank, when a host has too little memory for copies of its ranks' state.
+    """
+    if job.checkpoint.mode == "sync":
+        return Saves(checkpoints)
+    world = checkpoints.world
+    apart = Group.apart() if world.size > 1 else world
+    background = Background(checkpoints.store, world, apart, by=job.checkpoint.saver, busy=job.checkpoint.busy)
+    with checkpoints.state_of(run) as state:
+        background.reserve(state)
+    return Saves(checkpoints, background)
