@@ -119,6 +119,25 @@ def test_ranks_save_together(tmp_path: Path, by: Kind) -> None:
     assert torch.equal(live, full * 2)
 
 
+def test_an_outcome_is_given_when_all_ranks_have_it(tmp_path: Path) -> None:
+    apart = Meeting(2)
+
+    def rank(world: ThreadRank) -> list[list[Outcome]]:
+        background = Background(LocalStore(tmp_path), world, ThreadRank(world.rank, 2, apart), by="thread")
+        early = Outcome(1, "step-00000001", None, 0.0)
+        if world.rank == 1:
+            background._outcomes.append(early)
+        found = [background.settled()]
+        if world.rank == 0:
+            background._outcomes.append(early)
+        found += [background.settled(), background.settled()]
+        background.close()
+        return found
+
+    for found in on_ranks(2, rank):
+        assert [len(outcomes) for outcomes in found] == [0, 1, 0]
+
+
 @pytest.mark.parametrize("by", ["process", "thread"])
 @pytest.mark.parametrize("fault", ["full", "kill"])
 def test_fault_7_a_failure_on_one_rank_is_one_failed_save_on_all(tmp_path: Path, by: Kind, fault: str) -> None:
