@@ -16,6 +16,7 @@ from ckpt.background.stores import Closed, Told, Unsendable
 from ckpt.ranks import Meeting, ThreadRank, blank, box, equal, on_ranks, sample, whole
 from forge_ckpt.background import background as module
 from forge_ckpt.background.background import Background, Busy, Outcome
+from forge_ckpt.background.saver import SaverProcess
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
@@ -136,6 +137,34 @@ def test_an_outcome_is_given_when_all_ranks_have_it(tmp_path: Path) -> None:
 
     for found in on_ranks(2, rank):
         assert [len(outcomes) for outcomes in found] == [0, 1, 0]
+
+
+class Late(SaverProcess):
+    """Its process dies when all has been done, before it says so."""
+
+    def _supervise(self, *given: Any) -> dict[str, str]:
+        super()._supervise(*given)
+        assert self.process is not None
+        self.process.kill()
+        raise EOFError
+
+
+def test_fault_7_a_saver_that_dies_after_the_commit_leaves_it_open_on_all_ranks(tmp_path: Path) -> None:
+    full, apart = torch.arange(35.0).reshape(7, 5), Meeting(2)
+
+    def rank(world: ThreadRank) -> list[Outcome]:
+        store, other = LocalStore(tmp_path), ThreadRank(world.rank, 2, apart)
+        background = Background(store, world, other)
+        if world.rank == 1:
+            background._process = Late(store, other, background._memories)
+        low, high = ((0, 0), (4, 5)) if world.rank == 0 else ((4, 0), (7, 5))
+        background.save([box("t", full, low, high)], Order(1, {}))
+        outcomes = background.settled(wait=True)
+        background.close()
+        return outcomes
+
+    for (outcome,) in on_ranks(2, rank):
+        assert outcome.name is None and "rank 1: its saver was killed by SIGKILL" in (outcome.error or "")
 
 
 @pytest.mark.parametrize("by", ["process", "thread"])

@@ -17,14 +17,9 @@ from forge_ckpt.format.table import unpack
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
 from forge_ckpt.store.fence import Fence
-from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class Stopped(CheckpointError):
-    """The save of all ranks has ended, because one of them cannot go on."""
 
 
 class Relayed:
@@ -41,10 +36,7 @@ class Relayed:
 
     def _ask(self, collective: str, payload: bytes) -> list[bytes]:
         self._channel.send({"collective": collective}, payload)
-        head, payloads = self._channel.receive()
-        if "stopped" in head:
-            raise Stopped(head["stopped"])
-        return payloads
+        return self._channel.receive()[1]
 
 
 class Forward(logging.Handler):
