@@ -1,0 +1,96 @@
+"""Tensors whose numbers are eight bits wide, block by block (Dettmers et al., 2021, "8-bit Optimizers via Block-wise
+Quantization"), in torchao's arithmetic.
+
+A row, the last dimension of a tensor, is cut into blocks. A number is kept as a code, which stands for one of 256 numbers from -1
+to 1, times the largest magnitude of its block. What is kept is so laid out as the parameter, and a rank that holds whole rows, or
+whole blocks of them, has the codes of one process. Codes and scales are saved: values would not bring them back, because the
+numbers of signed codes end at 1 and at -0.993, and a block whose largest magnitude is negative gets another scale.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
+
+from forge_core.errors import PlanError
+from forge_parallel import torchao_library
+from forge_parallel.placement.boxes import Box, local_box
+
+KEY, EXTRA = "optimizer.name = 'adamw8bit'", "adamw8bit"
+NUMBERS = 256
+"""That a code of eight bits can stand for."""
+
+
+class Blocks:
+    """How rows are cut into blocks of at most `size` elements, and the numbers of a block become codes.
+
+    Raises:
+        ForgeError: torchao is not installed.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._torchao: Any = torchao_library.require("torchao.optim.quant_utils", KEY, EXTRA)
+
+    def numbers(self, sign: Literal["signed", "positive"], device: torch.device) -> Tensor:
+        """What codes stand for, ascending: (256,) fp32."""
+        return torch.tensor(self._torchao.create_dynamic_map(signed=sign == "signed"), dtype=torch.float32, device=device)
+
+    def width(self, row: int) -> int:
+        """Elements of a block in a row of this length, or in the part of one that a rank holds; the last block may have fewer."""
+        return min(self.size, row)
+
+    def zeros(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a tensor of zeros, laid out as `tensor`: uint8 (rows, columns) and, in the format of `tensor`,
+        (rows, blocks), where rows stand for all dimensions but the last.
+
+        Raises:
+            PlanError: this rank holds a part of a block.
+        """
+        box = local_box(tensor)
+        width = self.width(box.shape[-1])
+        self._check(name, box, width)
+        local = box.local
+        blocks = -(-local.shape[-1] // width)
+        codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+        scales = torch.zeros((*local.shape[:-1], blocks), dtype=local.dtype, device=local.device)
+        return _laid_out(codes, tensor, box.shape), _laid_out(scales, tensor, (*box.shape[:-1], -(-box.shape[-1] // width)))
+
+    def decoded(self, codes: Tensor, scales: Tensor, numbers: Tensor, width: int) -> Tensor:
+        """The values of codes (..., columns) with scales (..., blocks) of `width` columns each."""
+        columns = codes.shape[-1]
+        values = self._torchao.dequant_with_qmap(_filled(codes, width), numbers, scales.reshape(-1))
+        return values[..., :columns]
+
+    def coded(self, values: Tensor, numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Codes (..., columns) and scales (..., blocks) of values: each gets the number next to it."""
+        columns = values.shape[-1]
+        filled = _filled(values, width)
+        scaled, scales = self._torchao.scale_tensor(filled, width)
+        codes = self._torchao.quantize_8bit_with_qmap(scaled, numbers)
+        return codes[..., :columns], scales.view(*values.shape[:-1], filled.shape[-1] // width)
+
+    def _check(self, name: str, box: Box, width: int) -> None:
+        first, columns, row = box.offset[-1], box.local.shape[-1], box.shape[-1]
+        last = first + columns
+        if box.local.numel() and (first % width or (last % width and last != row)):
+            raise PlanError(
+                f"optimizer.block = {self.size}: a rank holds columns {first} to {last - 1} of {row} of {name}, which cuts a block; "
+                f"use a block that divides {columns}, or another layout"
+            )
+
+
+def _filled(values: Tensor, width: int) -> Tensor:
+    """With zeros behind each row, so that its last block has the width of the others."""
+    short = -values.shape[-1] % width
+    return pad(values, (0, short)) if short else values.contiguous()
+
+
+def _laid_out(local: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What a rank holds as part of a tensor of this shape, cut over ranks as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride)
