@@ -126,8 +126,10 @@ class Elementwise:
                 self._update(values, slope, mine, place, keys, self._counts["step"][index], taken)
 
     def shorten(self) -> None:
-        """From here on a step updates one part of each parameter: all a dry run needs, as every part takes the same memory."""
-        self._parts = {name: parts[:1] for name, parts in self._parts.items()}
+        """From here on a step updates one part of one parameter of each shape: all a dry run needs, as others take the same
+        memory, one after another."""
+        first = {local_box(tensor).local.shape: name for name, tensor, _ in reversed(self._named)}
+        self._parts = {name: parts[:1] if name in first.values() else [] for name, parts in self._parts.items()}
 
     def set_factor(self, factor: float) -> None:
         """Sets the learning rate to `factor` times its peak."""

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from forge_core.errors import PlanError
 from forge_parallel import torchao_library
 from forge_parallel.placement.boxes import Box, local_box
+from forge_parallel.torch_private import with_memory
 
 KEY, EXTRA = "optimizer.name = 'adamw8bit'", "adamw8bit"
 NUMBERS = 256
@@ -36,7 +37,9 @@ class Blocks:
 
     def numbers(self, sign: Literal["signed", "positive"], device: torch.device) -> Tensor:
         """What codes stand for, ascending: (256,) fp32."""
-        return torch.tensor(self._torchao.create_dynamic_map(signed=sign == "signed"), dtype=torch.float32, device=device)
+        with with_memory():  # torchao reads tensors on the way, which a dry run's do not answer
+            numbers = self._torchao.create_dynamic_map(signed=sign == "signed")
+        return torch.tensor(numbers, dtype=torch.float32, device=device)
 
     def width(self, row: int) -> int:
         """Elements of a block in a row of this length, or in the part of one that a rank holds; the last block may have fewer."""
