@@ -5,8 +5,8 @@ A wait is counted, as everywhere in the rehearsal, where the host stands until t
 - The device has work behind what is waited for. So it is with the verdict of a step, which is read when the next one is queued
   (docs/adr/0024): the host is a whole step ahead, and the device never stands still. Each step has one verdict, and may have one
   such wait.
-- The device has nothing left to do: it stands still until the host has queued more. That is what costs time, and what the budget of
-  one in `log.every` steps is for. A line of the log and the progress share one, in the step that they show; no other step has any.
+- The device has nothing left to do: it stands still until the host has queued more. That is what costs time, and what the budget
+  of one in `log.every` steps is for. A line of the log and the progress share one, in the step that they show; others have none.
 
 The first step is not counted: its line is written at once, and groups connect and kernels are made in it.
 """
@@ -15,7 +15,6 @@ import json
 from collections import Counter
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console

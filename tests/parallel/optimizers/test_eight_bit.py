@@ -105,8 +105,9 @@ def test_moments_of_twenty_steps_have_the_bits_of_torchao(eager: Any, block: int
 
 
 @pytest.mark.slow
-def test_compiled_kernels_of_torchao_round_a_few_codes_otherwise(eager: Any) -> None:
-    """Their lerp is one fused product and sum: of a million codes some are the neighbor's."""
+@pytest.mark.filterwarnings("ignore:OptimState8bit does not implement")
+def test_compiled_kernels_of_torchao_round_scales_otherwise(eager: Any) -> None:
+    """Their lerp is one fused product and sum: scales differ in their last bit, and a code may become its neighbor."""
     _, ours, other, their = _twenty_steps(eager)
     state = ours.state()
     for name in state["exp_avg_scale"]:
@@ -252,7 +253,7 @@ def test_twenty_steps_in_a_layout_are_those_of_one_process(world: World, layout:
 
 
 def _workload(component: Any, **sizes: Any) -> Workload:
-    return Workload(replace(DECODER, **sizes).build, cross_entropy, partial(shards.build, component), 2, 16)
+    return Workload(replace(DECODER, layers=1, **sizes).build, cross_entropy, partial(shards.build, component), 2, 16)
 
 
 def test_a_layout_that_cuts_a_block_is_refused() -> None:
@@ -275,7 +276,9 @@ def test_a_plan_counts_two_bytes_and_the_scales(layout: str) -> None:
     moments of fp32; and a count of eight bytes for each."""
     sizes = {"dim": 256, "ffn_dim": 640, "heads": 4, "kv_heads": 2}
     at = Layout.parse(layout)
-    shapes = {name: tuple(p.shape) for name, p in Blueprint.of(replace(DECODER, **sizes).build).module.named_parameters()}  # type: ignore[arg-type]
+    shapes = {
+        name: tuple(p.shape) for name, p in Blueprint.of(replace(DECODER, layers=1, **sizes).build).module.named_parameters()
+    }  # type: ignore[arg-type]
     expected = 0
     for shape in shapes.values():
         rows = -(-shape[0] // at.dp_shard)  # of two ranks the first has the larger half
@@ -288,7 +291,12 @@ def test_a_plan_counts_two_bytes_and_the_scales(layout: str) -> None:
     assert estimate.optimizer == expected
     assert 2 * estimate.elements < estimate.optimizer < 2.1 * estimate.elements
     model = realize(
-        Blueprint.of(replace(DECODER, **sizes).build), Plan.of([], Layout()), Topology(Layout(), CPU), 0, "fp32", "fp32"  # type: ignore[arg-type]
+        Blueprint.of(replace(DECODER, layers=1, **sizes).build),
+        Plan.of([], Layout()),
+        Topology(Layout(), CPU),
+        0,
+        "fp32",
+        "fp32",  # type: ignore[arg-type]
     )
     held = sum(t.numel() * t.element_size() for tensors in AdamW8bit().build(model).state().values() for t in tensors.values())
     assert layout != "1" or held == expected

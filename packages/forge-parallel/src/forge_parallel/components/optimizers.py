@@ -79,7 +79,7 @@ class AdamW8bit(Component):
         )
 
     @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[AdamW8bit]":  # noqa: ARG003 (needs no files)
+    def examples(cls, folder: "Path") -> "Iterable[AdamW8bit]":
         """As it is, which leaves small tensors exact, and so that they have blocks."""
         return cls(), cls(block=4, smallest=0)
 

@@ -8,7 +8,6 @@ import torch
 from forge_core.errors import PlanError
 from forge_parallel import accelerator, torchao_library
 
-
 KEY, EXTRA = "transforms.float8", "float8"
 
 

@@ -77,9 +77,7 @@ class Elementwise:
         kept: how states are kept; None: as they are, or rounded to bf16 as the parameters are.
     """
 
-    def __init__(
-        self, model: TrainableModel, rule: Rule, lr: float, weight_decay: float, kept: "Kept | None" = None
-    ) -> None:
+    def __init__(self, model: TrainableModel, rule: Rule, lr: float, weight_decay: float, kept: "Kept | None" = None) -> None:
         self._named = list(model.trainable())
         self._rule, self._peak, self.lr = rule, lr, lr
         self._device = self._named[0].tensor.device if self._named else torch.device("cpu")

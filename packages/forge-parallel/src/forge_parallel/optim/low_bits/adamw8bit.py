@@ -50,9 +50,7 @@ def adamw8bit(
     exact = [name for name, _, _ in named if name not in set(coded)]
     arithmetic = rule(betas, eps)
     in_blocks = _InBlocks(Blocks(block))
-    many = Elementwise(
-        Selected(model, coded), arithmetic._replace(states=MOMENTS + SCALES), lr, weight_decay, in_blocks
-    )
+    many = Elementwise(Selected(model, coded), arithmetic._replace(states=MOMENTS + SCALES), lr, weight_decay, in_blocks)
     return Grouped([(1.0, many), (1.0, Elementwise(Selected(model, exact), arithmetic, lr, weight_decay))])
 
 
@@ -63,8 +61,7 @@ class _InBlocks:
         self._blocks = blocks
 
     def zeros(self, state: str, name: str, tensor: Tensor) -> Tensor:
-        codes, scales = self._blocks.zeros(name, tensor)
-        return codes if state in MOMENTS else scales
+        return self._blocks.codes(name, tensor) if state in MOMENTS else self._blocks.scales(tensor)
 
     def kernel(self, rule: Rule, device: torch.device) -> Callable[..., None]:
         blocks = self._blocks

@@ -17,11 +17,9 @@ from torch.nn.functional import pad
 from forge_core.errors import PlanError
 from forge_parallel import torchao_library
 from forge_parallel.placement.boxes import Box, local_box
-from forge_parallel.torch_private import with_memory
+from forge_parallel.torch_private import unset_fake_temporarily
 
 KEY, EXTRA = "optimizer.name = 'adamw8bit'", "adamw8bit"
-NUMBERS = 256
-"""That a code of eight bits can stand for."""
 
 
 class Blocks:
@@ -37,7 +35,7 @@ class Blocks:
 
     def numbers(self, sign: Literal["signed", "positive"], device: torch.device) -> Tensor:
         """What codes stand for, ascending: (256,) fp32."""
-        with with_memory():  # torchao reads tensors on the way, which a dry run's do not answer
+        with unset_fake_temporarily():  # torchao reads tensors on the way, which a dry run's do not answer
             numbers = self._torchao.create_dynamic_map(signed=sign == "signed")
         return torch.tensor(numbers, dtype=torch.float32, device=device)
 
@@ -45,21 +43,24 @@ class Blocks:
         """Elements of a block in a row of this length, or in the part of one that a rank holds; the last block may have fewer."""
         return min(self.size, row)
 
-    def zeros(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a tensor of zeros, laid out as `tensor`: uint8 (rows, columns) and, in the format of `tensor`,
-        (rows, blocks), where rows stand for all dimensions but the last.
+    def codes(self, name: str, tensor: Tensor) -> Tensor:
+        """Of zeros, uint8, laid out as `tensor`, whose global name is `name`.
 
         Raises:
             PlanError: this rank holds a part of a block.
         """
         box = local_box(tensor)
+        self._check(name, box)
+        return _laid_out(torch.zeros(box.local.shape, dtype=torch.uint8, device=box.local.device), tensor, box.shape)
+
+    def scales(self, tensor: Tensor) -> Tensor:
+        """Of zeros, in the format of `tensor` and laid out as it is: (rows, blocks), where rows stand for all dimensions but the
+        last."""
+        box = local_box(tensor)
         width = self.width(box.shape[-1])
-        self._check(name, box, width)
-        local = box.local
-        blocks = -(-local.shape[-1] // width)
-        codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-        scales = torch.zeros((*local.shape[:-1], blocks), dtype=local.dtype, device=local.device)
-        return _laid_out(codes, tensor, box.shape), _laid_out(scales, tensor, (*box.shape[:-1], -(-box.shape[-1] // width)))
+        here, whole = (-(-shape[-1] // width) for shape in (box.local.shape, box.shape))
+        local = torch.zeros((*box.local.shape[:-1], here), dtype=box.local.dtype, device=box.local.device)
+        return _laid_out(local, tensor, (*box.shape[:-1], whole))
 
     def decoded(self, codes: Tensor, scales: Tensor, numbers: Tensor, width: int) -> Tensor:
         """The values of codes (..., columns) with scales (..., blocks) of `width` columns each."""
@@ -75,13 +76,13 @@ class Blocks:
         codes = self._torchao.quantize_8bit_with_qmap(scaled, numbers)
         return codes[..., :columns], scales.view(*values.shape[:-1], filled.shape[-1] // width)
 
-    def _check(self, name: str, box: Box, width: int) -> None:
-        first, columns, row = box.offset[-1], box.local.shape[-1], box.shape[-1]
+    def _check(self, name: str, box: Box) -> None:
+        width, first, columns, row = self.width(box.shape[-1]), box.offset[-1], box.local.shape[-1], box.shape[-1]
         last = first + columns
         if box.local.numel() and (first % width or (last % width and last != row)):
             raise PlanError(
-                f"optimizer.block = {self.size}: a rank holds columns {first} to {last - 1} of {row} of {name}, which cuts a block; "
-                f"use a block that divides {columns}, or another layout"
+                f"optimizer.block = {self.size}: a rank holds columns {first} to {last - 1} of {row} of {name}, which cuts a "
+                f"block; use a block that divides {columns}, or another layout"
             )
 
 
@@ -96,4 +97,6 @@ def _laid_out(local: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
