@@ -28,6 +28,14 @@ def test_operators_have_names_and_schemas() -> None:
     assert callable(private.scaled_grouped_mm)
 
 
+def test_inside_a_mode_without_memory_a_tensor_can_have_some() -> None:
+    with private.FakeTensorMode():
+        assert isinstance(torch.ones(2), private.FakeTensor) and private.detect_fake_mode() is not None
+        with private.unset_fake_temporarily():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+        assert isinstance(torch.ones(2), private.FakeTensor)
+
+
 def test_tensors_in_anything_are_found() -> None:
     tree = {"a": [torch.ones(2), 3]}
     assert len(private.tree_leaves(tree)) == 2

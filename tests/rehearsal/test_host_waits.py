@@ -46,6 +46,9 @@ RUNS = {
         TINY, 2, ["--parallel.dp_shard=2", "--model.dim=64", "--model.ffn_dim=64", "--transforms.float8.recipe=tensorwise"],
     ),
     "dense in bf16 state": (TINY, 1, ["--precision.compute=bf16", "--precision.state=bf16"]),
+    "dense in moments of eight bits": (
+        TINY, 1, ["--optimizer.name=adamw8bit", "--optimizer.block=8", "--optimizer.smallest=0"],
+    ),
     "documents in bf16": (TINY, 1, MASKED),
     "documents in bf16 on pp = 2": (TINY, 2, [*MASKED, "--parallel.pp=2"]),
     "documents in bf16 on cp = 2": (TINY, 2, [*MASKED, "--parallel.cp=2", "--transforms.context.kind=ulysses"]),

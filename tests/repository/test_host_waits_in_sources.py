@@ -30,6 +30,7 @@ ALLOWED = {
     "forge_parallel/experts/route.py on_host: tolist": (1, "rows that travel are counted on the host by the collective"),
     "forge_parallel/optim/elementwise.py Elementwise.__init__: torch.tensor": (1, "once, with the optimizer; no step makes one"),
     "forge_parallel/optim/elementwise.py _parts: torch.tensor": (2, "once, with the optimizer; no step makes one"),
+    "forge_parallel/optim/low_bits/blocks.py Blocks.numbers: torch.tensor": (1, "once, with the optimizer; no step makes one"),
     "forge_parallel/pipeline/runner.py Runner._told: torch.tensor": (1, "in the first step only"),
     "forge_parallel/pipeline/runner.py Runner._told: tolist": (1, "in the first step only"),
     "forge_parallel/step/reading.py Reading.numbers: synchronize": (

@@ -25,6 +25,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_parallel.components.parameters import ParameterGroup
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.features import DEFAULTS, features
+from forge_parallel.optim.shards import PROVEN
 from forge_parallel.verify import proven
 from forge_train.recipe.load import load
 from parallel.compositions.rows import LOW, job_of, layout_of
@@ -66,7 +67,7 @@ ALTERNATIVES = (
 ANYWHERE = ("label_smoothing", "frozen")
 """What goes with every row, and so is in one only where a pair asks for it."""
 
-OPTIMIZERS = ("", "muon")
+OPTIMIZERS = ("", "muon", "adamw8bit")
 """A further line, for rows that are to show one of them: an optimizer meets layouts only."""
 
 NEEDS: Mapping[str, str] = {
@@ -147,7 +148,7 @@ def declared_features() -> set[str]:
     found |= {
         name
         for name in registry.names("forge.optimizers")
-        if getattr(registry.load("forge.optimizers", name), "shards", None) == "gathers"
+        if getattr(registry.load("forge.optimizers", name), "shards", None) in PROVEN
     }
     return found | {"accumulate"}
 

@@ -22,7 +22,7 @@ from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.muon import Muon
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.optimizers import AdamW, AdamW8bit
 from forge_parallel.components.parameters import ParameterGroup, Parameters
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
@@ -155,7 +155,9 @@ def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
 
 
 def optimizer_of(row: frozenset[str]) -> Any:
-    """The component."""
+    """The component. Blocks of four columns are what every layout of tiny matrices has whole, and each of a row has its scale."""
+    if "adamw8bit" in row:
+        return AdamW8bit(lr=1e-2, block=4, smallest=0)
     return Muon(lr=1e-2) if "muon" in row else AdamW(lr=1e-2)
 
 

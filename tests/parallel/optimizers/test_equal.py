@@ -10,11 +10,13 @@ import torch
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.objectives import CrossEntropy
+from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.parameters import ParameterGroup
 from forge_parallel.components.sections import Pipeline
 from forge_parallel.optim import shards
+from forge_parallel.optim.settings import Settings
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.gather import gathered
@@ -34,30 +36,34 @@ DECAYED = ("matrix", "head", "router")
 OBJECTIVE = CrossEntropy().build()
 
 
-def _case(experts: bool) -> Case:
+def case_of(experts: bool) -> Case:
     build = replace(DECODER, moe=EXPERTS if experts else None).build
     return Case(build, OBJECTIVE, AssertionError, VOCAB, rows=8, micro_batch=2)
 
 
-def _batches(case: Case, model: Any, step: int) -> Any:
+def model_of(layout: str, row: str, groups: bool = False) -> tuple[ParallelModel, Settings]:
+    """The model of these tests in a layout, and the settings of its parameters."""
+    at = Layout.parse(layout)
+    pipeline = Pipeline(schedule=schedule_class("1f1b")()).build() if at.pp > 1 else None
+    plan = Plan.of(transforms_of(frozenset(row.split())).values(), at, pipeline)
+    blueprint, settings = replace(case_of("experts" in row), groups=GROUPS if groups else ()).blueprint()
+    return realize(blueprint, plan, Topology.of(at, CPU), 0, "fp64", "fp64"), settings
+
+
+def batches(case: Case, model: Any, step: int) -> Any:
     return share(synthetic(case, step % 3), model.topology.data_rank, model.topology.data_size, case.micro_batch)
 
 
 def ours(name: str, layout: str, row: str, groups: bool) -> dict[str, torch.Tensor]:
     """Weights that are evaluated, and the loss, after 20 steps in a layout."""
-    case, at = _case("experts" in row), Layout.parse(layout)
-    case = replace(case, groups=GROUPS if groups else ())
-    pipeline = Pipeline(schedule=schedule_class("1f1b")()).build() if at.pp > 1 else None
-    plan = Plan.of(transforms_of(frozenset(row.split())).values(), at, pipeline)
-    blueprint, settings = case.blueprint()
-    model = realize(blueprint, plan, Topology.of(at, CPU), 0, "fp64", "fp64")
+    case, (model, settings) = case_of("experts" in row), model_of(layout, row, groups)
     optimizer, step = shards.build(OURS[name], model, settings), Step(model, OBJECTIVE)
     for index in range(STEPS):
-        result = step(_batches(case, model, index))
+        result = step(batches(case, model, index))
         optimizer.set_factor(factor(index))
         optimizer.step(result.skip)
         optimizer.zero_grad()
-    evaluated = torch.tensor(step.evaluate(_batches(case, model, 0)).loss, dtype=torch.float64)
+    evaluated = torch.tensor(step.evaluate(batches(case, model, 0)).loss, dtype=torch.float64)
     with model.averaged():
         return gathered(model, dict(model.parameters_held())) | {"loss": evaluated}
 
@@ -65,18 +71,18 @@ def ours(name: str, layout: str, row: str, groups: bool) -> dict[str, torch.Tens
 @cache
 def independent(name: str, experts: bool) -> dict[str, torch.Tensor]:
     """The same, with the other library's optimizer in one process, which takes a global batch at once."""
-    case, at, component = replace(_case(experts), micro_batch=8), Layout(), OURS[name]
+    case, at, component = replace(case_of(experts), micro_batch=8), Layout(), OURS[name]
     model = realize(Blueprint.of(case.build), Plan.of([], at), Topology(at, CPU), 0, "fp64", "fp64")
     named, step = model.trainable(), Step(model, OBJECTIVE)
     optimizer = theirs(component, *([t for _, t, g in named if (g in DECAYED) is want] for want in (True, False)))
     for index in range(STEPS):
-        step(_batches(case, model, index))
+        step(batches(case, model, index))
         set_rate(optimizer, component, index)
         optimizer.step()
         optimizer.zero_grad()
     if hasattr(optimizer, "eval"):
         optimizer.eval()
-    loss = torch.tensor(step.evaluate(_batches(case, model, 0)).loss, dtype=torch.float64)
+    loss = torch.tensor(step.evaluate(batches(case, model, 0)).loss, dtype=torch.float64)
     return {n: t.detach().clone() for n, t, _ in named} | {"loss": loss}
 
 
@@ -90,7 +96,7 @@ def _equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 def test_every_registered_optimizer_has_an_independent_one() -> None:
     registry = Registry()
     ours = {entry.name for entry in registry.of("forge.optimizers") if entry.distribution.startswith("forge-parallel")}
-    assert ours == {*OURS, "muon"}, "test_muon.py has that of Muon"
+    assert ours == {*OURS, "muon", "adamw8bit"}, "test_muon.py and test_eight_bit.py have those of the last two"
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -139,12 +139,13 @@ def test_e6_a_word_that_means_nothing_is_refused() -> None:
     assert "'element-wise'" in (shards.refusal(Misspelled(), Layout.parse("dp2")) or "")
 
 
+@pytest.mark.parametrize("claim", ["elementwise", "blocks"])
 @pytest.mark.parametrize("name", ["Muon", "Lamb", "Global"])
-def test_e6_a_false_claim_is_found(plugins: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e6_a_false_claim_is_found(plugins: Any, name: str, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cls = plugins(name)
     kit.check_parts(cls())  # it claims nothing yet
-    monkeypatch.setattr(cls, "shards", "elementwise", raising=False)
-    with pytest.raises(AssertionError, match="in parts differs"):
+    monkeypatch.setattr(cls, "shards", claim, raising=False)
+    with pytest.raises(AssertionError, match=f"says '{claim}', but .* in parts differs"):
         kit.check_parts(cls())
 
 

@@ -22,7 +22,7 @@ from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.components.optimizers import AdamW, AdamW8bit
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -114,13 +114,13 @@ def _loss_head() -> Record:
     return record
 
 
-def _update() -> Record:
-    model = _model(Decoder(**SIZES), state="bf16")
+def _update(component: Any, state: str, further: tuple[int, ...] = ()) -> Record:
+    model = _model(Decoder(**SIZES), state=state)
     with recorded():  # the compiler is tried
-        optimizer = AdamW().build(model)
+        optimizer = component.build(model)
     for _, tensor, _ in model.trainable():
         tensor.grad = torch.zeros_like(tensor)
-    with recorded(EVERYWHERE) as record:
+    with recorded(further) as record:
         optimizer.step(torch.zeros((), device="cuda"))
     return record
 
@@ -174,7 +174,8 @@ CASES: dict[str, Callable[[], Record]] = {
     "float8": lambda: _step(Decoder(**SIZES), Float8()),
     "tensor parallel": _tensor_parallel,
     "loss head": _loss_head,
-    "AdamW bf16": _update,
+    "AdamW bf16": lambda: _update(AdamW(), "bf16", EVERYWHERE),
+    "AdamW 8 bit": lambda: _update(AdamW8bit(), "fp32"),
     "flex": _flex,
     "ring": _ring,
 }

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from forge_ckpt.saving.locate import locate
-from forge_core.errors import PlanError
+from forge_core.component import fields_of
+from forge_core.errors import ForgeError, PlanError
 from forge_core.registry import Registry
 from forge_parallel.optim.elementwise import Elementwise
 from forge_parallel.placement.boxes import local_box
@@ -15,9 +16,10 @@ from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.run.directory import CHECKPOINTS
 from forge_train.run.loop import fit
 from harness.pool import World
-from train.runs import TINY, prepared, train
+from train.runs import TINY, digest, prepared, train
 
-OPTIMIZERS = [entry.name for entry in Registry().of("forge.optimizers") if entry.distribution == "forge-parallel"]
+REGISTRY = Registry()
+OPTIMIZERS = [entry.name for entry in REGISTRY.of("forge.optimizers") if entry.distribution == "forge-parallel"]
 CONSTANT = ["--schedule.name=constant", "--schedule.warmup=2"]
 LION = Path(__file__).parents[3] / "examples" / "plain_file" / "mine.py"
 GROUP = """
@@ -38,8 +40,18 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+def chosen(name: str) -> list[str]:
+    """The last optimizer of a name that conformance tries: what is for large tensors does its work in tiny ones there."""
+    named = [f"--optimizer.name={name}"]
+    if name not in OPTIMIZERS:
+        return named
+    example = tuple(REGISTRY.load("forge.optimizers", name).examples(Path()))[-1]
+    values = {info.name: (info.default, getattr(example, info.name)) for info in fields_of(type(example))}
+    return named + [f"--optimizer.{key}={value}" for key, (default, value) in values.items() if value != default]
+
+
 def options(directory: Path, name: str, steps: int, *more: str) -> list[str]:
-    named = [f"--optimizer.name={name}", "--optimizer.lr=1e-2", f"--train.max_steps={steps}"]
+    named = [*chosen(name), "--optimizer.lr=1e-2", f"--train.max_steps={steps}"]
     return [f"--job.dir={directory}", *named, *CONSTANT, *more]
 
 
@@ -88,6 +100,32 @@ def test_what_is_trained_from_a_resume_on_begins_without_state(
     with caplog.at_level("INFO"):
         third = train(recipe, options(tmp_path / "run", name, 6))
     assert "frozen from now on, their optimizer state is dropped: blocks.1." in caplog.text and third["step"] == 6
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "tp"])
+def test_moments_of_eight_bits_have_the_same_bits_in_a_layout_of_another_kind(
+    world: World, recipe: Path, tmp_path: Path, layout: str
+) -> None:
+    """Codes and scales that two ranks saved, each its part, are in one process bit for bit; and the other way round."""
+    two = [f"--parallel.{layout}=2"]
+    first = world.run(train, 2, recipe, options(tmp_path / "run", "adamw8bit", 3, *two))
+    alone, _ = prepared(recipe, options(tmp_path / "run", "adamw8bit", 5))
+    kinds = {key: {tensor.dtype for tensor in tensors.values()} for key, tensors in alone.optimizer.state().items()}
+    assert torch.uint8 in kinds["exp_avg"] and kinds["exp_avg_sq_scale"] == {torch.float32}
+    assert {rank["weights"] for rank in first} == {digest(alone)}
+    fit(alone)
+    assert set(world.run(digested, 2, recipe, options(tmp_path / "run", "adamw8bit", 6, *two))) == {digest(alone)}
+
+
+def digested(recipe: Path, overrides: list[str]) -> str:
+    """Of what this rank has restored."""
+    return digest(prepared(recipe, overrides)[0])
+
+
+def test_another_size_of_blocks_is_refused_at_a_resume(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, options(tmp_path / "run", "adamw8bit", 2))
+    with pytest.raises(ForgeError, match=r"optimizer\.block"):
+        prepared(recipe, options(tmp_path / "run", "adamw8bit", 4, "--optimizer.block=8"))
 
 
 def test_an_older_checkpoint_of_bf16_state_has_one_count_for_all(

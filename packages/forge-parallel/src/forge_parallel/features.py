@@ -1,9 +1,9 @@
 """Which features a job uses in a layout: what `forge_parallel.verify.proven` then has to know together.
 
 A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each transform, each
-pipeline schedule, each optimizer that exchanges what it needs of whole tensors, gradient accumulation, and each part of the model
-or the objective that another package brings. What another
-package brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
+pipeline schedule, each optimizer whose update of an element depends on others, gradient accumulation, and each part of the
+model or the objective that another package brings. What another package brings is named after it (`forge_lionize:clip`), so it
+can never pass for something of ours.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from forge_parallel.build.plan import default_transforms
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.experts.transform import Expert
+from forge_parallel.optim.shards import PROVEN
 from forge_parallel.tensor.transform import Tensor
 from forge_parallel.transforms.shard import Shard
 
@@ -57,7 +58,7 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     if job.train.global_batch > job.train.micro_batch * layout.data:
         found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
     optimizer = getattr(job, "optimizer", None)
-    if layout.world > 1 and getattr(optimizer, "shards", None) == "gathers":
+    if layout.world > 1 and getattr(optimizer, "shards", None) in PROVEN:
         name = type(optimizer).__name__.lower()
         found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
     groups = getattr(getattr(job, "parameters", None), "groups", ())

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 # Tensors without memory, that a dry run computes on.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # isort: skip
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # isort: skip
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # isort: skip
 from torch._guards import detect_fake_mode as detect_fake_mode  # isort: skip
 
 # The halves of a backward, for stages whose slots do not hold the parameters themselves.

@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Lt
 
-from forge_core.component import FREE, Component
+from forge_core.component import FREE, IDENTITY, Component
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from forge_core.protocols.model import Optimizer, TrainableModel
 
 
@@ -36,6 +39,49 @@ class AdamW(Component):
         low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
         made = adamw_bf16.adamw_bf16 if low else adamw.AdamW
         return made(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bit(Component):
+    """AdamW whose moments have eight bits (Dettmers et al., 2021; torchao): about two bytes an element instead of eight. Needs
+    `pip install "forge-parallel[adamw8bit]"`.
+    """
+
+    key_class: ClassVar = FREE
+
+    lr: Annotated[float, Gt(0)] = 3e-4
+    """Peak learning rate; the schedule multiplies it."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
+    block: Annotated[int, Gt(1), IDENTITY] = 256
+    """Elements of a row, the last dimension, that share a scale. A layout that cuts a block is refused."""
+    smallest: Annotated[int, Ge(0), IDENTITY] = 4096
+    """Parameters of fewer elements keep exact moments, as do norms and biases."""
+    shards: ClassVar[str] = "blocks"
+    states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
+    width_rule: ClassVar[str] = "adam"
+
+    def build(self, model: "TrainableModel") -> "Optimizer":
+        from forge_parallel.optim.low_bits.adamw8bit import adamw8bit
+
+        return adamw8bit(
+            model,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            block=self.block,
+            smallest=self.smallest,
+        )
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[AdamW8bit]":
+        """As it is, which leaves small tensors exact, and so that they have blocks."""
+        return cls(), cls(block=4, smallest=0)
 
 
 @dataclass(frozen=True, kw_only=True)

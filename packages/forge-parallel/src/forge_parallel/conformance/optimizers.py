@@ -136,8 +136,9 @@ def check_resume(component: Any) -> None:
 
 
 def check_parts(component: Any) -> None:
-    """A claim of `elementwise` is true: whole tensors, and the parts of four ranks, are the same after each step."""
-    if getattr(component, "shards", None) != "elementwise":
+    """A claim of `elementwise` or `blocks` is true: whole tensors, and rows on four ranks, are the same after each step."""
+    claim = getattr(component, "shards", None)
+    if claim not in ("elementwise", "blocks"):
         return
     import torch
 
@@ -153,7 +154,7 @@ def check_parts(component: Any) -> None:
             together = torch.cat([held[name].detach() for held, _ in parts])
             error = float((together - tensor.detach()).abs().max() / tensor.detach().abs().max())
             assert error <= TOLERANCE, (
-                f"says 'elementwise', but step {step + 1} of {name} in parts differs from that of the whole by {error:.1e}"
+                f"says {claim!r}, but step {step + 1} of {name} in parts differs from that of the whole by {error:.1e}"
             )
 
 

@@ -1,17 +1,14 @@
 """torchao, imported when it is needed, and what the device can do."""
 
-import importlib
-import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
-from forge_core.errors import ForgeError, PlanError
-from forge_parallel import accelerator
+from forge_core.errors import PlanError
+from forge_parallel import accelerator, torchao_library
+
+KEY, EXTRA = "transforms.float8", "float8"
 
 
 def check_installed() -> None:
@@ -20,19 +17,16 @@ def check_installed() -> None:
     Raises:
         ForgeError: it is not installed; says what to install.
     """
-    if find_spec("torchao") is None:
-        raise ForgeError('transforms.float8 needs torchao, which is not installed: pip install "forge-parallel[float8]"')
+    torchao_library.check_installed(KEY, EXTRA)
 
 
 def require() -> None:
-    """Imports torchao without its chatter about kernels that are not used here.
+    """Imports torchao's float8.
 
     Raises:
         ForgeError: it is not installed; says what to install.
     """
-    check_installed()
-    with _quiet("torchao", "torch.utils._pytree"):
-        importlib.import_module("torchao.float8")
+    torchao_library.require("torchao.float8", KEY, EXTRA)
 
 
 def emulates(wanted: Literal["auto"] | bool, device: torch.device) -> bool:
@@ -68,17 +62,3 @@ def _emulates(wanted: Literal["auto"] | bool, device: torch.device, fault: str) 
             stacklevel=3,
         )
     return bool(fault) if wanted == "auto" else wanted
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Inside, these loggers tell errors only."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -5,7 +5,7 @@ single step cannot show is kept on average.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,18 @@ class Rule(NamedTuple):
     copied: frozenset[str] = frozenset()
 
 
+class Kept(Protocol):
+    """States that are kept in another form than they are computed in."""
+
+    def zeros(self, state: str, name: str, tensor: Tensor) -> Tensor:
+        """Before the first step, for a parameter of this name: rows (all dimensions but the last) are the parameter's."""
+        ...
+
+    def kernel(self, rule: Rule, device: torch.device) -> Callable[..., None]:
+        """As `_kernel` makes it."""
+        ...
+
+
 class _Part(NamedTuple):
     """What is updated by one call: a region of a parameter's box, its place in the global tensor (`rounding.regions`), and the
     keys of the noise of the weight and of each state. The latter two are int64 on the device."""
@@ -56,15 +68,23 @@ class Elementwise:
 
     On an accelerator a parameter is one compiled kernel, which makes its random bits too. A CPU works through it in chunks.
     All that a step needs is on the device before it: the host waits for nothing. A parameter without a gradient stays as it is.
+
+    Args:
+        model: whose parameters are updated.
+        rule: how.
+        lr: the peak rate.
+        weight_decay: of what is decayed.
+        kept: how states are kept; None: as they are, or rounded to bf16 as the parameters are.
     """
 
-    def __init__(self, model: TrainableModel, rule: Rule, lr: float, weight_decay: float) -> None:
+    def __init__(self, model: TrainableModel, rule: Rule, lr: float, weight_decay: float, kept: "Kept | None" = None) -> None:
         self._named = list(model.trainable())
         self._rule, self._peak, self.lr = rule, lr, lr
         self._device = self._named[0].tensor.device if self._named else torch.device("cpu")
         # What a kernel gets has the format that it computes in: GPUs have few units for fp64.
         self._format = torch.promote_types(self._named[0].tensor.dtype, torch.float32) if self._named else torch.float32
-        self._states = {state: {name: torch.zeros_like(tensor) for name, tensor, _ in self._named} for state in rule.states}
+        zeros = _as_the_parameter if kept is None else kept.zeros
+        self._states = {state: {name: zeros(state, name, tensor) for name, tensor, _ in self._named} for state in rule.states}
         for state in rule.copied:
             for name, tensor, _ in self._named:
                 local_box(self._states[state][name]).local.copy_(local_box(tensor).local)
@@ -78,7 +98,7 @@ class Elementwise:
             name: list(_parts(name, tensor, rule.states, None if fused else rounding.CHUNK)) for name, tensor, _ in self._named
         }
         require(self._device, "the update of this optimizer")
-        kernel = _kernel(rule)
+        kernel = _kernel(rule) if kept is None else kept.kernel(rule, self._device)
         self._update: Callable[..., None] = torch.compile(kernel, dynamic=True, fullgraph=True) if fused else kernel
 
     @torch.no_grad()
@@ -104,8 +124,10 @@ class Elementwise:
                 self._update(values, slope, mine, place, keys, self._counts["step"][index], taken)
 
     def shorten(self) -> None:
-        """From here on a step updates one part of each parameter: all a dry run needs, as every part takes the same memory."""
-        self._parts = {name: parts[:1] for name, parts in self._parts.items()}
+        """From here on a step updates one part of one parameter of each shape: all a dry run needs, as others take the same
+        memory, one after another."""
+        first = {local_box(tensor).local.shape: name for name, tensor, _ in reversed(self._named)}
+        self._parts = {name: parts[:1] if name in first.values() else [] for name, parts in self._parts.items()}
 
     def set_factor(self, factor: float) -> None:
         """Sets the learning rate to `factor` times its peak."""
@@ -119,6 +141,10 @@ class Elementwise:
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """The states of the rule (as the parameter) and its counts (scalars), `step` among them, by global name."""
         return {key: dict(zip(self._parts, counts, strict=True)) for key, counts in self._counts.items()} | self._states
+
+
+def _as_the_parameter(state: str, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG001 (as `Kept.zeros`)
+    return torch.zeros_like(tensor)
 
 
 def _parts(name: str, tensor: Tensor, states: Sequence[str], elements: int | None) -> Iterator[_Part]:

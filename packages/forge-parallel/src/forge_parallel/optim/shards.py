@@ -3,6 +3,9 @@
 The component of an optimizer says it by a class attribute `shards`:
     elementwise: the update of an element depends on that element's own value, gradient and state, as in Adam. A part is then
         updated as the whole would be. `forge_core.conformance.conforms` tests the claim.
+    blocks: elements of a row, the last dimension, are updated together in blocks, rows by themselves, as in AdamW with moments of
+        eight bits. A part of whole blocks is updated as the whole would be; another part is refused when the optimizer is built.
+        On several ranks it is a feature, which has to be proven; parts of whole rows are tested as above.
     gathers: it needs more, such as a norm or a product of a whole tensor, and gets it from the other ranks itself, as
         `optim.whole_matrices` does. On several ranks it is a feature then, which has to be proven.
 One that says neither may compute a norm of its part and be wrong in silence (Muon, LAMB), so it is refused where tensors are
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
     from forge_core.protocols.model import Optimizer
     from forge_parallel.build.parallel_model import ParallelModel
 
-WAYS = ("elementwise", "gathers")
+WAYS = ("elementwise", "blocks", "gathers")
+PROVEN = ("blocks", "gathers")
+"""Of these, features on several ranks."""
 
 
 def split(layout: Layout) -> bool:

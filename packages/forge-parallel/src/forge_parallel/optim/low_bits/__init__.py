@@ -1,0 +1,1 @@
+"""Moments of optimizers in eight bits."""
