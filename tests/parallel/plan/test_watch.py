@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import start, stop
-from forge_parallel.launch.watch import PeerFailure, Sight, Watch, is_broken_connection
+from forge_parallel.launch.sights import Sight, late, several
+from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from harness.pool import World
 
 
@@ -159,35 +160,40 @@ def test_only_what_a_lost_peer_causes_is_its_fault(error: Exception, broken: boo
     assert is_broken_connection(outer) == broken
 
 
-def sights(watch: Watch, **ranks: tuple[int, bool]) -> dict[int, Sight]:
-    found = {int(name[1:]): Sight(int(name[1:]), "", 1, passed, "", "", 0, waits) for name, (passed, waits) in ranks.items()}
-    watch._heard = {rank: (1, time.monotonic()) for rank in found}
-    return found
+def blamed(*ranks: tuple[int, bool] | tuple[int, bool, str]) -> list[int | str]:
+    """Ranks that are named when each has passed so many marks, waits or not, at a place."""
+    seen = {at: Sight(at, "", 1, each[0], "", each[2] if len(each) > 2 else "", 0, each[1]) for at, each in enumerate(ranks)}
+    return [sight.rank if isinstance(sight, Sight) else sight for sight in late(seen)]
 
 
 def test_who_is_late() -> None:
+    assert blamed((7, True), (7, True), (6, True), (7, False)) == [2], "the one that is behind"
+    assert blamed((7, True), (7, True), (8, True), (7, False)) == [3], "of those at the same mark, the one that works"
+    assert blamed((7, True), (7, True), (8, False), (7, False)) == [3], "who is ahead has been here"
+    assert blamed((7, True), (7, True), (7, True), (7, True)) == [0, 1, 2, 3]
+    assert blamed((7, True, "a"), (7, True, "b"), (7, True, "a")) == [1], "most of those that wait do so at one place"
+    assert blamed((7, True), (8, True), (7, True)) == [1], "who has left out a collective is ahead"
+    assert blamed((7, True, "a"), (7, True, "b")) == [0, 1], "of two, nobody can tell"
+    assert blamed((7, True, "a"), (8, True, "b"), (7, True, "c")) == [0, 2], "without most of them, those behind"
+
+
+def test_silence_comes_first_and_a_rank_that_waits_does_not_name_itself() -> None:
     watch = Watch(0, 4)
     watch.passed = 7
-
-    def late(found: dict[int, Sight]) -> list[int | str]:
-        return [sight.rank if isinstance(sight, Sight) else sight for sight in watch._late(found)]
-
-    assert late(sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))) == [2], "the one that is behind"
-    assert late(sights(watch, r1=(7, True), r2=(8, True), r3=(7, False))) == [3], "of those at the same mark, the one that works"
-    assert late(sights(watch, r1=(7, True), r2=(8, False), r3=(7, False))) == [3], "who is ahead has been here"
-    assert late(sights(watch, r1=(7, True), r2=(7, True), r3=(7, True))) == [1, 2, 3]
-    assert late(sights(watch, r1=(7, True), r2=(6, True))) == ["rank 3 (never heard of)"]
-    found = sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))
+    seen = {rank: Sight(rank, "", 1, 7, "", "", 0, True) for rank in (1, 2)}
+    watch._heard = {rank: (1, time.monotonic()) for rank in (1, 2)}
+    assert list(watch._late(seen)) == ["rank 3 (never heard of)"]
+    seen[3] = seen[2]._replace(rank=3, passed=6)
+    watch._heard[3] = (1, time.monotonic())
+    assert [sight.rank for sight in watch._late(seen) if isinstance(sight, Sight)] == [3]
     watch._heard[1] = (1, time.monotonic() - 100)
-    assert late(found) == [1], "silence comes first"
+    assert list(watch._late(seen)) == [seen[1]]
 
 
 def test_many_late_ranks_are_counted() -> None:
     failure = PeerFailure("x", 75)
     assert failure.exit_code == 75 and PeerFailure.exit_code == 5
-    from forge_parallel.launch.watch import _several
-
-    assert _several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
+    assert several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
 
 
 def _third() -> tuple[str, int]:

@@ -112,11 +112,13 @@ def _train(
     """Exit code of the run on this rank."""
     from rich.console import Console
 
+    from forge_ckpt.resilience.limits import Learned
     from forge_parallel.launch import process_group
     from forge_train.run.assemble import assemble
     from forge_train.run.directory import run_directory
     from forge_train.run.ending import tell_launcher
     from forge_train.run.loop import fit
+    from forge_train.run.run import DATA
     from forge_train.run.stop import REQUEUE, STOPPED
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
@@ -127,6 +129,7 @@ def _train(
     with signals.at_once():
         run = assemble(resolved, directory, where, device, registry, console, fresh=fresh, ranks=ranks, begin=begin)
     run.stop.signals, run.watch = signals, watch
+    watch.limits = Learned(resolved.job.parallel.least_timeout, waiting=(DATA,))
     try:
         reason = fit(run)
     finally:

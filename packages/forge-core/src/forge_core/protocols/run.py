@@ -91,8 +91,9 @@ class Stop(Protocol):
 class Watch(Protocol):
     """Is told what the rank is doing, so that a rank that hangs can be named."""
 
-    def enter(self, doing: str) -> None:
-        """Every rank passes the same marks in the same order."""
+    def enter(self, doing: str, section: str = "") -> None:
+        """Every rank passes the same marks in the same order. What lies between two marks may take ten times as long as usual for
+        its `section`, a kind of work whose times are alike; without one, nothing is known of it."""
         ...
 
 
