@@ -32,7 +32,7 @@ where = read_launcher(os.environ)
 process_group.start(where, 60)
 watch = Watch.open(where, 1.0, 60)
 watch.limits = Learned(2.0, waiting=())
-watch._grace = 1.0
+watch._grace = 3.0
 watch.log_to(folder / f"rank-{where.rank}.log")
 guilty = where.rank == where.size - 1
 lock = threading.Lock()

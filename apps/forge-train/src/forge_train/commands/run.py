@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +29,10 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Ranks that are started on this machine, without another launcher.")] = 1,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often failed ranks are started again, from the newest checkpoint.")
+    ] = 0,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
@@ -38,6 +43,8 @@ def run(
     from forge_train.run.logs import logging_of
     from forge_train.run.stop import Signals
 
+    if processes > 1 or restarts > 0:
+        raise typer.Exit(_supervise(recipe, context.args, fresh, processes, restarts))
     signals = Signals()
     where = read_launcher(os.environ)
     with signals.listening(), logging_of(where.rank, where.size) as log:
@@ -48,6 +55,32 @@ def run(
         # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
         os._exit(code)
     raise typer.Exit(code)
+
+
+def _supervise(recipe: str, overrides: Sequence[str], fresh: bool, processes: int, restarts: int) -> int:
+    """Starts the ranks of this machine, again when they fail; the exit code."""
+    from forge_ckpt.resilience.restarts import Passed, supervise
+    from forge_core.errors import ForgeError
+    from forge_core.terminal.console import Console
+    from forge_parallel.launch.environment import read_launcher
+    from forge_train.run.stop import heard
+
+    console = Console()
+    if (launcher := read_launcher(os.environ).launcher) != "none":
+        console.error(
+            ForgeError(f"--processes and --restarts start processes by themselves, and {launcher} has started this one")
+        )
+        return 2
+    if fresh and restarts > 0:
+        console.error(ForgeError("--fresh with --restarts would start over after a failure; start over without --restarts"))
+        return 2
+    signals, command = Passed(), [sys.executable, "-m", "forge_train", "run", recipe, *["--fresh"] * fresh, *overrides]
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    with heard(signals.note):
+        return supervise(command, processes, restarts, os.environ, say, signals)
 
 
 def start(
@@ -117,24 +150,26 @@ def _train(
     from forge_train.run.assemble import assemble
     from forge_train.run.directory import run_directory
     from forge_train.run.ending import tell_launcher
-    from forge_train.run.loop import fit
+    from forge_train.run.rollback import Back, train
     from forge_train.run.run import DATA
     from forge_train.run.stop import REQUEUE, STOPPED
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
 
     def begin() -> None:
-        watch.log_to(log.open(directory))
+        if not log.is_open:
+            watch.log_to(log.open(directory))
 
-    with signals.at_once():
-        run = assemble(resolved, directory, where, device, registry, console, fresh=fresh, ranks=ranks, begin=begin)
-    run.stop.signals, run.watch = signals, watch
-    watch.limits = Learned(resolved.job.parallel.least_timeout, waiting=(DATA,))
-    try:
-        reason = fit(run)
-    finally:
-        for tracker in run.trackers:
-            tracker.close()  # also after a failure: what was written last says most about it
+    def build(back: Back | None) -> "Run":
+        watch.enter("going back" if back else "the start")
+        given = {"fresh": fresh and back is None, "back": back, "ranks": ranks.again(back.rollbacks if back else 0)}
+        with signals.at_once() if back is None else nullcontext():
+            run = assemble(resolved, directory, where, device, registry, console, begin=begin, **given)
+        run.stop.signals, run.watch = signals, watch
+        watch.limits = Learned(resolved.job.parallel.least_timeout, waiting=(DATA,))
+        return run
+
+    run, reason = train(build)
     watch.stop()
     if console is not None:
         _conclude(run, resolved, reason)

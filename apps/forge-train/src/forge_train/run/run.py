@@ -61,6 +61,7 @@ class Run:
         settled: whether a step of this start is complete.
         unjudged: the newest steps, each with its number.
         wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
+        good_step: collective; step of the newest verified checkpoint with the loss in its band, if there is one.
         trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
 
@@ -86,6 +87,7 @@ class Run:
     trace_wanted_at: int = 0
     save: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)
+    good_step: Callable[[], int | None] = field(default=lambda: None)
     watch: Watch = field(default_factory=Watch)
     health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
@@ -123,7 +125,7 @@ class Run:
         self.watch.enter(f"the end of step {self.state.step + 1}", "update")
         if self.job.train.grad_clip is not None:
             clip(self.model, result.norm, self.job.train.grad_clip)
-        self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step))
+        self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step) * self.health.lr_scale)
         self.optimizer.step(result.skip)
         self.optimizer.zero_grad()
 

@@ -226,6 +226,10 @@ class Hook:
     def finish(self, run: Run) -> None:
         """Once, after the last step or when the run stops early; not after an exception."""
 
+    def leave(self, run: Run) -> None:
+        """Once, where the run goes back to a checkpoint, with hooks that are made anew: closes what this one has opened. `finish`
+        does not follow."""
+
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of this hook: JSON as it stands."""
         return {}
