@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
@@ -188,3 +189,17 @@ def test_fault_37_a_run_that_went_back_too_often_ends_with_its_own_code(tmp_path
 def test_fault_37_without_a_checkpoint_there_is_no_way_back(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no checkpoint to go back to"):
         _went_back(str(tmp_path), POLICY, torch.inf, [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["--checkpoint.every=0"], "no checkpoint to go back to"),
+        (["--hooks=[{name='log'}]"], "no checkpoint to go back to"),
+        (["--data.phases=[{start=4, sequence_length=8}]"], r"data\.phases\.0\.sequence_length would begin at another step"),
+        (["--data.phases=[{start=4, lr_scale=0.5}]"], r"data\.phases\.0\.lr_scale would begin at another step"),
+    ],
+)
+def test_what_does_not_fit_a_run_that_goes_back_is_refused(tmp_path: Path, settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(tmp_path, [*POLICY, *settings])

@@ -162,6 +162,8 @@ def _train(
 
     def build(back: Back | None) -> "Run":
         watch.enter("going back" if back else "the start")
+        watch.timeout = resolved.job.parallel.timeout  # a step's may be in force
+        process_group.limit(watch.timeout, device)
         given = {"fresh": fresh and back is None, "back": back, "ranks": ranks.again(back.rollbacks if back else 0)}
         with signals.at_once() if back is None else nullcontext():
             run = assemble(resolved, directory, where, device, registry, console, begin=begin, **given)
