@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -253,3 +254,66 @@ def test_h3_hints_of_the_place_are_kept() -> None:
     error = RuntimeError("gloo: Timed out waiting")
     error.add_note("prepare the data beforehand")
     assert str(Watch(0, 2, store).explain(error)).endswith("; prepare the data beforehand")
+
+
+class Fixed:
+    """Limits that are known; notes what they are told."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.told = seconds, list[str]()
+
+    def took(self, section: str, seconds: float) -> None:
+        self.told.append(section)
+
+    def of(self, section: str, waiting: float) -> float | None:
+        return self.seconds.get(section)
+
+
+def pair(**seconds: float) -> tuple[Watch, Watch]:
+    """Two ranks of one store, without threads."""
+    store = dist.HashStore()
+    return tuple(Watch(rank, 2, store, patience=1.0, limits=Fixed(**seconds)) for rank in range(2))  # type: ignore[return-value]
+
+
+def looks(*watches: Watch, times: int, apart: float = 0.2) -> list[str | None]:
+    """What each says after so many looks, `apart` seconds of their clocks each."""
+    said: list[str | None] = [None] * len(watches)
+    for _ in range(times):
+        for watch in watches:
+            watch._woke -= apart
+            said[watch.rank] = said[watch.rank] or watch._look()
+    return said
+
+
+def test_fault_35_a_rank_that_may_take_longer_is_not_ended_by_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair(step=1.0, save=100.0)
+    for watch in (first, second):
+        watch.enter("a save", "save")
+    first.enter("step 2", "step")
+    sight = first._sight
+    monkeypatch.setattr(first, "_sight", lambda: sight()._replace(waits=True))
+    assert looks(first, second, times=40) == [None, None]
+    assert first._sight().is_over, "it waits for the other one, which may take longer"
+    second.enter("step 2", "step")
+    said, _ = looks(first, second, times=40)
+    assert said is not None and said.startswith("rank 1 (") and said.endswith("did not come within 1 s")
+    assert isinstance(second.limits, Fixed) and second.limits.told == ["save"]
+
+
+def test_fault_35_a_process_that_was_stopped_has_not_used_up_its_time() -> None:
+    watch, _ = pair(step=1.0)
+    watch.enter("step 1", "step")
+    assert looks(watch, times=1, apart=1000.0) == [None]
+    assert watch._sight().held < 0.5
+    assert looks(watch, times=2) == [None], "a hang is said after more than its time"
+
+
+def test_fault_35_what_has_no_limit_and_who_is_in_a_debugger_takes_any_time() -> None:
+    watch, _ = pair(step=1.0)
+    watch.enter("a download")
+    assert looks(watch, times=100) == [None]
+    watch.enter("step 1", "step")
+    space: dict[str, object] = {"__name__": "pdb", "look": watch._sight}
+    exec("def held():\n    return look()", space)  # noqa: S102 (a module of this name)
+    held: Callable[[], Sight] = space["held"]  # type: ignore[assignment]
+    assert held().limit is None and watch._sight().limit == 1.0

@@ -43,6 +43,6 @@ def test_fault_35_a_run_that_hangs_alone_writes_its_stacks_and_ends(tmp_path: Pa
     assert done.returncode == 5, done.stderr
     place = r"rank 0 \(process \d+ on \S+; step 21, mine\.py:\d+ \(before_step\), \d+ s\)"
     report = (tmp_path / "runs" / "tiny" / "logs" / "hang.txt").read_text()
-    assert re.search(rf"(?m)^{place} did not come within 3 s$", report)
+    assert re.search(rf"(?m)^{place} did not come within [\d.]+ s$", report)
     assert re.search(r'File ".*/mine\.py", line \d+, in before_step', report)
     assert "the stacks of all ranks are in runs/tiny/logs/hang.txt" in done.stderr

@@ -15,13 +15,17 @@ from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
+from forge_parallel.launch.watch import Watch
+from forge_train.commands.run import start
 from forge_train.recipe.load import load
 from forge_train.run.assemble import assemble
 from forge_train.run.directory import run_directory
+from forge_train.run.logs import logging_of
 from forge_train.run.loop import fit
 from forge_train.run.rollback import Back, RolledBackTooOften, train
 from forge_train.run.run import Run
 from forge_train.run.stop import TrainingError
+from forge_train.trackers.jsonl import METRICS, read
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import CPU, TINY, digest
@@ -203,3 +207,52 @@ def test_fault_37_without_a_checkpoint_there_is_no_way_back(tmp_path: Path) -> N
 def test_what_does_not_fit_a_run_that_goes_back_is_refused(tmp_path: Path, settings: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build(tmp_path, [*POLICY, *settings])
+
+
+POISON = '''
+from dataclasses import dataclass, replace
+
+from forge_core.component import Component
+from forge_core.protocols.run import Hook
+
+
+class Poisoning(Hook):
+    def start(self, run):
+        inner = run.step
+
+        class Step:
+            def __call__(self, batches, stop=False, trace=False):
+                worse = lambda *given: (lambda terms: terms._replace(sum=terms.sum * float("inf")))(inner.objective(*given))
+                bad = run.state.cursor["sample"] // 8 + 1 in (5, 6)
+                return (replace(inner, objective=worse) if bad else inner)(batches, stop, trace)
+
+        run.step = Step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poison(Component):
+    """Makes the loss infinite on the data of steps 5 and 6."""
+
+    def build(self):
+        return Poisoning()
+'''
+
+
+def test_fault_37_the_command_goes_back_with_its_panel_its_log_and_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("forge_parallel.launch.watch.Watch.open", lambda *_: Watch())
+    (tmp_path / "mine.py").write_text(POISON)
+    hooks = '[[hooks]]\nname = "./mine.py:Poison"\n\n[[hooks]]\nname = "log"\nevery = 1\n\n[[hooks]]\nname = "progress"\n\n'
+    (tmp_path / "tiny.toml").write_text(TINY.replace('[[hooks]]\nname = "save"', hooks + '[[hooks]]\nname = "save"'))
+    with logging_of(0, 1) as log:
+        assert start("tiny.toml", POLICY, True, Launch(), log) == 0
+    said = capsys.readouterr()
+    assert "resuming after step 3" in said.out and "finished after step 8" in said.out
+    assert not list((tmp_path / "runs" / "tiny").glob("previous-*")), "--fresh was for the start, not for going back"
+    assert [entry["step"] for entry in read(tmp_path / "runs" / "tiny" / METRICS)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (
+        "going back to step 3, and on without the data of steps 4 to 6"
+        in (tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text()
+    )
