@@ -18,11 +18,11 @@ from forge_parallel.launch.environment import Launch, read_launcher
 from forge_parallel.launch.watch import Watch
 from forge_train.commands.run import start
 from forge_train.recipe.load import load
+from forge_train.resilience.rollback import Back, RolledBackTooOften, train
 from forge_train.run.assemble import assemble
 from forge_train.run.directory import run_directory
 from forge_train.run.logs import logging_of
 from forge_train.run.loop import fit
-from forge_train.run.rollback import Back, RolledBackTooOften, train
 from forge_train.run.run import Run
 from forge_train.run.stop import TrainingError
 from forge_train.trackers.jsonl import METRICS, read
@@ -191,15 +191,15 @@ def test_fault_37_a_run_that_went_back_too_often_ends_with_its_own_code(tmp_path
 
 
 def test_fault_37_without_a_checkpoint_there_is_no_way_back(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="no checkpoint to go back to"):
+    with pytest.raises(TrainingError, match="without a checkpoint to go back to"):
         _went_back(str(tmp_path), POLICY, torch.inf, [2, 3])
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["--checkpoint.every=0"], "no checkpoint to go back to"),
-        (["--hooks=[{name='log'}]"], "no checkpoint to go back to"),
+        (["--checkpoint.every=0"], "saves nothing that it could go back to"),
+        (["--hooks=[{name='log'}]"], "saves nothing that it could go back to"),
         (["--data.phases=[{start=4, sequence_length=8}]"], r"data\.phases\.0\.sequence_length would begin at another step"),
         (["--data.phases=[{start=4, lr_scale=0.5}]"], r"data\.phases\.0\.lr_scale would begin at another step"),
     ],

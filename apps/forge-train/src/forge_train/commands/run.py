@@ -44,7 +44,9 @@ def run(
     from forge_train.run.stop import Signals
 
     if processes > 1 or restarts > 0:
-        raise typer.Exit(_supervise(recipe, context.args, fresh, processes, restarts))
+        from forge_train.resilience.local import supervised
+
+        raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts))
     signals = Signals()
     where = read_launcher(os.environ)
     with signals.listening(), logging_of(where.rank, where.size) as log:
@@ -55,32 +57,6 @@ def run(
         # A worker of a process group may abort while the interpreter shuts down, which would hide the real exit code.
         os._exit(code)
     raise typer.Exit(code)
-
-
-def _supervise(recipe: str, overrides: Sequence[str], fresh: bool, processes: int, restarts: int) -> int:
-    """Starts the ranks of this machine, again when they fail; the exit code."""
-    from forge_ckpt.resilience.restarts import Passed, supervise
-    from forge_core.errors import ForgeError
-    from forge_core.terminal.console import Console
-    from forge_parallel.launch.environment import read_launcher
-    from forge_train.run.stop import heard
-
-    console = Console()
-    if (launcher := read_launcher(os.environ).launcher) != "none":
-        console.error(
-            ForgeError(f"--processes and --restarts start processes by themselves, and {launcher} has started this one")
-        )
-        return 2
-    if fresh and restarts > 0:
-        console.error(ForgeError("--fresh with --restarts would start over after a failure; start over without --restarts"))
-        return 2
-    signals, command = Passed(), [sys.executable, "-m", "forge_train", "run", recipe, *["--fresh"] * fresh, *overrides]
-
-    def say(line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-
-    with heard(signals.note):
-        return supervise(command, processes, restarts, os.environ, say, signals)
 
 
 def start(
@@ -147,10 +123,10 @@ def _train(
 
     from forge_ckpt.resilience.limits import Learned
     from forge_parallel.launch import process_group
+    from forge_train.resilience.rollback import Back, train
     from forge_train.run.assemble import assemble
     from forge_train.run.directory import run_directory
     from forge_train.run.ending import tell_launcher
-    from forge_train.run.rollback import Back, train
     from forge_train.run.run import DATA
     from forge_train.run.stop import REQUEUE, STOPPED
 

@@ -98,7 +98,8 @@ def rollbacks_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: 
     if job.train.rollback_after is None:
         return
     if job.checkpoint.every == 0 or not any(isinstance(hook, Save) for hook in job.hooks):
-        yield Fault(key, "there is no checkpoint to go back to", hint='set checkpoint.every, and add [[hooks]] name = "save"')
+        hint = 'set checkpoint.every, and add [[hooks]] name = "save"'
+        yield Fault(key, "the run saves nothing that it could go back to", hint=hint)
     for index, phase in enumerate(job.data.phases):
         for name in ("sequence_length", "global_batch", "lr_scale"):
             if getattr(phase, name) is not None:

@@ -39,6 +39,7 @@ from forge_train.doctor.steps.build import faults
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
+from forge_train.resilience.rollback import Back
 from forge_train.run.agreement import Agreement
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
@@ -46,7 +47,6 @@ from forge_train.run.health import Health
 from forge_train.run.hook_states import build_hooks, restore_hooks
 from forge_train.run.initial_weights import initial_weights
 from forge_train.run.resume import check, check_without_checkpoint
-from forge_train.run.rollback import Back
 from forge_train.run.run import Run, State
 from forge_train.run.stop import Stop
 from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind

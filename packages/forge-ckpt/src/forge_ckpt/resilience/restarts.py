@@ -7,7 +7,7 @@ from forge_ckpt.resilience.local_ranks import FOLLOWS, Ended, run
 
 AGAIN = (1, FOLLOWS)
 """Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, and the
-loss of another rank. Others say that the same would happen again, or that somebody wants the end."""
+loss of another rank. Others say that the same would happen again, or that the end was asked for."""
 
 
 class Passed:

@@ -4,9 +4,9 @@ A daemon thread per process does both, over a second connection to the group's s
 only counts the marks that it passes; all ranks pass the same ones in the same order, so a smaller count is behind. Where a rank
 is after a mark, and whether it waits in a collective, the thread sees in the stack of the training thread.
 
-A part of the run that takes longer than it may (`Limits`) is a hang: in a collective, or in what a rank does by itself. Whoever
-sees it first names the guilty one and gathers what all ranks say into `hang.txt`, over the store, as collectives hang. A rank
-that cannot speak any more, being stopped or without the interpreter's lock, is known by what it said last.
+A part of the run that takes longer than it may (`Limits`) is a hang: in a collective, or in what a rank does by itself. The rank
+that sees it first names the guilty one and gathers what all ranks say into `hang.txt`, over the store, as collectives hang. A
+rank that cannot speak any more, being stopped or without the interpreter's lock, is known by what it said last.
 
 A rank that ends because of an error leaves a note, the first of which is what all others name as the cause. A rank that finds
 such a note and does not end by itself, as when it is stuck, is ended by its thread.
@@ -273,7 +273,7 @@ class Watch:
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
     def _hang(self, mine: Sight) -> str | None:
-        """Who hangs, and for how long; None where nobody does, or where the one that the others wait for may take longer.
+        """Who hangs, and for how long; None where none does, or where the one that the others wait for may take longer.
 
         It takes two looks at the others: only who moves between them is heard of.
         """

@@ -85,7 +85,7 @@ def way_back(run: Run, why: str) -> Back:
         )
     step = run.good_step()
     if step is None:
-        raise TrainingError(f"{why}, and there is no checkpoint to go back to: {health.advice()}")
+        raise TrainingError(f"{why}, without a checkpoint to go back to: {health.advice()}")
     back = Back(step, run.state.cursor, health.rollbacks + 1, health.lr_scale * run.job.train.rollback_lr)
     slower = f"; learning rate from now on times {back.lr_scale:.4g}" if back.lr_scale != 1 else ""
     if health.warns:
