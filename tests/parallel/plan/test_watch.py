@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,8 @@ import torch.distributed as dist
 
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import start, stop
-from forge_parallel.launch.watch import PeerFailure, Sight, Watch, is_broken_connection
+from forge_parallel.launch.sights import Sight, late, several
+from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from harness.pool import World
 
 
@@ -159,35 +161,40 @@ def test_only_what_a_lost_peer_causes_is_its_fault(error: Exception, broken: boo
     assert is_broken_connection(outer) == broken
 
 
-def sights(watch: Watch, **ranks: tuple[int, bool]) -> dict[int, Sight]:
-    found = {int(name[1:]): Sight(int(name[1:]), "", 1, passed, "", "", 0, waits) for name, (passed, waits) in ranks.items()}
-    watch._heard = {rank: (1, time.monotonic()) for rank in found}
-    return found
+def blamed(*ranks: tuple[int, bool] | tuple[int, bool, str]) -> list[int | str]:
+    """Ranks that are named when each has passed so many marks, waits or not, at a place."""
+    seen = {at: Sight(at, "", 1, each[0], "", each[2] if len(each) > 2 else "", 0, each[1]) for at, each in enumerate(ranks)}
+    return [sight.rank if isinstance(sight, Sight) else sight for sight in late(seen)]
 
 
 def test_who_is_late() -> None:
+    assert blamed((7, True), (7, True), (6, True), (7, False)) == [2], "the one that is behind"
+    assert blamed((7, True), (7, True), (8, True), (7, False)) == [3], "of those at the same mark, the one that works"
+    assert blamed((7, True), (7, True), (8, False), (7, False)) == [3], "who is ahead has been here"
+    assert blamed((7, True), (7, True), (7, True), (7, True)) == [0, 1, 2, 3]
+    assert blamed((7, True, "a"), (7, True, "b"), (7, True, "a")) == [1], "most of those that wait do so at one place"
+    assert blamed((7, True), (8, True), (7, True)) == [1], "who has left out a collective is ahead"
+    assert blamed((7, True, "a"), (7, True, "b")) == [0, 1], "of two, nobody can tell"
+    assert blamed((7, True, "a"), (8, True, "b"), (7, True, "c")) == [0, 2], "without most of them, those behind"
+
+
+def test_silence_comes_first_and_a_rank_that_waits_does_not_name_itself() -> None:
     watch = Watch(0, 4)
     watch.passed = 7
-
-    def late(found: dict[int, Sight]) -> list[int | str]:
-        return [sight.rank if isinstance(sight, Sight) else sight for sight in watch._late(found)]
-
-    assert late(sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))) == [2], "the one that is behind"
-    assert late(sights(watch, r1=(7, True), r2=(8, True), r3=(7, False))) == [3], "of those at the same mark, the one that works"
-    assert late(sights(watch, r1=(7, True), r2=(8, False), r3=(7, False))) == [3], "who is ahead has been here"
-    assert late(sights(watch, r1=(7, True), r2=(7, True), r3=(7, True))) == [1, 2, 3]
-    assert late(sights(watch, r1=(7, True), r2=(6, True))) == ["rank 3 (never heard of)"]
-    found = sights(watch, r1=(7, True), r2=(6, True), r3=(7, False))
+    seen = {rank: Sight(rank, "", 1, 7, "", "", 0, True) for rank in (1, 2)}
+    watch._heard = {rank: (1, time.monotonic()) for rank in (1, 2)}
+    assert list(watch._late(seen)) == ["rank 3 (never heard of)"]
+    seen[3] = seen[2]._replace(rank=3, passed=6)
+    watch._heard[3] = (1, time.monotonic())
+    assert [sight.rank for sight in watch._late(seen) if isinstance(sight, Sight)] == [3]
     watch._heard[1] = (1, time.monotonic() - 100)
-    assert late(found) == [1], "silence comes first"
+    assert list(watch._late(seen)) == [seen[1]]
 
 
 def test_many_late_ranks_are_counted() -> None:
     failure = PeerFailure("x", 75)
     assert failure.exit_code == 75 and PeerFailure.exit_code == 5
-    from forge_parallel.launch.watch import _several
-
-    assert _several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
+    assert several([f"rank {rank}" for rank in range(9)]) == "rank 0; rank 1; rank 2; rank 3, and 5 more ranks"
 
 
 def _third() -> tuple[str, int]:
@@ -247,3 +254,66 @@ def test_h3_hints_of_the_place_are_kept() -> None:
     error = RuntimeError("gloo: Timed out waiting")
     error.add_note("prepare the data beforehand")
     assert str(Watch(0, 2, store).explain(error)).endswith("; prepare the data beforehand")
+
+
+class Fixed:
+    """Limits that are known; notes what they are told."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds, self.told = seconds, list[str]()
+
+    def took(self, section: str, seconds: float) -> None:
+        self.told.append(section)
+
+    def of(self, section: str, waiting: float) -> float | None:
+        return self.seconds.get(section)
+
+
+def pair(**seconds: float) -> tuple[Watch, Watch]:
+    """Two ranks of one store, without threads."""
+    store = dist.HashStore()
+    return tuple(Watch(rank, 2, store, patience=1.0, limits=Fixed(**seconds)) for rank in range(2))  # type: ignore[return-value]
+
+
+def looks(*watches: Watch, times: int, apart: float = 0.2) -> list[str | None]:
+    """What each says after so many looks, `apart` seconds of their clocks each."""
+    said: list[str | None] = [None] * len(watches)
+    for _ in range(times):
+        for watch in watches:
+            watch._woke -= apart
+            said[watch.rank] = said[watch.rank] or watch._look()
+    return said
+
+
+def test_fault_35_a_rank_that_may_take_longer_is_not_ended_by_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pair(step=1.0, save=100.0)
+    for watch in (first, second):
+        watch.enter("a save", "save")
+    first.enter("step 2", "step")
+    sight = first._sight
+    monkeypatch.setattr(first, "_sight", lambda: sight()._replace(waits=True))
+    assert looks(first, second, times=40) == [None, None]
+    assert first._sight().is_over, "it waits for the other one, which may take longer"
+    second.enter("step 2", "step")
+    said, _ = looks(first, second, times=40)
+    assert said is not None and said.startswith("rank 1 (") and said.endswith("did not come within 1 s")
+    assert isinstance(second.limits, Fixed) and second.limits.told == ["save"]
+
+
+def test_fault_35_a_process_that_was_stopped_has_not_used_up_its_time() -> None:
+    watch, _ = pair(step=1.0)
+    watch.enter("step 1", "step")
+    assert looks(watch, times=1, apart=1000.0) == [None]
+    assert watch._sight().held < 0.5
+    assert looks(watch, times=2) == [None], "a hang is said after more than its time"
+
+
+def test_fault_35_what_has_no_limit_and_who_is_in_a_debugger_takes_any_time() -> None:
+    watch, _ = pair(step=1.0)
+    watch.enter("a download")
+    assert looks(watch, times=100) == [None]
+    watch.enter("step 1", "step")
+    space: dict[str, object] = {"__name__": "pdb", "look": watch._sight}
+    exec("def held():\n    return look()", space)  # noqa: S102 (a module of this name)
+    held: Callable[[], Sight] = space["held"]  # type: ignore[assignment]
+    assert held().limit is None and watch._sight().limit == 1.0

@@ -108,11 +108,13 @@ def test_h1_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
     assert (first, second) == (5, 5)
     place = r"rank 1 \(process \d+ on \S+; step 3, mine\.py:\d+ \(before_step\), \d+ s\)"
     assert re.search(rf"rank 0: WARNING: waiting for \d+ s in step 3, topology\.py:\d+ \(all_reduce\), for {place}\n", waiting)
-    assert re.search(rf"rank 0: ERROR: {place} did not come within 10 s\. .*resumes from its newest checkpoint\n$", waiting)
+    assert re.search(rf"(?m)^rank 0: ERROR: {place} did not come within 10 s\. .*resumes from its newest checkpoint$", waiting)
     assert re.search(rf"(?m)^rank 1: ERROR: the others have given up: {place} did not .* its stacks are in its log\n\Z", hanging)
     assert "Traceback" not in waiting + hanging
     log = (tmp_path / "runs" / "tiny" / "logs" / "rank-00001.log").read_text()
     assert re.search(r'File ".*/mine\.py", line \d+ in before_step', log), "its stack is kept"
+    report = (tmp_path / "runs" / "tiny" / "logs" / "hang.txt").read_text()
+    assert re.search(rf"(?m)^{place} did not come within 10 s$", report) and "default_pg #" in report
     assert "gloo" in (tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text(), "so is what the other one met"
 
 

@@ -4,6 +4,7 @@ Where torch may drop a name, a fallback follows. What takes long to import, or a
 Tests call all of them.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 # Walks all that can hold tensors, as torch's own hooks see it; torch has no public module for Python.
@@ -209,3 +211,12 @@ def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
     """After how long a collective on tensors of `device` is an error; None where the backend has no such limit."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """What torch's flight recorders have noted of this process' collectives, oldest first; empty where they note nothing."""
+    found = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(c10d, name, None)) is not None:
+            found += json.loads(dump(True, False)).get("entries", ())
+    return found

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,6 +29,10 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept until the new one has saved.")
     ] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Ranks that are started on this machine, without another launcher.")] = 1,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often failed ranks are started again, from the newest checkpoint.")
+    ] = 0,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
@@ -38,6 +43,10 @@ def run(
     from forge_train.process.logs import logging_of
     from forge_train.process.stop import Signals
 
+    if processes > 1 or restarts > 0:
+        from forge_train.resilience.local import supervised
+
+        raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts))
     signals = Signals()
     where = read_launcher(os.environ)
     with signals.listening(), logging_of(where.rank, where.size) as log:
@@ -112,26 +121,33 @@ def _train(
     """Exit code of the run on this rank."""
     from rich.console import Console
 
+    from forge_ckpt.resilience.limits import Learned
     from forge_parallel.launch import process_group
     from forge_train.process.ending import tell_launcher
     from forge_train.process.stop import REQUEUE, STOPPED
+    from forge_train.resilience.rollback import Back, train
     from forge_train.run.assemble import assemble
     from forge_train.run.directory import run_directory
-    from forge_train.run.loop import fit
+    from forge_train.run.run import DATA
 
     console, directory = Console() if where.rank == 0 else None, run_directory(resolved.job)
 
     def begin() -> None:
-        watch.log_to(log.open(directory))
+        if not log.is_open:
+            watch.log_to(log.open(directory))
 
-    with signals.at_once():
-        run = assemble(resolved, directory, where, device, registry, console, fresh=fresh, ranks=ranks, begin=begin)
-    run.stop.signals, run.watch = signals, watch
-    try:
-        reason = fit(run)
-    finally:
-        for tracker in run.trackers:
-            tracker.close()  # also after a failure: what was written last says most about it
+    def build(back: Back | None) -> "Run":
+        watch.enter("going back" if back else "the start")
+        watch.timeout = resolved.job.parallel.timeout  # a step's may be in force
+        process_group.limit(watch.timeout, device)
+        given = {"fresh": fresh and back is None, "back": back, "ranks": ranks.again(back.rollbacks if back else 0)}
+        with signals.at_once() if back is None else nullcontext():
+            run = assemble(resolved, directory, where, device, registry, console, begin=begin, **given)
+        run.stop.signals, run.watch = signals, watch
+        watch.limits = Learned(resolved.job.parallel.least_timeout, waiting=(DATA,))
+        return run
+
+    run, reason = train(build)
     run.close()
     watch.stop()
     if console is not None:

@@ -55,6 +55,7 @@ class Periodic(Hook):
         if run.state.step != self.acted:
             self.acted = run.state.step
             self.left = False
+            run.watch.enter(f"hook {self._name} after step {run.state.step}", self._name)
             run.judge()  # the device has caught up, so the pause is one; and whether the run is to end is known
             with pause(run):
                 self.act(run)
@@ -62,9 +63,13 @@ class Periodic(Hook):
     def leaves(self, run: Run, doing: str, count: int) -> bool:
         """Collective at every eighth `count`, for what takes long: whether to leave it, since the run was asked to stop."""
         if count % _LOOK == 0:
-            run.watch.enter(doing)
+            run.watch.enter(doing, self._name)
             self.left = run.stop.agree(run.topology)
         return self.left
+
+    @property
+    def _name(self) -> str:
+        return (self.state_key or type(self).__name__).rpartition(":")[2]
 
     def act(self, run: Run) -> None:
         """The action."""

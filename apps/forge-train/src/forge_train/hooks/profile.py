@@ -98,6 +98,13 @@ class ProfileHook(Hook):
             signal.signal(getattr(signal, self.signal), self._before)
             self._before = None
 
+    def leave(self, run: Run) -> None:
+        """Drops an open window, and gives the signal back."""
+        if self.recorder is not None:
+            self.recorder.abandon()
+        self.first = self.recorder = None
+        self.finish(run)
+
     def _ask(self, *_: Any) -> None:
         self._asked = True
 

@@ -56,6 +56,10 @@ class ProgressHook(Hook):
         if self.view is not None:
             self.view.close()
 
+    def leave(self, run: Run) -> None:
+        """Closes the panel: another one follows."""
+        self.finish(run)
+
     def _left(self, step: int, total: int) -> float:
         started, first = self.begun
         return (perf_counter() - started) / max(1, step - first) * max(0, total - step)

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forge_core.errors import ForgeError
@@ -38,12 +38,18 @@ class Agreement:
         rank, size: of the world.
         store: of the process group.
         patience: seconds to wait for the verdict of a rank that says nothing.
+        life: how often these processes have begun before; verdicts of one life are not those of another.
     """
 
     rank: int = 0
     size: int = 1
     store: Any = None
     patience: float = 600.0
+    life: int = 0
+
+    def again(self, life: int) -> "Agreement":
+        """For another beginning of the same processes."""
+        return replace(self, life=life)
 
     @classmethod
     def of_group(cls, patience: float) -> "Agreement":
@@ -94,7 +100,7 @@ class Agreement:
 
     def _verdict(self, store: Any, phase: str, fault: Exception | None, patience: float) -> Refused | None:
         """The first rank's cause; None when no rank has one. A fault that the others do not come to hear is raised as it is."""
-        key = f"start/{phase}"
+        key = f"start/{self.life}/{phase}"
         if fault is not None:
             code = fault.exit_code if isinstance(fault, ForgeError) else 1
             text = str(fault) if isinstance(fault, ForgeError) else f"{type(fault).__name__}: {fault}"

@@ -92,6 +92,21 @@ def something_is_saved(job: Job, layout: Layout | None) -> list[Fault]:  # noqa:
     return [Caution("hooks", "hook 'save' is missing: no checkpoint is written", hint='add [[hooks]] name = "save"')]
 
 
+def rollbacks_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """A run that may go back needs checkpoints; and data that it skips must not move a phase which counts in steps."""
+    key = "train.rollback_after"
+    if job.train.rollback_after is None:
+        return
+    if job.checkpoint.every == 0 or not any(isinstance(hook, Save) for hook in job.hooks):
+        hint = 'set checkpoint.every, and add [[hooks]] name = "save"'
+        yield Fault(key, "the run saves nothing that it could go back to", hint=hint)
+    for index, phase in enumerate(job.data.phases):
+        for name in ("sequence_length", "global_batch", "lr_scale"):
+            if getattr(phase, name) is not None:
+                text = f"going back skips data, so that data.phases.{index}.{name} would begin at another step than its data"
+                yield Fault(key, text, hint="unset one of them")
+
+
 def numbers_can_be_counted(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Tokens and samples of the whole run are counted in 64 bits."""
     train = job.train

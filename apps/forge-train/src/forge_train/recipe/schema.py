@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from forge_ckpt.components.section import Checkpoint
 from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
@@ -49,6 +49,13 @@ class Train:
     """Largest norm of the whole gradient; unset (`"none"`) switches clipping off."""
     max_skipped: Annotated[int, Gt(0)] = 10
     """Steps with a loss or gradient that is not finite, among the last 100, that end the run; each one is skipped."""
+    rollback_after: Annotated[int, Gt(0)] | None = None
+    """Bad steps in a row, skipped or with a loss above its band, after which the run goes back to its newest verified checkpoint
+    whose loss was in the band, and on from there without the data read since. Unset (`"none"`), a run does not go back."""
+    max_rollbacks: Annotated[int, Ge(0)] = 3
+    """So many times a run goes back; once more ends it with exit code 7."""
+    rollback_lr: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Factor on the learning rate for the rest of the run, each time that it goes back."""
     collect_every: Annotated[int, Gt(0)] | None = 50
     """Steps after which Python looks for garbage in cycles, on all ranks at once: one that does so alone keeps others waiting.
     Unset (`"none"`), each process does so when it likes."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_without_progress
 from forge_ckpt.saving.resume import Found
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
@@ -40,6 +41,7 @@ from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
+from forge_train.resilience.rollback import Back
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
@@ -69,6 +71,7 @@ def assemble(
     console: "Console | None",
     *,
     fresh: bool = False,
+    back: Back | None = None,
     ranks: Agreement | None = None,
     begin: Callable[[], None] = lambda: None,
 ) -> Run:
@@ -79,6 +82,7 @@ def assemble(
 
     Args:
         fresh: start at step 0 and move what is there aside.
+        back: go back to a checkpoint of this run, and on from there with other data.
         ranks: what says on every rank what one of them refuses; by default each one's faults are its own.
         begin: called once the directory is this run's.
 
@@ -115,12 +119,16 @@ def assemble(
         )
         evaluations = evaluation(job.data, tokenizer=data.tokenizer, **shape)
 
-    policy = "never" if fresh else job.checkpoint.resume
+    policy = back.step if back else "never" if fresh else job.checkpoint.resume
     store = job.checkpoint.store.build(directory / CHECKPOINTS)
     checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
     with ranks.together("the newest checkpoint and the devices", collective=True):
         found = checkpoints.newest(policy)
         memory = shared_memory(topology)
+    automatic = back is None and is_automatic(os.environ)
+    with ranks.together("the progress"):
+        if topology.rank == 0:
+            refuse_without_progress(directory, found.step if found else 0, automatic)
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
@@ -172,7 +180,7 @@ def assemble(
         state=state,
         console=console,
         stop=Stop(job.train.max_steps, job.train.stop_at),
-        health=Health(job.train.max_skipped, warns=topology.rank == 0),
+        health=Health(job.train.max_skipped, job.train.rollback_after, warns=topology.rank == 0),
         parameters=parameters,
         config=resolved.as_json(),
         phases=phases,
@@ -207,6 +215,7 @@ def assemble(
         begin()
         if topology.rank == 0:
             keep_recipe(directory, resolved.as_toml())
+            note_start(directory, state.step, automatic)
             numbers = JsonlTracker(directory / METRICS)  # every run has it, in its recipe or not
             others = [tracker for tracker in trackers if getattr(tracker, "path", None) != numbers.path]
             run.trackers = [Guarded(tracker) for tracker in (numbers, *others)]
@@ -214,6 +223,8 @@ def assemble(
         tracker.rewind(state.step)
     if "health" in meta:
         run.health.load(meta["health"], state.step)
+    if back:
+        back.take(run)
     if later or found:
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
@@ -234,7 +245,11 @@ def assemble(
         saves.settle(run, wait=True)  # it may be the one to go back to
         return checkpoints.advice(run.health)
 
-    run.health.advice = advice
+    def good_step() -> int | None:
+        saves.settle(run, wait=True)
+        return checkpoints.good_step(run.health)
+
+    run.health.advice, run.good_step = advice, good_step
     return run
 
 

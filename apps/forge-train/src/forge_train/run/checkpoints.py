@@ -58,11 +58,11 @@ def _is_of_run(name: str) -> bool:
     return name.partition("/")[0] in ("model", "optimizer")
 
 
-def _is_good(manifest: Manifest, health: Health) -> bool:
+def _is_good(manifest: Manifest, health: Health, just: bool) -> bool:
     """Whether the loss was in its band when a checkpoint was saved, and is not known to have left it by then. What is saved is
     finite, since that is noted."""
     kept = manifest.meta.get("health")
-    return kept is not None and kept["band"]["left"] is None and health.is_before(manifest.step)
+    return kept is not None and kept["band"]["left"] is None and health.is_before(manifest.step, just)
 
 
 def _of(piece: str) -> str:
@@ -148,10 +148,19 @@ class Checkpoints:
             )
         self.checked = run.state.step
 
+    def good(self, health: Health, just: bool = False) -> resume.Found | None:
+        """Collective: the newest verified checkpoint of before the loss left its band, as `Health.is_before`; nothing changes."""
+        return resume.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health, just))
+
+    def good_step(self, health: Health) -> int | None:
+        """Collective: where a run may go back to: a step whose weights are above suspicion, else the one just before."""
+        found = self.good(health) or self.good(health, just=True)
+        return None if found is None else found.step
+
     def advice(self, health: Health) -> str:
         """Collective: how to go on after a failure, with a good checkpoint."""
         on_offer = self._committed()
-        found = resume.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health))
+        found = self.good(health)
         if found is None:
             return "No usable checkpoint is left; start over with --fresh"
         if found.name == on_offer[0]:

@@ -10,6 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from forge_ckpt.resilience.progress import FILE, REASON
 from forge_core.errors import ForgeError
 from forge_core.redact import redacted_text
 from forge_train.recipe.schema import Job
@@ -27,7 +28,7 @@ SAMPLES = "samples.json"
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, "tensorboard"),
-    *("profiles", "wandb", "wandb-id"),
+    *("profiles", "wandb", "wandb-id", FILE, REASON),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 

@@ -21,12 +21,19 @@ _QUIET_SECONDS = 30.0
 _log = logging.getLogger(__name__)
 
 
+class RollBack(Exception):
+    """The run has to go back; raised on all ranks after the same step."""
+
+
 @dataclass
 class Health:
     """Judges every step by numbers that are the same on all ranks, so all of them end after the same step.
 
     Attributes:
         most: this many skipped steps among the last `SPAN` end the run.
+        patience: this many bad steps in a row make the run go back, skipped or with a loss above the band; None for never.
+        rollbacks: how often it has gone back.
+        lr_scale: factor on the learning rate since.
         warns: whether this rank logs warnings; one rank does.
         advice: what to do after a failure; collective, as all ranks fail together.
         skipped: numbers of the skipped steps, among the last `SPAN`.
@@ -35,6 +42,9 @@ class Health:
     """
 
     most: int = 10
+    patience: int | None = None
+    rollbacks: int = 0
+    lr_scale: float = 1.0
     warns: bool = True
     advice: Callable[[], str] = field(default=lambda: "start the run again to resume from its newest checkpoint")
     skipped: list[int] = field(default_factory=list)
@@ -42,6 +52,7 @@ class Health:
     saves: list[int] = field(default_factory=list)
     band: Band = field(default_factory=Band)
     remarks: list[str] = field(default_factory=list)
+    _row: int = 0
     _said: int = 0
     _silent: int = 0
     _when: float = -math.inf
@@ -51,19 +62,24 @@ class Health:
         """Step of the newest checkpoint whose weights gave no loss outside of the band."""
         return max(filter(self.is_before, self.saves), default=None)
 
-    def is_before(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is older than the weights that gave the first loss outside, those of the step before."""
+    def is_before(self, step: int, just: bool = False) -> bool:
+        """Whether a checkpoint of `step` is older than the weights that gave the first loss outside, those of the step before;
+        with `just`, or has those weights, since the data may have been to blame."""
         first = self.band.first_outside
-        return first is None or step < first - 1
+        return first is None or step < first - 1 + just
 
     def after(self, step: int, result: StepResult) -> None:
         """Judges step number `step`, which is complete.
 
         Raises:
             TrainingError: too many of the last steps were skipped.
+            RollBack: too many in a row were bad.
         """
         numbers = result.numbers()
         self._watch(step, math.inf if numbers["skipped"] else numbers["loss"])
+        self._row = self._row + 1 if self.band.is_above else 0
+        if self.patience is not None and self._row >= self.patience:
+            raise RollBack(f"{self._row} steps in a row were bad (last: step {step}, {_named(numbers)})")
         if not numbers["skipped"]:
             return
         self.total += 1
@@ -87,11 +103,13 @@ class Health:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON. `left` of the band is None in a checkpoint that is good to go back to."""
-        return {"skipped": self.total, "saves": self.saves, "band": self.band.state()}
+        gone_back = {"rollbacks": self.rollbacks, "lr_scale": self.lr_scale}
+        return {"skipped": self.total, "saves": self.saves, "band": self.band.state(), **gone_back}
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Takes up what a checkpoint of `step` kept, and warns when it was taken after the loss had left its band."""
         self.total, self.saves = state["skipped"], list(state["saves"])
+        self.rollbacks, self.lr_scale = state.get("rollbacks", 0), state.get("lr_scale", 1.0)
         self.band.load(state["band"])
         if self.band.left is None:
             self.saves.append(step)

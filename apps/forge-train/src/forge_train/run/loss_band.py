@@ -30,6 +30,11 @@ class Band:
     newest: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=LOOK))
 
     @property
+    def is_above(self) -> bool:
+        """Whether the newest loss was outside."""
+        return bool(self.newest) and self.newest[-1][1]
+
+    @property
     def level(self) -> float:
         """Median of the losses inside."""
         return median(self.inside)

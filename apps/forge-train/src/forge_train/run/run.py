@@ -30,6 +30,9 @@ from forge_train.run.health import Health
 if TYPE_CHECKING:
     from rich.console import Console
 
+DATA = "data"
+"""Section of the watch in which a rank waits for its data."""
+
 
 @dataclass
 class State:
@@ -55,8 +58,10 @@ class Run:
             that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and what is
             written, evaluated or ended waits for all verdicts first (`judge`).
         batches: of the current step, on the host.
+        settled: whether a step of this start is complete.
         unjudged: the newest steps, each with its number.
         wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
+        good_step: collective; step of the newest verified checkpoint with the loss in its band, if there is one.
         trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
     """
 
@@ -84,6 +89,7 @@ class Run:
     finish_saves: Callable[[], Any] = field(default=lambda: None)
     close: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)
+    good_step: Callable[[], int | None] = field(default=lambda: None)
     watch: Watch = field(default_factory=Watch)
     health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
@@ -91,6 +97,7 @@ class Run:
     phases: Phases = field(default_factory=Phases)
     batches: Sequence[Batch] = ()
     lag: int = 0
+    settled: bool = False
     unjudged: "deque[tuple[int, StepResult]]" = field(default_factory=deque)
 
     @property
@@ -106,7 +113,9 @@ class Run:
     def begin_step(self, batches: Sequence[Batch]) -> None:
         """Before a step's first forward: random numbers depend on (seed, step, data rank) only, so a resumed run draws the
         same ones; and a model whose loss changes over the run is told the step."""
-        self.watch.enter(f"step {self.state.step + 1}")
+        # Steps of another size take another time, and the first one of a start compiles.
+        section = f"step of {self.tokens_per_step} tokens" if self.settled else "first step"
+        self.watch.enter(f"step {self.state.step + 1}", section)
         self.batches = batches
         key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
         torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
@@ -115,10 +124,10 @@ class Run:
     @torch.no_grad()
     def update(self, result: StepResult) -> None:
         """Clip, optimizer, clear. A step whose loss or norm is not finite changes nothing."""
-        self.watch.enter(f"the end of step {self.state.step + 1}")
+        self.watch.enter(f"the end of step {self.state.step + 1}", "update")
         if self.job.train.grad_clip is not None:
             clip(self.model, result.norm, self.job.train.grad_clip)
-        self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step))
+        self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step) * self.health.lr_scale)
         self.optimizer.step(result.skip)
         self.optimizer.zero_grad()
 
@@ -149,6 +158,8 @@ class Run:
     def settle(self) -> None:
         """After a step of this start: its groups are connected and its kernels compiled, so ranks need not wait for each other as
         long as at the start."""
+        self.settled = True
+        self.watch.enter(f"the data of step {self.state.step + 1}", DATA)
         seconds = self.job.parallel.step_timeout
         if seconds is not None and self.watch.timeout != seconds:
             self.judge()  # queued is not done: a rank may still compile while this one is ahead

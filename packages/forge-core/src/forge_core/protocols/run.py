@@ -91,8 +91,9 @@ class Stop(Protocol):
 class Watch(Protocol):
     """Is told what the rank is doing, so that a rank that hangs can be named."""
 
-    def enter(self, doing: str) -> None:
-        """Every rank passes the same marks in the same order."""
+    def enter(self, doing: str, section: str = "") -> None:
+        """Every rank passes the same marks in the same order. What lies between two marks may take ten times as long as usual for
+        its `section`, a kind of work whose times are alike; without one, nothing is known of it."""
         ...
 
 
@@ -229,6 +230,10 @@ class Hook:
 
     def finish(self, run: Run) -> None:
         """Once, after the last step or when the run stops early; not after an exception."""
+
+    def leave(self, run: Run) -> None:
+        """Once, where the run goes back to a checkpoint, with hooks that are made anew: closes what this one has opened. `finish`
+        does not follow."""
 
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of this hook: JSON as it stands."""

@@ -67,6 +67,10 @@ class Parallel:
     ] = None
     """The same from the end of the first step on, when all are connected and compiled; evaluations and saves count, too, and on
     GPUs two steps, as the host is one ahead. Unset: as `timeout`."""
+    least_timeout: Annotated[float, Gt(0), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 180.0
+    """What takes less than so many seconds never counts as a hang. Above, a step, an update, a wait for data or an action of a
+    hook does when it takes ten times as long as nine of ten of its last 200, once ten were seen: processes write their stacks and
+    end."""
     patience: Annotated[float, Gt(0), Neutral("how long ranks wait; what they exchange is the same"), FREE] = 30.0
     """Seconds after which a rank that waits says for which one, and where that one is."""
 

@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,9 +23,12 @@ _MEETING_SECONDS = 300.0
 _HURRY_SECONDS = 10.0
 """How long a rank that was asked to stop waits for the others, so that they learn of it."""
 
+_RECORD = (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+"""How many of the newest collectives torch keeps in mind, for what is written when ranks hang."""
+
 _NCCL = (
     (("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), "3"),  # it ends, and takes nothing down, which could hang
-    (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+    _RECORD,
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
 )
 """Variables by which NCCL is told what to do about a failure, under their names and former ones, and what they are set to."""
@@ -50,8 +53,7 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
     device = _own(where.local_rank)
     if where.size == 1:
         return device
-    if accelerator.COLLECTIVES.get(device.type) == "nccl":
-        _tell_nccl()
+    _tell(_NCCL if accelerator.COLLECTIVES.get(device.type) == "nccl" else (_RECORD,))
     try:
         wait = _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry)
         store = _meet(where, wait, device)
@@ -167,9 +169,9 @@ def _limit(timeout: float, device: torch.device) -> timedelta:
     return timedelta(seconds=timeout + (60 if device.type in accelerator.COLLECTIVES else 0))
 
 
-def _tell_nccl() -> None:
-    """A failed collective ends the process, and leaves a record of the last ones, unless variables that are set say otherwise."""
-    for names, value in _NCCL:
+def _tell(variables: Iterable[tuple[Sequence[str], str]]) -> None:
+    """A failed collective of NCCL ends the process, and a record of the last ones is kept, unless variables say otherwise."""
+    for names, value in variables:
         if not any(name in os.environ for name in names):
             os.environ[names[0]] = value
 

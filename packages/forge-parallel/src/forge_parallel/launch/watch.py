@@ -4,6 +4,10 @@ A daemon thread per process does both, over a second connection to the group's s
 only counts the marks that it passes; all ranks pass the same ones in the same order, so a smaller count is behind. Where a rank
 is after a mark, and whether it waits in a collective, the thread sees in the stack of the training thread.
 
+A part of the run that takes longer than it may (`Limits`) is a hang: in a collective, or in what a rank does by itself. The rank
+that sees it first names the guilty one and gathers what all ranks say into `hang.txt`, over the store, as collectives hang. A
+rank that cannot speak any more, being stopped or without the interpreter's lock, is known by what it said last.
+
 A rank that ends because of an error leaves a note, the first of which is what all others name as the cause. A rank that finds
 such a note and does not end by itself, as when it is stuck, is ended by its thread.
 """
@@ -12,38 +16,37 @@ import contextlib
 import faulthandler
 import json
 import logging
+import math
 import os
 import re
 import socket
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch.distributed as dist
 
 from forge_core.errors import ForgeError
+from forge_parallel.launch import hang_report, sights
 from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.sights import Sight, several
 
 _log = logging.getLogger(__name__)
-
-_WAITS = ("torch.distributed", "torch._ops", "forge_parallel.placement.collectives", "forge_parallel.placement.groups")
-"""Modules in whose functions a process that waits for another one is."""
-
-_LIBRARY = (f"{os.sep}torch{os.sep}", sysconfig.get_path("stdlib") + os.sep)
 
 _BROKEN = re.compile(
     r"Connection (closed|reset|refused)|[Tt]imed? ?out|Broken pipe|Socket closed|Failed to recv|remote process exited|"
     r"communicator was aborted"
 )
+HANGS = "hang.txt"
+"""Among the logs of a run: what was written down when ranks hung."""
+
 _STORE_GONE = "the process that keeps the group's store (rank 0, or torchrun's agent) is gone"
 _READ_SECONDS = 10.0
-_SHOWN = 4
+_LAST_SECONDS = 30.0
 
 
 class PeerFailure(ForgeError):
@@ -56,21 +59,24 @@ class PeerFailure(ForgeError):
         self.exit_code = exit_code
 
 
-class Sight(NamedTuple):
-    """What a rank says of itself: how many marks it has passed, what it does, where, for how many seconds, and whether it waits
-    for others there."""
+class Limits(Protocol):
+    """How long a part of the run may take, by its name."""
 
-    rank: int
-    who: str
-    beat: int
-    passed: int
-    doing: str
-    where: str
-    seconds: float
-    waits: bool
+    def took(self, section: str, seconds: float) -> None:
+        """A part has ended after so long."""
+        ...
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.who}; {self.doing}, {self.where}, {self.seconds:.0f} s)"
+    def of(self, section: str, waiting: float) -> float | None:
+        """Seconds; None while nothing is known. `waiting` is for how long ranks wait for each other."""
+        ...
+
+
+class _Unlimited:
+    def took(self, section: str, seconds: float) -> None:
+        pass
+
+    def of(self, section: str, waiting: float) -> float | None:
+        return None
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -85,11 +91,14 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 class Watch:
-    """Of one process; one without a store (a world of one) only counts marks.
+    """Of one process; one without a store only counts marks.
+
+    A process that was stopped and goes on has not used up its time: seconds count only while the thread runs.
 
     Args:
         patience: seconds after which a rank that waits says for whom.
         timeout: seconds after which a rank that waits gives up, where the group's own limit has not ended it.
+        limits: how long a part of the run may take, waiting or not.
         log: file that the stacks of a rank that is stuck are appended to; see `log_to`.
         hosts: this process keeps the group's store, so it ends after the others have read the note.
     """
@@ -103,28 +112,34 @@ class Watch:
         timeout: float = 600.0,
         log: Path | None = None,
         hosts: bool = False,
+        limits: Limits | None = None,
     ) -> None:
-        self.hosts = hosts
+        self.hosts, self.limits = hosts, limits or _Unlimited()
         self.rank, self.size, self.patience, self.timeout = rank, size, patience, timeout
-        self.passed, self.doing = 0, "the start"
+        self.passed, self.doing, self.section = 0, "the start", ""
         self._store, self._log = store, log
         self._file: TextIO | None = None
+        self._folder: Path | None = None
         self._known: dict[str, Any] | None = None
         self._interval, self._grace = min(1.0, patience / 5), min(10.0, patience)
         self._main = threading.get_ident()
         self._who = f"process {os.getpid()} on {socket.gethostname()}"
         self._mark: tuple[Any, ...] = ()
-        self._since = time.monotonic()
+        self._awake = self._since = self._entered = 0.0
+        self._began = self._woke = time.monotonic()
+        self._suspected, self._suspect_at = False, 0.0
         self._told, self._beat = 0.0, 0
         self._heard: dict[int, tuple[int, float]] = {}
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="forge-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=sights.WATCHING, daemon=True)
 
     @classmethod
     def open(cls, where: Launch, patience: float, timeout: float) -> "Watch":
         """The watch of this process, running; its group is open. `stop` ends it."""
         if where.size == 1:
-            return cls()
+            watch = cls(store=dist.HashStore(), patience=patience, timeout=timeout)
+            watch.start()
+            return watch
         tcp = dist.TCPStore(where.address, where.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
         store = dist.PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/watch", tcp)
         hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -141,7 +156,7 @@ class Watch:
     def log_to(self, path: Path) -> None:
         """From here on, the stacks of this rank are appended to a file when it is stuck."""
         if self._store is not None:
-            self._file = path.open("a")
+            self._file, self._folder = path.open("a"), path.parent
 
     def stop(self) -> None:
         """Ends the thread: from here on this rank waits for no other."""
@@ -153,10 +168,13 @@ class Watch:
             self._file.close()
             self._file = None
 
-    def enter(self, doing: str) -> None:
-        """Passes a mark that every rank passes; `doing` is what begins there."""
-        self.passed += 1
-        self.doing = doing
+    def enter(self, doing: str, section: str = "") -> None:
+        """Passes a mark that every rank passes; `doing` is what begins there, `section` its kind, whose times are alike."""
+        self._entered, now = self._awake, time.monotonic()  # first: the thread may look at any moment
+        if self.section:
+            self.limits.took(self.section, now - self._began)
+        self._began = now
+        self.passed, self.doing, self.section = self.passed + 1, doing, section
 
     def failed(self, message: str, exit_code: int) -> None:
         """Tells the others that this rank ends, and why. Only the first note of all ranks counts."""
@@ -175,7 +193,7 @@ class Watch:
         """What to say instead of `error`, which is a broken connection: the first cause, by name. Takes up to three seconds."""
         if self._store is None:
             return PeerFailure(f"a connection broke: {error}")
-        where = _named(list(_frames(error.__traceback__))[::-1])
+        where = sights.place(list(sights.frames_of(error.__traceback__))[::-1])
         try:
             note = self._known or self._cause()
         except RuntimeError:
@@ -202,9 +220,9 @@ class Watch:
         unmoved = [rank for rank in range(self.size) if rank not in moved and rank != self.rank]
         gone = [now.get(rank) or f"rank {rank} (never heard of)" for rank in unmoved]
         if gone:
-            message = f"{_several(gone)} ended without a word: killed, out of memory or stopped"
-        elif late := self._late(now):
-            message = f"{_several(late)} did not come within {self.timeout:g} s"
+            message = f"{several(gone)} ended without a word: killed, out of memory or stopped"
+        elif guilty := now and sights.late(now):  # this rank has waited, and does not any more
+            return self._leave_note(f"{several(guilty)} did not come within {self.timeout:g} s", 5, hangs=True)
         else:
             message = "the connection to another rank broke though all are there: look at the network"
         return self._leave_note(message, 5)
@@ -212,38 +230,69 @@ class Watch:
     def _run(self) -> None:
         cause = None
         while cause is None:
-            if self._done.wait(self._interval):
-                return
             try:
                 cause = self._look()
             except RuntimeError:  # and it is not asked again: torch writes a page to the terminal each time
                 cause = _STORE_GONE
+            if cause is None and self._done.wait(self._interval):
+                return
         if not self._done.wait(self._grace):  # this process may be about to end by itself, with more to say
             self._leave(cause)
 
     def _look(self) -> str | None:
         """One beat; why this process has to end, if it has to."""
-        if self._file is not None:  # a thread of C ends the process even when the interpreter's lock is never given back
-            faulthandler.dump_traceback_later(self.timeout + 2 * self._grace, exit=True, file=self._file)
+        now = time.monotonic()
+        self._awake += min(now - self._woke, 2 * self._interval)
+        self._woke = now
         mine = self._sight()
+        left = self.timeout if mine.limit is None else mine.limit - mine.held
+        self._end_without_lock(max(left, self._grace) + 2 * self._grace)
         self._beat += 1
         self._store.set(f"rank/{self.rank}", json.dumps(mine._replace(beat=self._beat)))
         if (note := self._note()) is not None:
             self._store.set(f"read/{self.rank}", "")
+            self._end_without_lock(_LAST_SECONDS + 2 * self._grace)
             return note["message"]
+        if (cause := self._hang(mine)) is not None:
+            self._end_without_lock(_LAST_SECONDS + 2 * self._grace)
+            return self._leave_note(cause, 5, hangs=True)["message"]
         if not mine.waits:
             return None
-        if mine.seconds > self.timeout:
-            late = _several(self._late(self._sights()))
-            return self._leave_note(f"{late} did not come within {self.timeout:g} s", 5)["message"]
         if self._told == 0 and mine.seconds > self.patience / 2:
             self._told = self.patience / 2
             self._late(self._sights())  # only who moves between two looks is heard of
         elif self._told and mine.seconds > 2 * self._told:
             self._told *= 2
-            if late := self._late(self._sights()):
-                _log.warning("waiting for %.0f s in %s, %s, for %s", mine.seconds, mine.doing, mine.where, _several(late))
+            if guilty := self._late(self._sights()):
+                _log.warning("waiting for %.0f s in %s, %s, for %s", mine.seconds, mine.doing, mine.where, several(guilty))
         return None
+
+    def _end_without_lock(self, seconds: float) -> None:
+        """A thread of C ends this process after so long, even when the interpreter's lock is never given back."""
+        if self._file is not None:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
+
+    def _hang(self, mine: Sight) -> str | None:
+        """Who hangs, and for how long; None where none does, or where the one that the others wait for may take longer.
+
+        It takes two looks at the others: only who moves between them is heard of.
+        """
+        if mine.waits and mine.seconds > self.timeout:
+            return f"{several(self._late(self._sights()))} did not come within {self.timeout:g} s"
+        if not mine.is_over:
+            self._suspected = False
+            return None
+        seen = self._sights()
+        if not self._suspected:
+            self._suspected, self._suspect_at = True, self._awake + self._quiet + 2 * self._interval
+        if self._awake < self._suspect_at:
+            return None
+        self._suspect_at = self._awake + self._quiet
+        guilty = self._late(seen)
+        alive = [sight for sight in guilty if isinstance(sight, Sight) and not self._is_quiet(sight.rank)]
+        if not guilty or any(not sight.is_over for sight in alive):
+            return None
+        return f"{several(guilty)} did not come within {mine.limit:.4g} s"
 
     def _leave(self, cause: str) -> None:
         """The last words of a process whose training thread is stuck."""
@@ -265,7 +314,12 @@ class Watch:
         if self._known is None and self._store.check(["ended"]):
             note = json.loads(self._store.get("ended"))
             self._known = None if note["rank"] == self.rank else note
+            if self._known is not None and note["hangs"]:
+                hang_report.answer(self._store, self.rank, self._story())
         return self._known
+
+    def _story(self) -> str:
+        return f"{self._sight()}\n{sights.stacks_of_all_threads()}"
 
     def _wait_until_read(self) -> None:
         """Returns when every other rank has read the note, has stopped to give signs of life, or after ten seconds."""
@@ -278,15 +332,34 @@ class Watch:
                 now = self._sights()
                 left -= {rank for rank, sight in before.items() if now[rank].beat == sight.beat}
 
-    def _leave_note(self, message: str, code: int) -> dict[str, Any]:
-        """The note that counts: this one, or the one that was there."""
-        mine = json.dumps({"rank": self.rank, "message": message, "code": code})
-        return json.loads(self._store.compare_set("ended", "", mine))
+    def _leave_note(self, message: str, code: int, hangs: bool = False) -> dict[str, Any]:
+        """The note that counts: this one, or the one that was there. Of a hang, this rank then writes the report."""
+        mine = json.dumps({"rank": self.rank, "message": message, "code": code, "hangs": hangs})
+        found = self._store.compare_set("ended", "", mine)
+        note = json.loads(found)
+        if hangs and note["rank"] == self.rank:
+            with contextlib.suppress(OSError):
+                self._report(message)
+        return note
+
+    def _report(self, cause: str) -> None:
+        """Writes what all ranks say, gathered for three seconds at most; of one that does not answer, what was last heard."""
+        if self._folder is None:
+            return
+        heard = {rank: "\n  ".join([f"silent; last heard: {sight}", *sight.stack]) for rank, sight in self._sights().items()}
+        others = {rank: heard.get(rank, "never heard of") for rank in range(self.size) if rank != self.rank}
+        told, records = hang_report.answers(self._store, others, max(3 * self._interval, 2.0))
+        told[self.rank], records[self.rank] = self._story(), hang_report.collectives()
+        path = self._folder / HANGS
+        hang_report.append(path, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), hang_report.text(cause, told, records))
+        _log.error("the stacks of all ranks are in %s", path)
 
     def _sights(self) -> dict[int, Sight]:
         """What the other ranks wrote; those that never did are left out."""
         keys = {rank: f"rank/{rank}" for rank in range(self.size) if rank != self.rank}
-        known = [rank for rank, key in keys.items() if self._store.check([key])]
+        known = (
+            list(keys) if self._store.check(list(keys.values())) else [r for r, key in keys.items() if self._store.check([key])]
+        )
         found = {rank: Sight(*json.loads(self._store.get(keys[rank]))) for rank in known}
         now = time.monotonic()
         for rank, sight in found.items():
@@ -294,53 +367,29 @@ class Watch:
                 self._heard[rank] = sight.beat, now
         return found
 
-    def _late(self, sights: dict[int, Sight]) -> "Sequence[Sight | str]":
-        """The ranks that the others wait for: those without a sign of life, those behind, those that do something else; all of
-        the others where each waits for another one."""
-        now, quiet = time.monotonic(), max(5 * self._interval, self.patience / 4)
-        quiet_ranks = [
-            rank for rank in range(self.size) if rank != self.rank and (rank not in sights or now - self._heard[rank][1] > quiet)
-        ]
-        silent = [sights.get(rank) or f"rank {rank} (never heard of)" for rank in quiet_ranks]
-        behind = [sight for sight in sights.values() if sight.passed < self.passed]
-        busy = [sight for sight in sights.values() if sight.passed == self.passed and not sight.waits]
-        return silent or behind or busy or list(sights.values())
+    def _late(self, seen: dict[int, Sight]) -> "Sequence[Sight | str]":
+        """The ranks that the others wait for, this one among them where it does not wait itself; see `sights.late`."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        silent = [seen.get(rank) or f"rank {rank} (never heard of)" for rank in others if self._is_quiet(rank)]
+        mine = self._sight()
+        found = sights.late({self.rank: mine, **seen}, silent)
+        return [each for each in found if each != mine] if mine.waits else found
+
+    def _is_quiet(self, rank: int) -> bool:
+        """Whether another rank gives no sign of life."""
+        return rank != self.rank and time.monotonic() - self._heard.get(rank, (0, -math.inf))[1] > self._quiet
+
+    @property
+    def _quiet(self) -> float:
+        return max(5 * self._interval, self.patience / 4)
 
     def _sight(self) -> Sight:
         """Where the training thread is; `seconds` counts from when it was first seen there."""
-        frame = sys._current_frames().get(self._main)
-        passed, doing = self.passed, self.doing
-        stack = list(_stack(frame))
+        passed, doing, section, held = self.passed, self.doing, self.section, self._awake - self._entered
+        stack = list(sights.outwards(sys._current_frames().get(self._main)))
         mark = (passed, *((id(each), each.f_lasti) for each in stack[:1]))
         if mark != self._mark:
-            self._mark, self._since, self._told = mark, time.monotonic(), 0.0
-        waits = any(each.f_globals.get("__name__", "").startswith(_WAITS) for each in stack[:1])
-        return Sight(self.rank, self._who, self._beat, passed, doing, _named(stack), time.monotonic() - self._since, waits)
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _named(stack: list[FrameType]) -> str:
-    """The innermost place that belongs to neither torch nor Python, of frames from the inside out: `loop.py:24 (fit)`."""
-    own = next((frame for frame in stack if not _in_library(frame)), None)
-    return f"{Path(own.f_code.co_filename).name}:{own.f_lineno} ({own.f_code.co_name})" if own else "an unknown place"
-
-
-def _in_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith("<") or _LIBRARY[0] in name or (name.startswith(_LIBRARY[1]) and "site-packages" not in name)
-
-
-def _several(ranks: "Sequence[Sight | str]") -> str:
-    more = f", and {len(ranks) - _SHOWN} more ranks" if len(ranks) > _SHOWN else ""
-    return "; ".join(map(str, ranks[:_SHOWN])) + more
+            self._mark, self._since, self._told = mark, self._awake, 0.0
+        limit = self.limits.of(section, self.timeout) if section and not sights.is_debugged(stack) else None
+        here = sights.place(stack), self._awake - self._since, sights.is_waiting(stack)
+        return Sight(self.rank, self._who, self._beat, passed, doing, *here, held, limit, sights.places(stack))

@@ -1,0 +1,1 @@
+"""What a run does about its failures: it goes back, or its ranks are started again."""

@@ -1,0 +1,64 @@
+"""Local ranks that are started again when they fail, as long as that may help."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from forge_ckpt.resilience.local_ranks import FOLLOWS, Ended, run
+
+AGAIN = (1, FOLLOWS)
+"""Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, and the
+loss of another rank. Others say that the same would happen again, or that the end was asked for."""
+
+
+class Passed:
+    """Signals that this process gets and its ranks have to get: those that ask for an end."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._new: list[int] = []
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        self.any = True
+        self._new.append(number)
+
+    def take(self) -> list[int]:
+        """Those since the last call."""
+        taken, self._new = self._new, []
+        return taken
+
+
+def supervise(
+    command: Sequence[str],
+    size: int,
+    restarts: int,
+    environment: Mapping[str, str],
+    say: Callable[[str], None],
+    signals: Passed | None = None,
+    grace: float = 8.0,
+) -> int:
+    """Runs ranks, and runs them again after a failure; the exit code of the last time. Each failure is said with its first cause.
+
+    A rank that was ended by a signal counts as lost: exit code 5.
+
+    Args:
+        restarts: how often they are started again.
+        signals: after one of them, nothing is started again.
+        grace: see `local_ranks.run`.
+    """
+    signals = signals or Passed()
+    life = 0
+    while True:
+        ended = run(command, size, environment, life, grace, signals.take)
+        code = FOLLOWS if ended.code < 0 else ended.code
+        if code == 0 or signals.any or not _may_help(ended):
+            return code
+        if life >= restarts:
+            say(f"{ended.why}; no restart is left of {restarts}")
+            return code
+        life += 1
+        say(f"{ended.why}; restart {life} of {restarts}, from the newest verified checkpoint")
+
+
+def _may_help(ended: Ended) -> bool:
+    return ended.code < 0 or ended.code in AGAIN

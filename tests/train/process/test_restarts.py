@@ -1,0 +1,88 @@
+"""`forge-train run --processes --restarts`: ranks that fail are started again, and the run ends with the bits of a clean one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_ckpt.resilience.progress import REASON
+from train.runs import TINY
+
+HOOK = '''
+import os
+import signal
+from dataclasses import dataclass
+
+from forge_core.component import Component
+from forge_core.protocols.run import Hook
+
+LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+class Failing(Hook):
+    def before_step(self, run):
+        how = os.environ["HOW"]
+        if run.topology.rank == 1 and run.state.step == 4 and LIFE == 0 and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.state.step == 1 and how == "never gets there":
+            raise RuntimeError("a fault that comes again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fails(Component):
+    """Fails."""
+
+    def build(self):
+        return Failing()
+'''
+
+
+def train(folder: Path, how: str, restarts: int, *more: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    (folder / "mine.py").write_text(HOOK)
+    (folder / "tiny.toml").write_text(TINY + '\n[[hooks]]\nname = "./mine.py:Fails"\n')
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOW": how}
+    command = [sys.executable, "-m", "forge_train", "run", "tiny.toml", "--processes=2", f"--restarts={restarts}", *more]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stderr
+
+
+def last(folder: Path) -> dict[str, bytes]:
+    """Tensor files of the last checkpoint."""
+    newest = folder / "runs" / "tiny" / "checkpoints" / (folder / "runs/tiny/checkpoints/latest").read_text().strip()
+    return {path.name: path.read_bytes() for path in newest.iterdir() if not path.name.endswith(".json")}
+
+
+@pytest.mark.slow
+def test_fault_33_a_rank_that_is_killed_is_started_again_and_the_bits_are_those_of_a_clean_run(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    code, said = train(tmp_path / "a", "dies", 2)
+    assert code == 0, said
+    assert "rank 1 was ended by SIGKILL; restart 1 of 2, from the newest verified checkpoint\n" in said
+    code, said = train(tmp_path / "b", "well", 0)
+    assert code == 0, said
+    assert last(tmp_path / "a") == last(tmp_path / "b")
+    assert len(last(tmp_path / "a")) >= 2
+
+
+@pytest.mark.slow
+def test_fault_26_restarts_that_get_nowhere_end_with_93(tmp_path: Path) -> None:
+    code, said = train(tmp_path, "never gets there", 9)
+    assert code == 93, said
+    assert re.findall(r"restart (\d) of 9", said) == ["1", "2", "3", "4"]
+    assert "a fault that comes again" in said
+    reason = (tmp_path / "runs" / "tiny" / REASON).read_text()
+    assert "started again 3 times from step 0" in reason
+    record = json.loads((tmp_path / "runs" / "tiny" / "restarts.json").read_text())
+    assert record == {"step": 0, "restarts": 3}
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    code, said = train(tmp_path, "well", 1, "--fresh")
+    assert code == 2
+    assert "--fresh with --restarts would start over after a failure" in said
