@@ -12,6 +12,7 @@ from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
+from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
@@ -91,7 +92,8 @@ def test_the_local_store_is_found_and_built_by_name(tmp_path: Path) -> None:
 
 def test_the_section_describes_every_field_and_names_its_slot() -> None:
     fields = {field.name: field for field in fields_of(Checkpoint)}
-    assert set(fields) == {"every", "keep", "mode", "store", "resume", "allow"} and all(field.doc for field in fields.values())
+    assert set(fields) >= {"every", "first", "keep", "mode", "store", "resume", "allow"}
+    assert all(field.doc for field in fields.values())
     assert fields["store"].type.__metadata__[0].default == "local"
 
 
@@ -107,8 +109,18 @@ def test_the_section_is_read_with_its_store() -> None:
     assert section.store == Local(shared=True)
 
 
+def test_the_section_gives_the_rules_of_retention() -> None:
+    assert resolved({}).policy() == Policy(last=3)
+    keys = {"keep": 2, "keep_every": 1000, "keep_log_spaced": 10, "keep_hours": 6.0}
+    assert resolved(keys).policy() == Policy(last=2, every=1000, log_spaced=10, hours=6.0)
+
+
 @pytest.mark.parametrize(
-    "values", [{"mode": "async"}, {"every": -1}, {"keep": -1}, {"resume": "maybe"}, {"keep": 2.5}, {"store": {"name": "s3"}}]
+    "values",
+    [
+        *({"mode": "other"}, {"every": -1}, {"keep": -1}, {"resume": "maybe"}, {"keep": 2.5}, {"store": {"name": "s3"}}),
+        *({"keep_every": -1}, {"keep_log_spaced": -1}, {"keep_hours": -0.5}, {"keep_hours": float("inf")}, {"first": 1}),
+    ],
 )
 def test_what_the_section_cannot_do_is_refused(values: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):

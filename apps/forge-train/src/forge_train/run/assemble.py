@@ -16,6 +16,7 @@ import torch
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_ckpt.saving.resume import Found
+from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
@@ -116,7 +117,7 @@ def assemble(
 
     policy = "never" if fresh else job.checkpoint.resume
     store = job.checkpoint.store.build(directory / CHECKPOINTS)
-    checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
+    checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.policy())
     with ranks.together("the newest checkpoint and the devices", collective=True):
         found = checkpoints.newest(policy)
         memory = shared_memory(topology)
@@ -212,6 +213,7 @@ def assemble(
     if "health" in meta:
         run.health.load(meta["health"], state.step)
     if later or found:
+        run.resumed, run.elapsed = True, meta.get(SECONDS, 0.0)
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
         for line in checkpoints.other_frozen(meta):

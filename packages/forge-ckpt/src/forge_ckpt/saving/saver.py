@@ -22,6 +22,7 @@ from forge_ckpt.format.table import RankTable, join, of_pieces, pack, unpack
 from forge_ckpt.format.tensor_files import RankFile
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
 from forge_ckpt.store.marks import check_mark, point, pointed
+from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
@@ -39,7 +40,7 @@ def save(
     step: int,
     world: World,
     *,
-    keep: int = 0,
+    keep: int | Policy = 0,
     spare: Collection[int] = (),
     marks: Mapping[str, int] = MappingProxyType({}),
     may: Callable[[], None] | None = None,
@@ -50,7 +51,7 @@ def save(
         pieces: this rank's boxes; those it owns are written, all of them say which tensors there must be.
         meta: JSON kept with the tensors (configuration, cursor, counters, ...); rank 0's counts.
         step: the optimizer step; saving a step again puts a new generation in place of the old.
-        keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
+        keep: how many checkpoints stay afterwards, or rules (`retention.retain`); 0 keeps all.
         spare: steps whose checkpoints are kept in addition, however old.
         marks: steps by the names of the files that are to name their checkpoints (`store.marks`); they are kept as well.
         may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
@@ -143,7 +144,7 @@ def _commit(store: Store, temporary: str, step: int) -> str:
     return name
 
 
-def _tidy(store: Store, world: World, name: str, keep: int, spare: Collection[int], marks: Mapping[str, int]) -> None:
+def _tidy(store: Store, world: World, name: str, keep: int | Policy, spare: Collection[int], marks: Mapping[str, int]) -> None:
     """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now. The checkpoint
     stands, so a fault here is a warning."""
     if world.rank == 0:
