@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ckpt.ranks import sample, whole
-from forge_ckpt.commands import app
+from forge_ckpt.commands.app import app
 from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
 from forge_ckpt.ranks.world import SingleProcessWorld
@@ -131,7 +131,7 @@ def test_torch_is_not_needed_to_describe() -> None:
     import subprocess
     import sys
 
-    modules = "forge_ckpt.components.section, forge_ckpt.components.stores, forge_ckpt.commands"
+    modules = "forge_ckpt.components.section, forge_ckpt.components.stores, forge_ckpt.commands.app"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
