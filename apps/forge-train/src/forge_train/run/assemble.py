@@ -148,7 +148,7 @@ def assemble(
         take_up(found, model, optimizers[0])
 
     with ranks.together("the model", collective=True):
-        weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
+        weights = restore if found else initial_weights(job, registry, say)
         model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
         optimizer = optimizers[0] if optimizers else optimizer_of(model)
     parameters = model.parameter_count()
