@@ -1,7 +1,7 @@
 """`[start]`: a run begins with some of the weights of another, the rest as drawn, or is refused with nothing changed."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -123,11 +123,11 @@ def test_two_sources_or_none_are_refused(source: Path, tmp_path: Path) -> None:
 
 def test_a_kind_of_number_is_not_converted(source: Path) -> None:
     class Weights:
-        tensors = {"norm.weight": type("Entry", (), {"shape": (16,), "dtype": "int64"})}
+        tensors: ClassVar = {"norm.weight": type("Entry", (), {"shape": (16,), "dtype": "int64"})}
         facts = type("Facts", (), {"origin": "there"})
 
     run, _ = prepared(source / "tiny.toml", [f"--job.dir={source / 'kinds'}", *SHORT])
-    with pytest.raises(ForgeError, match="norm.weight: dtype float32, in the weights int64"):
+    with pytest.raises(ForgeError, match=r"norm\.weight: dtype float32, in the weights int64"):
         warm_start.check({"norm.weight": "norm.weight"}, Weights(), run.model)  # type: ignore[arg-type]
 
 
