@@ -151,6 +151,18 @@ def test_a_description_that_is_none_is_refused(given: InMemory, tmp_path: Path, 
         converter().read(tmp_path / "a.safetensors")
 
 
+def test_fault_49_code_that_a_description_names_is_not_run(
+    given: InMemory, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
+    for model in ({"name": "./mine.py:Model"}, {"name": "decoder", "mlp": {"name": f"{tmp_path}/mine.py:Mlp"}}):
+        save_file(tensors(given), tmp_path / "a.safetensors", metadata={"forge": json.dumps({"model": model})})
+        with pytest.raises(ForgeError, match=r"names code in a file, .*mine\.py:M.* pass --recipe"):
+            converter().read(tmp_path / "a.safetensors")
+    assert alike(tensors(converter(recipe=recipe).read(tmp_path / "a.safetensors")), tensors(given))
+
+
 def test_files_of_different_models_are_refused(given: InMemory, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", metadata={"forge": "{}"})
     save_file({"b": torch.zeros(1)}, tmp_path / "b.safetensors", metadata={"forge": '{"model": {}}'})

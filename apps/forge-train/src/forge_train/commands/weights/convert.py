@@ -56,6 +56,8 @@ def convert(
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     given = _given(family=family, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer and str(tokenizer), prefix=to_prefix)
     read = _given(recipe=recipe, prefix=prefix, unsafe_pickle=unsafe_pickle or None, ignore=tuple(ignore) if ignore else None)
+    if recipe is not None and "recipe" in _options(registry, to):
+        given["recipe"] = recipe  # for reading the result
     reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
     writer = converter(registry, to, given)
     origin = reader.read(source)
