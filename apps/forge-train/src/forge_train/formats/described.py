@@ -34,7 +34,7 @@ def model_of(description: Mapping[str, Any] | None, recipe: str | None, origin: 
     """The model of a recipe, where one is given, else that of a description.
 
     Raises:
-        ForgeError: there is neither; or a description names Python files, which a stranger's could do.
+        ForgeError: there is neither; or a description names Python files, as one of another may.
     """
     if recipe is not None:
         return load(recipe, registry=Registry()).job.model

@@ -41,7 +41,7 @@ class PlainWeights:
         self._places: dict[str, tuple[Any, str]] = {}
         left = 0
         for handle in opened:
-            for stored in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+            for stored in handle.keys():  # noqa: SIM118 (a handle does not iterate)
                 if not stored.startswith(prefix):
                     left += 1
                 elif self._places.setdefault(stored.removeprefix(prefix), (handle, stored)) != (handle, stored):

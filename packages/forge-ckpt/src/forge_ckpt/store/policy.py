@@ -23,11 +23,11 @@ class Policy:
 
     Attributes:
         last: as many of the newest steps; 0 keeps all.
-        every: steps that are multiples of it; 0 is no rule.
-        log_spaced: the first checkpoint at or after `start`, `start + 1`, `start + 2`, `start + 4`, ...; None is no rule. After n
+        every: steps that are multiples of it; 0 for none.
+        log_spaced: the first checkpoint at or after `start`, `start + 1`, `start + 2`, `start + 4`, ...; None for none. After n
             steps these are at most 2 + log2(n). For each step s after `start` that was ever saved one stays that is not later and
             has come more than half as far: `start + (s - start) / 2 < kept <= s`.
-        hours: the first checkpoint of each window of so many hours of training; 0 is no rule. It keeps none of those that do not
+        hours: the first checkpoint of each window of so many hours of training; 0 for none. It keeps none of those that do not
             say how long training had taken.
     """
 
