@@ -110,6 +110,12 @@ def test_the_order_of_an_ema_is_that_of_steps(root: Path) -> None:
     assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a if a[name].dim())
 
 
+def test_facts_and_counters_are_those_of_the_newest_in_any_order(root: Path) -> None:
+    assert run(root, 30, 10, "--output", root.parent / "out").exit_code == 0
+    assert found(root.parent / "out")["model/count"].tolist() == [30, 60]
+    assert open_manifest(LocalStore(root.parent / "out"), "step-00000030")[0].meta["tokens"] == 30
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
