@@ -23,7 +23,7 @@ from forge_train.inference.open import load_model
 from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
-from forge_train.run.initial_weights import initial_weights
+from forge_train.run.weights.initial_weights import initial_weights
 from models.hf.command_line import run, with_tokenizer
 from models.hf.published import folder_of, reference, spread
 from models.hf.zoo import CASES, SIZES, random_model, saved, tokens

@@ -11,9 +11,9 @@ from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
 from forge_train.inference.open import open_weights
 from forge_train.recipe.schema import Start
-from forge_train.run import warm_start
 from forge_train.run.loop import fit
-from forge_train.run.warm_start import chosen
+from forge_train.run.weights import warm_start
+from forge_train.run.weights.warm_start import chosen
 from harness.pool import World
 from train.runs import TINY, prepared
 

@@ -44,11 +44,11 @@ from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
 from forge_train.run.hook_states import build_hooks, restore_hooks
-from forge_train.run.initial_weights import initial_weights
 from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.stop import Stop
 from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
+from forge_train.run.weights.initial_weights import initial_weights
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
 

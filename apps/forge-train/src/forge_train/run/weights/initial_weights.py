@@ -14,7 +14,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
 from forge_train.recipe.from_hf import IGNORE, KEY
 from forge_train.recipe.schema import Job, Start
-from forge_train.run.warm_start import warm_start
+from forge_train.run.weights.warm_start import warm_start
 
 
 def initial_weights(job: Job, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | int:
