@@ -7,11 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ckpt.ranks import sample, whole
-from forge_ckpt.commands import app
+from forge_ckpt.commands.app import app
 from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
+from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
@@ -91,9 +92,8 @@ def test_the_local_store_is_found_and_built_by_name(tmp_path: Path) -> None:
 
 def test_the_section_describes_every_field_and_names_its_slot() -> None:
     fields = {field.name: field for field in fields_of(Checkpoint)}
-    assert set(fields) == {"every", "keep", "mode", "saver", "busy", "store", "resume", "allow"} and all(
-        field.doc for field in fields.values()
-    )
+    assert set(fields) >= {"every", "first", "keep", "mode", "saver", "busy", "store", "resume", "allow"}
+    assert all(field.doc for field in fields.values())
     assert fields["store"].type.__metadata__[0].default == "local"
 
 
@@ -109,17 +109,18 @@ def test_the_section_is_read_with_its_store() -> None:
     assert section.store == Local(shared=True)
 
 
+def test_the_section_gives_the_rules_of_retention() -> None:
+    assert resolved({}).policy() == Policy(last=3)
+    keys = {"keep": 2, "keep_every": 1000, "keep_log_spaced": 10, "keep_hours": 6.0}
+    assert resolved(keys).policy() == Policy(last=2, every=1000, log_spaced=10, hours=6.0)
+
+
 @pytest.mark.parametrize(
     "values",
     [
-        {"mode": "later"},
-        {"saver": "fork"},
-        {"busy": "drop"},
-        {"every": -1},
-        {"keep": -1},
-        {"resume": "maybe"},
-        {"keep": 2.5},
-        {"store": {"name": "s3"}},
+        *({"mode": "other"}, {"saver": "fork"}, {"busy": "drop"}),
+        *({"every": -1}, {"keep": -1}, {"resume": "maybe"}, {"keep": 2.5}, {"store": {"name": "s3"}}),
+        *({"keep_every": -1}, {"keep_log_spaced": -1}, {"keep_hours": -0.5}, {"keep_hours": float("inf")}, {"first": 1}),
     ],
 )
 def test_what_the_section_cannot_do_is_refused(values: dict) -> None:
@@ -131,7 +132,7 @@ def test_torch_is_not_needed_to_describe() -> None:
     import subprocess
     import sys
 
-    modules = "forge_ckpt.components.section, forge_ckpt.components.stores, forge_ckpt.commands"
+    modules = "forge_ckpt.components.section, forge_ckpt.components.stores, forge_ckpt.commands.app"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

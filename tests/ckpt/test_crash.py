@@ -25,6 +25,7 @@ EXPECTED: dict[str, set[tuple[int | None, int | None]]] = {
     "next": {(100, 1), (200, 2)},
     "again": {(100, 1), (100, 2)},
     "back": {(300, 3), (100, 1), (200, 2)},
+    "rules": {(250, 3), (350, 2)},
 }
 
 
@@ -63,6 +64,15 @@ def test_kill_before_every_operation(reports: dict[str, Any], scenario: str) -> 
         if not order or order[-1] != state:
             order.append(state)
     assert len(order) == len(EXPECTED[scenario])  # each state in one run of points: no way back to an older one
+
+
+def test_fault_11_a_kill_in_retention_leaves_what_the_rules_keep(reports: dict[str, Any]) -> None:
+    """Of 128, 200 and 250 the rules `every = 200` and `log_spaced = 0` keep 128 and 200; the newest is 350."""
+    outcomes = reports["rules"]["outcomes"]
+    for outcome in outcomes:
+        assert {128, 200} <= set(outcome["held"]) and set(outcome["held"]) & {250, 350}, outcome
+    assert outcomes[0]["held"] == [250, 200, 128] and outcomes[-1]["held"] == [350, 200, 128]
+    assert any(outcome["held"] == [350, 250, 200, 128] for outcome in outcomes), "the old one goes after the commit"
 
 
 class Disk:

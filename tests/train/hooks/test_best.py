@@ -179,7 +179,7 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
     saves: list[int] = []
     run: Any = SimpleNamespace(
         state=SimpleNamespace(step=0),
-        job=SimpleNamespace(checkpoint=SimpleNamespace(every=2)),
+        job=SimpleNamespace(checkpoint=SimpleNamespace(every=2, first=False)),
         due=False,
         measured={},
         marks={},

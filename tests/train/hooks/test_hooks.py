@@ -76,7 +76,7 @@ class ScriptedRun:
         self.watch = Watch()
         self.job = SimpleNamespace(
             train=SimpleNamespace(max_steps=self.total, micro_batch=4, global_batch=8),
-            checkpoint=SimpleNamespace(every=self.every),
+            checkpoint=SimpleNamespace(every=self.every, first=False),
             job=SimpleNamespace(name="scripted"),
         )
         self.step = self

@@ -6,16 +6,18 @@ from forge_train.hooks.periodic import Periodic
 
 
 class SaveHook(Periodic):
-    """Saves every `checkpoint.every` steps, when another hook says that a step is due, and when the run ends; a step that is
-    saved is not saved again, unless it became due since."""
+    """Saves every `checkpoint.every` steps, at step 0 with `checkpoint.first`, when another hook says that a step is due, and
+    when the run ends; a step that is saved is not saved again, unless it became due since."""
 
     def __init__(self) -> None:
         super().__init__(every=0)
 
     def start(self, run: Run) -> None:
-        """Step 0 is what seed and recipe give back; a larger one was restored from a checkpoint of that step."""
+        """What was restored is saved already. Step 0 is what seed and recipe give back, so it is saved only on request."""
         self.every = run.job.checkpoint.every
         self.acted = run.state.step
+        if run.job.checkpoint.first and not run.resumed:
+            run.due = True
         self._save_due(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:

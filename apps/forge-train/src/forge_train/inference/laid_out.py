@@ -16,7 +16,7 @@ from forge_parallel.placement.topology import Topology
 from forge_train.inference.forge_weights import table_of
 from forge_train.recipe.load import Resolved, load
 from forge_train.run.assemble import plan_of
-from forge_train.run.initial_weights import fill_from
+from forge_train.run.weights.initial_weights import fill_from
 
 _SECTIONS = ("parallel", "transforms", "precision")
 """What an override may change; nothing of the others is used."""

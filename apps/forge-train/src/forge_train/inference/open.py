@@ -14,7 +14,7 @@ FOREIGN = "config.json"
 
 
 def open_weights(path: Path, registry: Registry, weights: str = "model") -> Weights:
-    """The weights at `path`: of a run, a checkpoint, or a folder in the Hugging Face format.
+    """The weights at `path`: of a run, a checkpoint, a folder in the Hugging Face format, or safetensors that Forge wrote.
 
     Args:
         weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
@@ -22,13 +22,16 @@ def open_weights(path: Path, registry: Registry, weights: str = "model") -> Weig
     Raises:
         ForgeError: there is nothing of that kind; see the converters.
     """
-    kind = "hf" if (path / FOREIGN).is_file() else "forge"
-    if kind == "hf" and weights != "model":
-        raise ForgeError(
-            f"--weights {weights}: {path} is a Hugging Face folder, which has one set of weights; leave the option out"
-        )
+    kind = "hf" if (path / FOREIGN).is_file() else "safetensors" if _is_plain(path) else "forge"
+    if kind != "forge" and weights != "model":
+        what = "a Hugging Face folder" if kind == "hf" else "of format 'safetensors'"
+        raise ForgeError(f"--weights {weights}: {path} is {what}, which has one set of weights; leave the option out")
     options = {} if weights == "model" else {"weights": weights}
     return registry.load("forge.converters", kind)(**options).build().read(path)
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors"))
 
 
 @torch.no_grad()

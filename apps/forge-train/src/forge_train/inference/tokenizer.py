@@ -9,6 +9,7 @@ from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
 from forge_train.inference.forge_weights import ForgeWeights, job_of
+from forge_train.run.directory import run_directory
 
 SENTENCEPIECE = ".model"
 
@@ -28,14 +29,19 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
             raise DataError(f"{path.parent} has no tokenizer.json; pass --tokenizer tokenizer.json")
     if path is not None:
         return _read(path, weights)
-    if isinstance(weights, ForgeWeights) and weights.place.run is not None:
-        job = job_of(weights.meta, registry, "data")
-        spec = LoadSpec(job.data, weights.place.run / "data")
+    if isinstance(weights, ForgeWeights) and _is_of_run(weights):
+        job = job_of(weights.meta, registry, "data", "job")
+        spec = LoadSpec(job.data, (weights.place.run or run_directory(job)) / "data")
         context = context_of(spec, report)
         found = context.tokenizer or open_sources(spec, context).tokenizer
         if found is not None:
             return found
     raise DataError(f"no tokenizer found for {weights.facts.origin}; pass --tokenizer tokenizer.json")
+
+
+def _is_of_run(weights: ForgeWeights) -> bool:
+    """Whether a run's recipe says what the data are; converted weights bring the files of their tokenizer."""
+    return "data" in weights.facts.recipe
 
 
 def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[str], None]) -> None:
@@ -56,7 +62,7 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
 
     Returns whether there is one: other weights bring their own files, and bytes as tokens have no such file.
     """
-    if weights.facts.tokenizer is not None or not isinstance(weights, ForgeWeights) or weights.place.run is None:
+    if weights.facts.tokenizer is not None or not isinstance(weights, ForgeWeights) or not _is_of_run(weights):
         return False
     try:
         tokenizer = tokenizer_for(weights, None, registry, lambda _: None)

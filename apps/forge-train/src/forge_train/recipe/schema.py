@@ -31,6 +31,25 @@ class JobSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """Weights that a run starts from, at step 0 with a new optimizer. A resume does not look at them."""
+
+    key_class: ClassVar = FREE
+
+    weights: str | None = None
+    """A run, a checkpoint, a mark such as `best`, a folder in the Hugging Face format, or safetensors that Forge wrote. Unset
+    (`"none"`), weights are drawn from `job.seed`."""
+    section: str = "model"
+    """Which ones of a checkpoint: `model`, or what a hook kept next to them, such as `ema`."""
+    include: tuple[str, ...] = ("*",)
+    """Names of the model's tensors that are taken, with `*` and `?`, such as `blocks.*`; all others begin as drawn."""
+    exclude: tuple[str, ...] = ()
+    """Names that are not taken although `include` has them."""
+    rename: tuple[str, ...] = ()
+    """How names begin that differ, each as `OLD=NEW`, such as `encoder.=blocks.`; the longest OLD counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Train:
     """How long and in what portions."""
 
@@ -79,6 +98,8 @@ class Job:
     """What is trained."""
     data: Data = field(default_factory=Data)
     """What it is trained on."""
+    start: Start = field(default_factory=Start)
+    """Weights to start from."""
     train: Train = field(default_factory=Train)
     """Length and batch sizes."""
     parallel: Parallel = field(default_factory=Parallel)

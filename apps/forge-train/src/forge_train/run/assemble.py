@@ -17,6 +17,7 @@ import torch
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_without_progress
 from forge_ckpt.saving.resume import Found
+from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
@@ -46,11 +47,11 @@ from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
 from forge_train.run.health import Health
 from forge_train.run.hook_states import build_hooks, restore_hooks
-from forge_train.run.initial_weights import initial_weights
 from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
 from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
+from forge_train.run.weights.initial_weights import initial_weights
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
@@ -121,7 +122,7 @@ def assemble(
 
     policy = back.step if back else "never" if fresh else job.checkpoint.resume
     store = job.checkpoint.store.build(directory / CHECKPOINTS)
-    checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.keep)
+    checkpoints = Checkpoints(store, world, resolved.as_json(), registry.used(resolved.used), job.checkpoint.policy())
     with ranks.together("the newest checkpoint and the devices", collective=True):
         found = checkpoints.newest(policy)
         memory = shared_memory(topology)
@@ -156,7 +157,7 @@ def assemble(
         take_up(found, model, optimizers[0])
 
     with ranks.together("the model", collective=True):
-        weights = restore if found else initial_weights(job.model, registry, say) or job.job.seed
+        weights = restore if found else initial_weights(job, registry, say)
         model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
         optimizer = optimizers[0] if optimizers else optimizer_of(model)
     parameters = model.parameter_count()
@@ -226,6 +227,7 @@ def assemble(
     if back:
         back.take(run)
     if later or found:
+        run.resumed, run.elapsed = True, meta.get(SECONDS, 0.0)
         changed = "; changed since:" if noted else ""
         say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
         for line in checkpoints.other_frozen(meta):

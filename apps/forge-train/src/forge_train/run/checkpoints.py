@@ -15,6 +15,8 @@ from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.saving import resume
 from forge_ckpt.saving.write import Order
 from forge_ckpt.store.fence import Fence
+from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 from forge_core.protocols.data import Cursor
@@ -81,7 +83,7 @@ class Checkpoints:
     world: World
     config: Mapping[str, Any]
     plugins: Sequence[Mapping[str, str]]
-    keep: int
+    keep: Policy
     present: Sequence[str] = ()
     fence: Fence | None = None
     checked: int = -1
@@ -112,6 +114,7 @@ class Checkpoints:
         """Collective: what a checkpoint of the current step says about the run, and which older ones stay."""
         meta = {
             "tokens": run.state.tokens,
+            SECONDS: run.seconds,
             "cursor": self._cursor_of_all(run.state.cursor),
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),

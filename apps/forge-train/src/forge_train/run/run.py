@@ -1,5 +1,6 @@
 """A run while it trains: what the loop steps through and what hooks are given."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -60,6 +61,8 @@ class Run:
         batches: of the current step, on the host.
         settled: whether a step of this start is complete.
         unjudged: the newest steps, each with its number.
+        elapsed: seconds of training that earlier starts of the run took.
+        resumed: whether the state is that of a checkpoint.
         wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
         good_step: collective; step of the newest verified checkpoint with the loss in its band, if there is one.
         trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
@@ -78,6 +81,9 @@ class Run:
     console: "Console | None"
     stop: Stop
     parameters: int = 0
+    elapsed: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+    resumed: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     paused: float = 0.0
     measured: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -104,6 +110,11 @@ class Run:
     def tokens_per_step(self) -> int:
         """Positions that go through the model in the current optimizer step, with or without a label."""
         return self.data.tokens_at(self.state.step)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run: those of earlier starts, as their checkpoints say, and those since this start, pauses included."""
+        return self.elapsed + time.monotonic() - self.started
 
     @property
     def lr(self) -> float | None:

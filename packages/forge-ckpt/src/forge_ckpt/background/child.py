@@ -17,6 +17,7 @@ from forge_ckpt.format.table import unpack
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
 from forge_ckpt.store.fence import Fence
+from forge_ckpt.store.policy import Policy
 from forge_core.protocols.ckpt import Store
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -80,8 +81,9 @@ def _serve(channel: Channel, store: Store | str, memories: Sequence[SharedMemory
     draft = Draft(unpack([packed])[0], file, error)
     world = Relayed(channel, head["rank"], head["size"])
     fence = Fence(store, world, head["mark"]) if head["mark"] else None
+    order = Order(**{**head["order"], "keep": Policy(**head["order"]["keep"])})
     try:
-        name = write(store, draft, Order(**head["order"]), world, fence.may_write if fence else None)
+        name = write(store, draft, order, world, fence.may_write if fence else None)
     except EOFError:
         raise
     except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; the parent tells all ranks)

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from forge_ckpt.background.channel import Channel
 from forge_ckpt.background.copies import SharedMemory
 from forge_ckpt.format.table import pack
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order
+from forge_ckpt.store.policy import Policy
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store, World
 
@@ -74,7 +75,8 @@ class SaverProcess:
         channel = self._started()
         lengths = list(draft.file.lengths) if draft.file is not None else []
         head = {"lengths": lengths, "error": draft.error, "memory": memory, "rank": self.world.rank, "size": self.world.size}
-        told = {"step": order.step, "meta": dict(order.meta), "keep": order.keep}
+        rules = order.keep if isinstance(order.keep, Policy) else Policy(order.keep)
+        told = {"step": order.step, "meta": dict(order.meta), "keep": asdict(rules)}
         told |= {"spare": sorted(order.spare), "marks": dict(order.marks)}
         channel.send({**head, "order": told, "mark": self.mark}, pack(draft.table, with_signature=True))
         while True:

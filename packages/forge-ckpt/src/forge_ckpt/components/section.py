@@ -1,11 +1,15 @@
 """The recipe table `[checkpoint]`."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from math import inf
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 
 from forge_core.component import FREE, Component, Slot
+
+if TYPE_CHECKING:
+    from forge_ckpt.store.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +21,22 @@ class Checkpoint:
     every: Annotated[int, Ge(0)] = 500
     """Optimizer steps between saves; 0 saves at the end only."""
 
+    first: bool = False
+    """Save step 0 too: the initial weights, and the position before the first sample."""
+
     keep: Annotated[int, Ge(0)] = 3
-    """Newest checkpoints that are kept; 0 keeps all. Nothing is deleted unless a kept one was verified. While the loss is above
-    its band, the newest checkpoint from before stays too."""
+    """Newest checkpoints that are kept; 0 keeps all. What is deleted is older than one that stays and was verified. While the
+    loss is above its band, the newest checkpoint from before stays too."""
+
+    keep_every: Annotated[int, Ge(0)] = 0
+    """Checkpoints of steps that this divides are kept as well; 0 keeps none for it."""
+
+    keep_log_spaced: Annotated[int, Ge(0)] | None = None
+    """The first checkpoints from this step, and from 1, 2, 4, 8, ... steps after it, are kept as well. Unset (`"none"`), none is
+    kept for it."""
+
+    keep_hours: Annotated[float, Ge(0), Lt(inf)] = 0.0
+    """The first checkpoint of each so many hours of training is kept as well; 0 keeps none for it."""
 
     mode: Literal["sync", "async"] = "sync"
     """How a save runs: `sync` stops training until the checkpoint is durable; `async` only while the state is copied in memory,
@@ -42,3 +59,9 @@ class Checkpoint:
     allow: tuple[str, ...] | str = ()
     """Keys whose value may differ from the checkpoint's although they change the function that is trained, such as
     `model.rope.theta`: one, or a list. A resume names those that it refuses."""
+
+    def policy(self) -> "Policy":
+        """The rules of retention that the keys say."""
+        from forge_ckpt.store.policy import Policy
+
+        return Policy(self.keep, self.keep_every, self.keep_log_spaced, self.keep_hours)

@@ -184,7 +184,7 @@ def load(
     try:
         with Turns(CHUNK_BYTES) as turns:
             for piece in live:
-                _fill(store, name, manifest, piece, turns)
+                fill(store, name, manifest, piece, turns)
     except Exception as cause:  # noqa: BLE001 (as above)
         error = describe_error(cause)
     # Also keeps every rank from going on, or removing files, while another still reads.
@@ -308,7 +308,8 @@ def _misfits(manifest: Manifest, index: int, piece: Piece) -> list[str]:
     return faults
 
 
-def _fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: Turns) -> None:
+def fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: Turns) -> None:
+    """Copies into a live piece what a checkpoint has of its box; verifies nothing."""
     if not piece.local.numel():
         return
     columns, dims = manifest.pieces, len(piece.shape)

@@ -11,6 +11,7 @@ from forge_ckpt.format.table import RankTable
 from forge_ckpt.format.tensor_files import dtype_name, file_of
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
+from forge_ckpt.store.policy import Policy
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece, Store, World
 
@@ -22,7 +23,7 @@ def save(
     step: int,
     world: World,
     *,
-    keep: int = 0,
+    keep: int | Policy = 0,
     spare: Collection[int] = (),
     marks: Mapping[str, int] = MappingProxyType({}),
     may: Callable[[], None] | None = None,

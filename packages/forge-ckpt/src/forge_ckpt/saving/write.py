@@ -19,6 +19,7 @@ from forge_ckpt.format.rank_file import RankFile
 from forge_ckpt.format.table import RankTable, join, pack, unpack
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
 from forge_ckpt.store.marks import check_mark, point, pointed
+from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
@@ -50,14 +51,14 @@ class Order:
     Attributes:
         step: the optimizer step; saving a step again puts a new generation in place of the old.
         meta: JSON kept with the tensors (configuration, cursor, counters, ...).
-        keep: how many checkpoints stay afterwards (`retention.retain`); 0 keeps all.
+        keep: how many checkpoints stay afterwards, or rules (`retention.retain`); 0 keeps all.
         spare: steps whose checkpoints are kept in addition, however old.
         marks: steps by the names of the files that are to name their checkpoints (`store.marks`); they are kept as well.
     """
 
     step: int
     meta: Mapping[str, Any]
-    keep: int = 0
+    keep: int | Policy = 0
     spare: Collection[int] = ()
     marks: Mapping[str, int] = field(default_factory=dict)
 

@@ -88,9 +88,47 @@ class Fence:
         )
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The job that took a store last; whether it still runs is not written anywhere.
+
+    Attributes:
+        mark: as it is stored, so that another owner can be told from this one.
+    """
+
+    mark: str
+    host: str
+    process: int
+
+    @classmethod
+    def of(cls, store: Store) -> "Owner | None":
+        """None where no job ever took the store.
+
+        Raises:
+            CheckpointError: its mark is damaged.
+        """
+        try:
+            found = _facts(store.read(OWNER))
+        except FileNotFoundError:
+            return None
+        return cls(found["mark"], found["host"], found["process"])
+
+    def has_ended(self) -> bool | None:
+        """Whether its process is gone; None where that cannot be told, as it ran on another host."""
+        if self.host != socket.gethostname():
+            return None
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's
+            return False
+        return False
+
+
 def _facts(content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content)
-        return {key: found[key] for key in ("mark", "process", "host")}
+        return {"mark": str(found["mark"]), "process": int(found["process"]), "host": str(found["host"])}
     except (ValueError, TypeError, KeyError) as cause:
         raise CheckpointError(f"the file {OWNER} in the checkpoint directory is damaged: {cause}") from cause

@@ -4,6 +4,8 @@ from forge_ckpt.format.names import LATEST, OWNER, SAVING, committed, is_safe
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store
 
+_LONGEST = 300
+
 
 def point(store: Store, mark: str, checkpoint: str) -> None:
     """Lets `mark` name `checkpoint`, by one rename: a reader sees the old name or the new one."""
@@ -26,6 +28,20 @@ def pointed(store: Store, mark: str) -> str | None:
     if not is_safe(name):
         raise CheckpointError(f"{mark} does not name a checkpoint")
     return name
+
+
+def marked(store: Store) -> dict[str, str]:
+    """The names that the marks of a store have, `latest` included, by mark. Other files of the store are left out."""
+    found = {}
+    for name in store.list():
+        if is_safe(name) and name != OWNER and not name.startswith((SAVING, ".")) and not committed([name]):
+            try:
+                target = pointed(store, name) if store.size(name) <= _LONGEST else None
+            except (CheckpointError, OSError):  # a directory, a file of something else
+                continue
+            if target is not None and committed([target]):
+                found[name] = target
+    return found
 
 
 def check_mark(mark: str) -> None:

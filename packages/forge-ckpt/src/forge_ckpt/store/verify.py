@@ -26,17 +26,7 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
         Damaged: the manifest is missing or wrong, or a file is missing or of another length.
         NewerFormat: a later version wrote it.
     """
-    try:
-        size = store.size(f"{directory}/{MANIFEST}")
-        if size > codec.MAX_BYTES:
-            raise Damaged(f"{MANIFEST} has {size} bytes; at most {codec.MAX_BYTES} are read")
-        data = store.read(f"{directory}/{MANIFEST}", 0, size)
-    except FileNotFoundError as cause:
-        raise Damaged(f"{MANIFEST} is missing") from cause
-    except Damaged:
-        raise
-    except CheckpointError as cause:  # a link, a pipe: what the store does not open
-        raise Damaged(str(cause)) from cause
+    data = manifest_bytes(store, directory)
     manifest = codec.decode(data)
     named = committed([directory.rpartition("/")[2]])
     if named and named[0].step != manifest.step:
@@ -51,6 +41,25 @@ def open_manifest(store: Store, directory: str) -> tuple[Manifest, bytes]:
         if found != length:
             raise Damaged(f"{name} has {found} bytes, expected {length}")
     return manifest, data
+
+
+def manifest_bytes(store: Store, directory: str) -> bytes:
+    """The manifest of one checkpoint as it is stored.
+
+    Raises:
+        Damaged: there is none, or one that is too long, or not a file.
+    """
+    try:
+        size = store.size(f"{directory}/{MANIFEST}")
+        if size > codec.MAX_BYTES:
+            raise Damaged(f"{MANIFEST} has {size} bytes; at most {codec.MAX_BYTES} are read")
+        return store.read(f"{directory}/{MANIFEST}", 0, size)
+    except FileNotFoundError as cause:
+        raise Damaged(f"{MANIFEST} is missing") from cause
+    except Damaged:
+        raise
+    except CheckpointError as cause:  # a link, a pipe: what the store does not open
+        raise Damaged(str(cause)) from cause
 
 
 def first_fault(store: Store, directory: str, manifest: Manifest, pieces: np.ndarray) -> str | None:

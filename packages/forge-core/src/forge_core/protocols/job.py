@@ -43,10 +43,12 @@ class Precision(Protocol):
 
 
 class Checkpoint(Protocol):
-    """`[checkpoint]`; `every` in steps, 0 = at the end only."""
+    """`[checkpoint]`; `every` in steps, 0 = at the end only; `first`: step 0 is saved, too."""
 
     @property
     def every(self) -> int: ...
+    @property
+    def first(self) -> bool: ...
 
 
 class Job(Protocol):

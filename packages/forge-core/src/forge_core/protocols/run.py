@@ -124,6 +124,7 @@ class Run(Protocol):
         paused: seconds that were not training, such as evaluation.
         measured: newest result of each evaluation by the name under which it is logged, with its step; alike on all ranks.
         marks: steps whose checkpoints have a name, such as `best`: retention spares them; a file of that name leads there.
+        resumed: whether the run goes on from a checkpoint.
         due: whether hook `save` is to save this step, due by its number or not.
         phases: parts of a step, by which its time is told.
         batches: this rank's micro-batches of the step, on the host.
@@ -157,6 +158,8 @@ class Run(Protocol):
     def state(self) -> RunState: ...
     @property
     def console(self) -> "Console | None": ...
+    @property
+    def resumed(self) -> bool: ...
     @property
     def measured(self) -> dict[str, tuple[int, float]]: ...
     @property

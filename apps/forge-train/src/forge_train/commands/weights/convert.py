@@ -30,12 +30,19 @@ def convert(
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe whose [model] the tensors of SOURCE are of.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Text before each name in SOURCE, such as `model.`.")] = None,
+    to_prefix: Annotated[str | None, typer.Option(help="Text before each name in TARGET.")] = None,
+    unsafe_pickle: Annotated[
+        bool, typer.Option("--unsafe-pickle", help="Unpickle SOURCE, which can run any code of its author.")
+    ] = False,
     weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Convert weights between formats, read the result again, and compare its logits.
 
-    Formats are plugins of the group forge.converters; `hf` and `forge` come with Forge.
+    Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which hold
+    tensors under the names that they have in the model.
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
@@ -47,10 +54,11 @@ def convert(
     console, registry = Console(as_json=as_json), Registry()
     if dtype is not None and dtype not in DTYPES:
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
-    options: dict[str, Any] = {"family": family, "max_shard_bytes": max_shard_bytes, "tokenizer": tokenizer and str(tokenizer)}
-    given = {name: value for name, value in options.items() if value is not None}
-    kept = {} if weights == "model" else {"weights": weights}
-    reader = converter(registry, from_, kept | ({"ignore": tuple(ignore)} if ignore else {}))
+    given = _given(family=family, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer and str(tokenizer), prefix=to_prefix)
+    read = _given(recipe=recipe, prefix=prefix, unsafe_pickle=unsafe_pickle or None, ignore=tuple(ignore) if ignore else None)
+    if recipe is not None and "recipe" in _options(registry, to):
+        given["recipe"] = recipe  # for reading the result
+    reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
     writer = converter(registry, to, given)
     origin = reader.read(source)
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
@@ -75,6 +83,11 @@ def convert(
     console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bit by bit those of {source}")
     for note in notes:
         console.text(f"  {note}")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that the command line has."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Converter":

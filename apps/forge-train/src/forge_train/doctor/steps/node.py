@@ -75,14 +75,19 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
 
 
 def checkpoints(settings: Settings) -> int:
-    """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes.
-    Weights and both moments of AdamW, 4 bytes each."""
+    """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes;
+    which ones `keep_hours` adds is not known before. Weights and both moments of AdamW, 4 bytes each."""
+    from forge_ckpt.format.names import Committed, step_name
+    from forge_ckpt.store.policy import judge
     from forge_models.flops import count
     from forge_train.recipe.load import load
 
     job = load(settings.recipe, settings.overrides).job
-    shape = getattr(job.model, "shape", None)
-    return _ROOM if shape is None else _ROOM + (job.checkpoint.keep + 1) * 12 * count(shape).parameters
+    shape, section, steps = getattr(job.model, "shape", None), job.checkpoint, job.train.max_steps
+    saved = {steps, *range(section.every, steps, section.every)} if section.every else {steps}
+    entries = [Committed(step, 1, step_name(step)) for step in sorted(saved | ({0} if section.first else set()), reverse=True)]
+    kept = sum(bool(verdict.kept_by) for verdict in judge(entries, section.policy()))
+    return _ROOM if shape is None else _ROOM + (kept + 1) * 12 * count(shape).parameters
 
 
 def _compiler() -> str | None:

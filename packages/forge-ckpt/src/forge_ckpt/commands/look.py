@@ -1,33 +1,17 @@
-"""`ckpt list | show | verify | convert`: inspect and verify checkpoints, and convert weights between formats."""
+"""`ckpt ls | show | verify`: look at checkpoints; nothing is changed."""
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Any
 
 import typer
 
-from forge_core.errors import CheckpointError, ForgeError
-
-if TYPE_CHECKING:
-    from forge_ckpt.format.manifest import Manifest
-    from forge_ckpt.store.store import LocalStore
-
-app = typer.Typer(name="ckpt", help="Inspect and verify checkpoints.", no_args_is_help=True, add_completion=False)
-
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A run's directory, a directory of checkpoints, or one checkpoint.")
-]
-Step = Annotated[
-    str | None, typer.Argument(metavar="[STEP]", help="A step or a name. Default: DIR itself, or the newest checkpoint in it.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory that belongs to another user.")]
+from forge_ckpt.commands.arguments import AsJson, Directory, Foreign, Step, opened, read, refuse
+from forge_core.errors import CheckpointError
 
 
-@app.command("list")
 def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """List every checkpoint of a directory, newest first; lengths and manifests are checked, contents are not."""
-    store, rows = _open(directory, foreign)[0], []
+    store, rows = opened(directory, foreign)[0], []
     from forge_ckpt.format.names import DAMAGED, SUPERSEDED, committed
     from forge_ckpt.store.verify import open_manifest
 
@@ -51,16 +35,15 @@ def list_(directory: Directory, as_json: AsJson = False, foreign: Foreign = Fals
         typer.echo(f"{row['name']:<24} {row['state']:<10} {held}{row.get('reason', '')}".rstrip())
 
 
-@app.command()
 def show(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Show the tensors of one checkpoint and the trainer's metadata."""
-    store, only = _open(directory, foreign)
+    store, only = opened(directory, foreign)
     from forge_ckpt.errors import Damaged
 
     try:
-        name, manifest = _read(store, step or only)
+        name, manifest = read(store, step or only)
     except Damaged as cause:
-        _refuse(cause)
+        refuse(cause)
     _, borders = manifest.by_tensor
     pieces = (borders[1:] - borders[:-1]).tolist()
     if as_json:
@@ -77,10 +60,9 @@ def show(directory: Directory, step: Step = None, as_json: AsJson = False, forei
     typer.echo("meta:\n" + json.dumps(manifest.meta, indent=2))
 
 
-@app.command()
 def verify(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Read every byte of one checkpoint and compare it with its checksums; exit code 1 when it is damaged."""
-    store, only = _open(directory, foreign)
+    store, only = opened(directory, foreign)
     step = step or only
     from forge_ckpt.errors import Damaged
     from forge_ckpt.ranks.world import SingleProcessWorld
@@ -88,7 +70,7 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
 
     name, manifest, fault = step or "", None, None
     try:
-        name, manifest = _read(store, step)
+        name, manifest = read(store, step)
         fault = agreed_fault(store, name, manifest, SingleProcessWorld())
     except Damaged as cause:
         fault = str(cause)
@@ -101,60 +83,3 @@ def verify(directory: Directory, step: Step = None, as_json: AsJson = False, for
         typer.echo(f"{name} is damaged: {fault}", err=True)
     if fault:
         raise typer.Exit(1)
-
-
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
-def convert(context: typer.Context) -> None:
-    """Convert weights to another format: --from hf --to forge SOURCE TARGET. The command `convert` of forge-train."""
-    from typer.main import get_command
-
-    from forge_core.registry import Registry
-
-    try:
-        loaded = Registry().load("forge.commands", "convert")
-    except ForgeError as cause:
-        _refuse(cause)
-    command = typer.Typer(add_completion=False, rich_markup_mode=None)
-    command.command("convert")(loaded)
-    try:
-        code = get_command(command).main(args=list(context.args), prog_name="ckpt convert", standalone_mode=False)
-    except ForgeError as cause:
-        _refuse(cause)
-    raise typer.Exit(code if isinstance(code, int) else 0)
-
-
-def _open(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
-    """The checkpoints that a path means, and the name of the one that it is, where it is one."""
-    from forge_ckpt.saving.locate import store_of
-    from forge_ckpt.store.store import LocalStore
-
-    try:
-        store, name = store_of(directory)
-    except CheckpointError as cause:
-        _refuse(cause)
-    return LocalStore(store, allow_foreign_owner=foreign), name
-
-
-def _read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":
-    from forge_ckpt.errors import Damaged
-    from forge_ckpt.ranks.world import SingleProcessWorld
-    from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.store.verify import open_manifest
-
-    try:
-        name = resolve(store, int(step) if step is not None and step.isdecimal() else step, SingleProcessWorld())
-        return name, open_manifest(store, name)[0]
-    except Damaged:  # `verify` reports it as its result
-        raise
-    except ForgeError as cause:
-        _refuse(cause)
-    except OSError as cause:
-        _refuse(CheckpointError(f"{store.root} cannot be read: {cause}"))
-
-
-def _refuse(cause: ForgeError) -> NoReturn:
-    typer.echo(f"error: {cause}", err=True)
-    raise typer.Exit(cause.exit_code)

@@ -1,4 +1,4 @@
-"""Starting a run from given weights: `[model] from_hf`. The step count is 0, the optimizer is new."""
+"""Starting a run from given weights: `[model] from_hf` or `[start]`. The step count is 0, the optimizer is new."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +13,28 @@ from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
 from forge_train.recipe.from_hf import IGNORE, KEY
+from forge_train.recipe.schema import Job, Start
+from forge_train.run.weights.warm_start import warm_start
 
 
-def initial_weights(component: Any, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | None:
-    """What `realize` takes as its source for a model with `from_hf`; None for one that is drawn from its seed.
+def initial_weights(job: Job, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None] | int:
+    """What `realize` takes as its source: the seed, or what loads weights where the recipe has some.
 
-    `report` is told what of the folder was ignored or left out.
+    `report` is told what of them was ignored or left out.
+
+    Raises:
+        ForgeError: the recipe has two sources of weights.
     """
+    component: Any = job.model
     path = getattr(component, KEY, None)
+    if job.start.weights is not None:
+        if path is not None:
+            raise ForgeError(f"model.{KEY} and start.weights are two sources of weights; remove one of them")
+        return warm_start(job.start, job.job.seed, registry, report)
+    if job.start != Start():
+        raise ForgeError("[start] has keys that need start.weights; set it, or remove them")
     if path is None:
-        return None
+        return job.job.seed
 
     def restore(model: ParallelModel) -> None:
         converter = registry.load("forge.converters", "hf")(ignore=getattr(component, IGNORE, ())).build()

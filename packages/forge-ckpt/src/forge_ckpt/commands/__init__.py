@@ -1,0 +1,1 @@
+"""The command `ckpt`: what is done to checkpoints by hand, a file for each command."""

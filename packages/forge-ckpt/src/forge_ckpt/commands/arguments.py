@@ -1,0 +1,61 @@
+"""What the commands share: a path that means checkpoints, one of them by its step, and how a refusal is said."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from forge_core.errors import CheckpointError, ForgeError
+
+if TYPE_CHECKING:
+    from forge_ckpt.format.manifest import Manifest
+    from forge_ckpt.store.store import LocalStore
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A run's directory, a directory of checkpoints, or one checkpoint.")
+]
+Step = Annotated[
+    str | None, typer.Argument(metavar="[STEP]", help="A step or a name. Default: DIR itself, or the newest checkpoint in it.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory that belongs to another user.")]
+
+
+def opened(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
+    """The checkpoints that a path means, and the name of the one that it is, where it is one."""
+    from forge_ckpt.saving.locate import store_of
+    from forge_ckpt.store.store import LocalStore
+
+    try:
+        store, name = store_of(directory)
+    except CheckpointError as cause:
+        refuse(cause)
+    return LocalStore(store, allow_foreign_owner=foreign), name
+
+
+def read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":
+    """The checkpoint that a step or a name means, and its manifest; the newest without one.
+
+    Raises:
+        Damaged: it is damaged.
+    """
+    from forge_ckpt.errors import Damaged
+    from forge_ckpt.ranks.world import SingleProcessWorld
+    from forge_ckpt.saving.resume import resolve
+    from forge_ckpt.store.verify import open_manifest
+
+    try:
+        name = resolve(store, int(step) if step is not None and step.isdecimal() else step, SingleProcessWorld())
+        return name, open_manifest(store, name)[0]
+    except Damaged:  # `verify` reports it as its result
+        raise
+    except ForgeError as cause:
+        refuse(cause)
+    except OSError as cause:
+        refuse(CheckpointError(f"{store.root} cannot be read: {cause}"))
+
+
+def refuse(cause: ForgeError) -> NoReturn:
+    """Says it and ends with the code of the error."""
+    typer.echo(f"error: {cause}", err=True)
+    raise typer.Exit(cause.exit_code)

@@ -1,0 +1,111 @@
+"""Which checkpoints stay: each rule keeps some, and what no rule keeps may go. Nothing here looks at a store.
+
+Rules go by steps, and by the time of training that a job wrote into a checkpoint when it saved it. The times of files and the
+clocks of nodes say nothing: they differ, and a copy changes them.
+
+A rule that keeps the first checkpoint of a window keeps it for ever: later ones are not the first. So it makes no difference
+whether old checkpoints go one at a time, as a run saves, or all at once.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forge_ckpt.format.names import Committed
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules that add up: a checkpoint stays if any of them keeps it.
+
+    Attributes:
+        last: as many of the newest steps; 0 keeps all.
+        every: steps that are multiples of it; 0 for none.
+        log_spaced: the first checkpoint at or after `start`, `start + 1`, `start + 2`, `start + 4`, ...; None for none. After n
+            steps these are at most 2 + log2(n). For each step s after `start` that was ever saved one stays that is not later and
+            has come more than half as far: `start + (s - start) / 2 < kept <= s`.
+        hours: the first checkpoint of each window of so many hours of training; 0 for none. It keeps none of those that do not
+            say how long training had taken.
+    """
+
+    last: int = 0
+    every: int = 0
+    log_spaced: int | None = None
+    hours: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.last < 0 or self.every < 0 or (self.log_spaced or 0) < 0 or not 0 <= self.hours < math.inf:
+            raise ValueError(f"{self}: rules of retention are not negative")
+
+
+class Verdict(NamedTuple):
+    """One checkpoint and the rules that keep it, in words; without one it may go, as `why` says."""
+
+    entry: Committed
+    kept_by: tuple[str, ...]
+    why: str = "no rule keeps it"
+
+
+def judge(
+    entries: Sequence[Committed],
+    policy: Policy,
+    seconds: Mapping[str, float] | None = None,
+    spare: Collection[int] = (),
+) -> list[Verdict]:
+    """A verdict on each checkpoint, newest first.
+
+    Args:
+        entries: as `names.committed` gives them, newest first; of one step only the generation saved last counts.
+        seconds: of training behind a checkpoint, by its name.
+        spare: steps that stay in any case; a mapping says why.
+    """
+    newest: dict[int, Committed] = {}
+    for entry in entries:
+        newest.setdefault(entry.step, entry)
+    current = list(newest.values())
+    reasons: dict[Committed, list[str]] = {entry: [] for entry in current}
+    for entry in current if not policy.last else current[: policy.last]:
+        reasons[entry].append(f"last {policy.last}" if policy.last else "all are kept")
+    if policy.every:
+        for entry in current:
+            if entry.step % policy.every == 0:
+                reasons[entry].append(f"every {policy.every} steps")
+    if policy.log_spaced is not None:
+        start = policy.log_spaced
+        for distance, entry in _firsts(current, lambda entry: _octave(entry.step - start)).items():
+            reasons[entry].append(f"first from step {start + distance}")
+    if policy.hours:
+        known = seconds or {}
+        for window, entry in _firsts(current, lambda entry: _window(known.get(entry.name), policy.hours)).items():
+            reasons[entry].append(f"first after {window * policy.hours:g} h of training")
+    for entry in current:
+        if entry.step in spare:
+            reasons[entry].append(spare[entry.step] if isinstance(spare, Mapping) else "spared")
+    return [
+        Verdict(entry, tuple(reasons[entry]))
+        if entry in reasons
+        else Verdict(entry, (), f"replaced by {newest[entry.step].name}")
+        for entry in entries
+    ]
+
+
+def _firsts(current: Iterable[Committed], window: Callable[[Committed], int | None]) -> dict[int, Committed]:
+    """The oldest checkpoint of each window; those without one are left out."""
+    found: dict[int, Committed] = {}
+    for entry in sorted(current):
+        at = window(entry)
+        if at is not None:
+            found.setdefault(at, entry)
+    return found
+
+
+def _octave(distance: int) -> int | None:
+    """Where the window of a distance begins: 0, or the largest power of two that is not above it."""
+    return None if distance < 0 else 1 << (distance.bit_length() - 1) if distance else 0
+
+
+def _window(seconds: float | None, hours: float) -> int | None:
+    return None if seconds is None else math.floor(seconds / (hours * _HOUR))

@@ -1,0 +1,173 @@
+"""Plain safetensors: read back by the library itself, and what does not fit is refused with all of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_core.errors import ForgeError
+from forge_core.registry import Registry
+from forge_models.conformance.weights import InMemory, small
+from forge_train.formats.plain import PlainConverter
+from forge_train.inference.forge_weights import ForgeConverter
+from forge_train.inference.open import load_model, open_weights
+from models.hf.command_line import run
+
+RECIPE = """
+[model]
+name = "decoder"
+dim = 16
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 24
+vocab_size = 32
+max_length = 64
+"""
+
+
+def converter(limit: int = 5_000_000_000, recipe: Path | None = None, prefix: str = "") -> PlainConverter:
+    return PlainConverter(max_shard_bytes=limit, recipe=recipe and str(recipe), prefix=prefix)
+
+
+@pytest.fixture
+def given() -> InMemory:
+    return small()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def tensors(weights: Any) -> dict[str, torch.Tensor]:
+    return weights.read(list(weights.tensors))
+
+
+def alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_library_reads_the_models_own_names(given: InMemory, tmp_path: Path) -> None:
+    converter().write(tmp_path / "one", given)
+    assert alike(load_file(tmp_path / "one/model.safetensors"), tensors(given))
+    converter(5000, prefix="net.").write(tmp_path / "many", given)
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3 and all(file.stat().st_size < 10_000 for file in files)
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors(given).values())
+    found = {name: load_file(tmp_path / "many" / file)[name] for name, file in index["weight_map"].items()}
+    assert alike({name.removeprefix("net."): tensor for name, tensor in found.items()}, tensors(given))
+    assert alike(tensors(converter(prefix="net.").read(tmp_path / "many")), tensors(given))
+    assert converter().read(tmp_path / "one" / "model.safetensors").facts.step == 7
+
+
+def test_the_commands_go_there_and_back(given: InMemory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ForgeConverter().write(tmp_path / "forge", given)
+    assert run("convert", "--from", "forge", "--to", "safetensors", tmp_path / "forge", tmp_path / "plain") == 0
+    assert run("convert", "--from", "safetensors", "--to", "forge", tmp_path / "plain", tmp_path / "back") == 0
+    assert "read again, its logits are bit by bit those of" in capsys.readouterr().out
+    assert alike(tensors(open_weights(tmp_path / "back", Registry())), tensors(given))
+    for path in (tmp_path / "plain", tmp_path / "plain/model.safetensors"):
+        state = load_model(open_weights(path, Registry())).state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in tensors(given).items())
+    assert run("evaluate", tmp_path / "plain", "--weights", "ema") == 2
+    assert "which has one set of weights" in capsys.readouterr().err
+
+
+def test_files_of_others_need_a_recipe(given: InMemory, recipe: Path, tmp_path: Path) -> None:
+    file = tmp_path / "theirs.safetensors"
+    save_file({f"model.{name}": tensor.clone() for name, tensor in tensors(given).items()} | {"step": torch.ones(1)}, file)
+    with pytest.raises(ForgeError, match="does not say which model its tensors are of; pass --recipe"):
+        converter().read(file)
+    found = converter(recipe=recipe, prefix="model.").read(file)
+    assert alike(tensors(found), tensors(given))
+    assert found.facts.notes == ("1 tensors whose names do not begin with 'model.' were left out",)
+    with pytest.raises(ForgeError, match=r"has no tensor whose name begins with 'net\.'"):
+        converter(recipe=recipe, prefix="net.").read(file)
+
+
+def test_fault_22_everything_that_does_not_fit_is_listed_at_once(given: InMemory, recipe: Path, tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in tensors(given).items()}
+    names = list(state)
+    del state[names[0]]
+    state[names[1]] = torch.zeros(3, 3)
+    state["extra"] = torch.zeros(1)
+    save_file(state, tmp_path / "theirs.safetensors")
+    with pytest.raises(ForgeError) as refusal:
+        converter(recipe=recipe).read(tmp_path / "theirs.safetensors")
+    for part in (f"{names[0]}: missing", f"{names[1]}: shape (3, 3), in the model", "extra: not in the model"):
+        assert part in str(refusal.value)
+
+
+def test_a_buffer_may_be_missing(tmp_path: Path) -> None:
+    from forge_core.protocols.convert import Stored
+    from forge_train.formats.described import check_fit
+
+    class Component:
+        def build(self) -> torch.nn.Module:
+            module: Any = torch.nn.Linear(2, 2, bias=False)
+            module.register_buffer("count", torch.zeros(()))
+            module.specs = lambda: type("Specs", (), {"ties": {}})
+            return module
+
+    weight = {"weight": Stored((2, 2), "float32")}
+    check_fit(Component(), weight, tmp_path)
+    check_fit(Component(), weight | {"count": Stored((), "float32")}, tmp_path)
+    with pytest.raises(ForgeError, match="count: shape"):
+        check_fit(Component(), weight | {"count": Stored((2,), "float32")}, tmp_path)
+
+
+def test_files_that_contradict_each_other_are_refused(given: InMemory, tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    converter(5000).write(folder, given)
+    first = min(folder.glob("*.safetensors"))
+    (folder / "copy.safetensors").write_bytes(first.read_bytes())
+    with pytest.raises(ForgeError, match=r"differ about copy\.safetensors"):
+        converter().read(folder)
+    index = folder / "model.safetensors.index.json"
+    index.unlink()
+    with pytest.raises(ForgeError, match="is in two files"):
+        converter().read(folder)
+    (folder / "copy.safetensors").unlink()
+    assert alike(tensors(converter().read(folder)), tensors(given)), "an index is not needed"
+    first.unlink()
+    with pytest.raises(ForgeError, match="missing"):
+        converter().read(folder)
+    index.write_text("[]")
+    with pytest.raises(ForgeError, match="is not an index"):
+        converter().read(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"model": 3}', '{"model": {"name": "nothing"}}', "{}"])
+def test_a_description_that_is_none_is_refused(given: InMemory, tmp_path: Path, text: str) -> None:
+    save_file(tensors(given), tmp_path / "a.safetensors", metadata={"forge": text})
+    with pytest.raises(ForgeError):
+        converter().read(tmp_path / "a.safetensors")
+
+
+def test_fault_49_code_that_a_description_names_is_not_run(
+    given: InMemory, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
+    for model in ({"name": "./mine.py:Model"}, {"name": "decoder", "mlp": {"name": f"{tmp_path}/mine.py:Mlp"}}):
+        save_file(tensors(given), tmp_path / "a.safetensors", metadata={"forge": json.dumps({"model": model})})
+        with pytest.raises(ForgeError, match=r"names code in a file, .*mine\.py:M.* pass --recipe"):
+            converter().read(tmp_path / "a.safetensors")
+    assert alike(tensors(converter(recipe=recipe).read(tmp_path / "a.safetensors")), tensors(given))
+
+
+def test_files_of_different_models_are_refused(given: InMemory, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", metadata={"forge": "{}"})
+    save_file({"b": torch.zeros(1)}, tmp_path / "b.safetensors", metadata={"forge": '{"model": {}}'})
+    with pytest.raises(ForgeError, match="of different models"):
+        converter().read(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ForgeError, match="cannot be read as safetensors"):
+        converter().read(tmp_path / "a.safetensors")
