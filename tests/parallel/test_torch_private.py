@@ -160,4 +160,4 @@ def test_allocations_are_noted_by_the_allocator_of_cuda_alone() -> None:
 
 def test_the_flight_record_is_a_list_of_what_was_entered() -> None:
     read = {"process_group", "collective_seq_id", "profiling_name", "input_sizes"}
-    assert all(read <= entry.keys() for entry in torch_private.flight_record())
+    assert all(read <= entry.keys() for entry in private.flight_record())
