@@ -164,3 +164,8 @@ def test_allocations_are_noted_by_the_allocator_of_cuda_alone() -> None:
     private.write_allocations(Memory(), "there")
     private.record_allocations(Memory(), None)
     assert calls == [("all", 7), "there", (None, 0)]
+
+
+def test_the_flight_record_is_a_list_of_what_was_entered() -> None:
+    read = {"process_group", "collective_seq_id", "profiling_name", "input_sizes"}
+    assert all(read <= entry.keys() for entry in private.flight_record())

@@ -221,7 +221,7 @@ class Watch:
         gone = [now.get(rank) or f"rank {rank} (never heard of)" for rank in unmoved]
         if gone:
             message = f"{several(gone)} ended without a word: killed, out of memory or stopped"
-        elif guilty := now and sights.late(now):  # this rank has waited, and does not any more
+        elif guilty := sights.late(now) if now else ():  # this rank has waited, and does not any more
             return self._leave_note(f"{several(guilty)} did not come within {self.timeout:g} s", 5, hangs=True)
         else:
             message = "the connection to another rank broke though all are there: look at the network"
