@@ -207,10 +207,9 @@ def test_fault_10_a_saver_that_dies_is_noticed_and_the_next_save_has_a_new_one(
     background.settled(wait=True)
     (tmp_path / "gate").touch()
     background.save(whole(sample(2)), Order(2, {}))
+    until((tmp_path / "waiting").exists)
     process = background._process
-    assert process is not None
-    until(lambda: process.process is not None and process.process.poll() is None and (tmp_path / "waiting").exists())
-    assert process.process is not None
+    assert process is not None and process.process is not None
     process.process.kill()
     (outcome,) = background.settled(wait=True)
     assert outcome.name is None and "killed by SIGKILL" in (outcome.error or "")
@@ -338,7 +337,7 @@ from forge_ckpt.saving.write import Order
 
 background = Background(Told(Path(sys.argv[1])), SingleProcessWorld(), SingleProcessWorld())
 background.save(whole(sample(1)), Order(1, {}))
-while background._process.process is None:
+while background._process is None or background._process.process is None:
     time.sleep(0.005)
 print(background._process.process.pid, flush=True)
 time.sleep(60)
