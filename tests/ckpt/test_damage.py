@@ -93,7 +93,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_path: Path, kind: str) -> None:
+def test_fault_4_and_5_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_path: Path, kind: str) -> None:
     store = two_checkpoints(tmp_path / "c")
     DAMAGE[kind](tmp_path / "c/step-00000200")
 
@@ -122,7 +122,7 @@ def test_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_
     assert not (tmp_path / "executed").exists()
 
 
-def test_found_by_newest_and_damaged_before_load(tmp_path: Path) -> None:
+def test_fault_5_found_by_newest_and_damaged_before_load(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
     save(store, whole(state), {}, 1, SingleProcessWorld())
     found = newest(store, SingleProcessWorld())
@@ -147,7 +147,7 @@ def test_a_weights_only_load_does_not_care_about_other_bytes(tmp_path: Path) -> 
         load(store, 1, whole(blank(state)), SingleProcessWorld())
 
 
-def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+def test_fault_5_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
     from forge_ckpt.format.codec import decode
 
     save(LocalStore(tmp_path / "c"), whole({"t": torch.ones(2)}), {"a": 1}, 1, SingleProcessWorld())
@@ -160,7 +160,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
             decode(data[:at])
 
 
-def test_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> None:
+def test_fault_23_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     flip(tmp_path / "c/step-00000001/rank-00000.bin", 3)
@@ -171,7 +171,7 @@ def test_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> 
     assert newest(store, SingleProcessWorld(), "never") is None
 
 
-def test_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_path: Path) -> None:
+def test_fault_23_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     store.rename("step-00000001", "superseded-step-00000001")
@@ -179,7 +179,7 @@ def test_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_pa
         newest(store, SingleProcessWorld())
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_fault_23_nothing_there(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     assert newest(store, SingleProcessWorld()) is None
     with pytest.raises(CheckpointError, match="check the run's directory"):
@@ -189,7 +189,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()  # looking creates nothing
 
 
-def test_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
+def test_fault_25_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     file = tmp_path / "c/step-00000001/manifest.json"

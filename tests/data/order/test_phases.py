@@ -162,7 +162,7 @@ SHAPES = st.sampled_from([(1, 1), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)
 
 @given(recipe=recipes(), before=SHAPES, after=SHAPES, kill=st.integers(0, 11))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
+def test_fault_20_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
     corpora: dict[str, Any], recipe: Any, before: tuple[int, int], after: tuple[int, int], kill: int
 ) -> None:
     data, workspace = recipe(corpora), corpora["workspace"]
@@ -177,7 +177,7 @@ def test_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize("kind", [*COUNTED, "stdlib", *STREAMED])
-def test_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
+def test_fault_18_and_20_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
     most = 2 if kind == "streamed_huggingface" else 8  # whose library takes a second to import and to open a data set
     readers = most if kind in STREAMED else None
     data = Data(sequence_length=LENGTH, sources=[corpora[kind]], readers=readers, shuffle_buffer=4, tokenizer=Bytes())
@@ -201,7 +201,7 @@ def test_no_kind_of_source_is_left_out(corpora: dict[str, Any]) -> None:
 
 @given(recipe=recipes(), workers=st.sampled_from([1, 2, 8]), shape=SHAPES, kill=st.integers(0, 5))
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_same_with_loader_workers(
+def test_fault_18_the_same_with_loader_workers(
     corpora: dict[str, Any], recipe: Any, workers: int, shape: tuple[int, int], kill: int
 ) -> None:
     data, workspace = recipe(corpora), corpora["workspace"]

@@ -56,7 +56,9 @@ def test_one_array_over_all_points_with_the_users_options(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_task_trains_its_point_and_its_code_is_that_of_the_run(tmp_path: Path, cluster: dict[str, str], code: int) -> None:
+def test_fault_31_and_32_a_task_trains_its_point_and_its_code_is_that_of_the_run(
+    tmp_path: Path, cluster: dict[str, str], code: int
+) -> None:
     job = written(tmp_path, "--dir", str(tmp_path / "a b"), "--train.max_steps=5")
     done = subprocess.run(["bash", str(job)], env={**cluster, "CODE": str(code)}, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == code
