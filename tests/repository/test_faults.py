@@ -1,4 +1,4 @@
-"""Every fault of `docs/faults.toml` has a test that carries its number, or says that it is open; and nothing is open that has one."""
+"""Every fault of `docs/faults.toml` has a test that carries its number, or says that it is open; none is open that has one."""
 
 import sys
 from pathlib import Path

@@ -51,7 +51,7 @@ def test_fault_25_a_kept_checkpoint_loads_on_other_ranks(store: LocalStore) -> N
 
 def test_fault_25_every_version_up_to_the_one_that_is_written_is_kept(tmp_path: Path) -> None:
     written = {json.loads((HERE / name / "step-00000007/manifest.json").read_text())["manifest"]["version"] for name in KEPT}
-    assert written == set(range(1, codec.VERSION + 1)) and KEPT == [f"version-{version}" for version in sorted(written)]
+    assert written == set(range(1, codec.VERSION + 1)) and [f"version-{version}" for version in sorted(written)] == KEPT
 
 
 @pytest.mark.parametrize("store", KEPT[-1:], indirect=True)
@@ -60,7 +60,9 @@ def test_fault_25_later_versions_are_refused_by_number_and_cost_no_other_checkpo
     later = store.root / "step-00000009"
     shutil.copytree(store.root / "step-00000007", later)
     body = json.loads((later / "manifest.json").read_text())["manifest"]
-    rest = b'"manifest": ' + json.dumps(body | {"version": codec.VERSION + 8, "step": 9, "what": "only they know"}).encode() + b"}\n"
+    rest = (
+        b'"manifest": ' + json.dumps(body | {"version": codec.VERSION + 8, "step": 9, "what": "only they know"}).encode() + b"}\n"
+    )
     (later / "manifest.json").write_bytes(b'{"seal": "' + xxhash.xxh3_128_hexdigest(rest).encode() + b'",\n' + rest)
     before = {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()}
     for policy in ("auto", "require", 9):

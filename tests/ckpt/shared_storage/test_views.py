@@ -1,4 +1,4 @@
-"""Storage that nodes share: what one rank sees late or never, clocks that differ, links, and a disk that is not there for long."""
+"""Storage that nodes share: what a rank sees late or never, clocks that differ, links, and a disk that fails for a moment."""
 
 import errno
 import logging
@@ -54,7 +54,9 @@ def test_fault_12_what_a_rank_does_not_see_in_time_is_said_and_not_taken_for_dam
             return type(cause), str(cause), all(torch.equal(t, torch.ones_like(t)) for t in live.values())
 
     said = f"step-00000200 cannot be read: rank 2 sees {sees} of rank-00000.bin, rank 0"
-    assert [(kind, text.startswith(said), same) for kind, text, same in on_ranks(3, loading)] == [(CheckpointError, True, True)] * 3
+    assert [(kind, text.startswith(said), same) for kind, text, same in on_ranks(3, loading)] == [
+        (CheckpointError, True, True)
+    ] * 3
 
     def starting(world):
         store = LocalStore(tmp_path)

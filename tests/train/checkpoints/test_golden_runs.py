@@ -1,4 +1,4 @@
-"""A checkpoint of a run that an earlier Forge has trained is kept, and goes on: with the losses and weights of a run from the start."""
+"""A checkpoint of a run that an earlier Forge has trained goes on: with the losses and weights of a run from the start."""
 
 import logging
 import shutil
