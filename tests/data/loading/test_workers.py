@@ -229,11 +229,15 @@ def test_a_worker_that_is_killed_is_named(data: Data) -> None:
 
 
 def test_fault_29_signals_to_the_group_do_not_end_the_data(data: Data) -> None:
-    reading, pids = pids_of(opened(dataclasses.replace(data, loader_workers=1), batch=G))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(pids[0], number)
-    for _ in range(5):
-        next(reading)
+    reading, pids = pids_of(opened(dataclasses.replace(data, loader_workers=2), batch=G))
+    expected, _ = steps_of(data, 6, batch=G)
+    for number, step in zip(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), range(1, 6), strict=True
+    ):
+        for pid in pids:
+            os.kill(pid, number)
+        batches, _ = next(reading)
+        assert rows_of(batches) == expected[step]
     reading.close()
     assert gone(pids)
 

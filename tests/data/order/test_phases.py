@@ -1,6 +1,7 @@
 """Runs with mixtures, phases and streams: every layout reads the same samples, killed anywhere and taken up anywhere."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -174,6 +175,38 @@ def test_fault_20_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_
     stored = json.loads(json.dumps(cursor))
     rest, last = steps_of(data, 13 - kill, batch=G, ranks=after[0], micro=after[1], cursor=stored, workspace=workspace)
     assert rest == expected[kill:] and last == end
+
+
+@given(
+    recipe=recipes(), kills=st.lists(st.integers(0, 5), min_size=3, max_size=3), shapes=st.lists(SHAPES, min_size=4, max_size=4)
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fault_20_three_resumes_read_what_one_run_reads(corpora: dict[str, Any], recipe: Any, kills: Any, shapes: Any) -> None:
+    """Wherever they fall: often twice in one epoch, and in the step in which a phase begins."""
+    data, workspace = recipe(corpora), corpora["workspace"]
+    most = 4 if any(source.label in STREAMED for source in data.sources) else 8  # type: ignore[attr-defined]
+    expected, end = steps_of(data, 16, batch=G, workspace=workspace)
+    found, cursor = [], None
+    for steps, (ranks, micro) in zip([*kills, 16 - sum(kills)], shapes, strict=True):
+        given = {"ranks": min(ranks, most), "micro": micro, "workspace": workspace}
+        more, cursor = steps_of(data, steps, batch=G, cursor=cursor, **given)
+        found += more
+        cursor = json.loads(json.dumps(cursor))
+    assert found == expected and cursor == json.loads(json.dumps(end))
+
+
+def test_fault_20_a_resume_at_every_end_of_an_epoch_and_switch_of_a_phase(corpora: dict[str, Any]) -> None:
+    """That is, at every step: phases begin after 7 and 12, the second one in stairs, and the 87 rows of `tokens` end later."""
+    sources = [dataclasses.replace(corpora[name], label=name) for name in ("tokens", "random")]
+    phases = [Phase(start=7, weights={"random": 3.0}), Phase(start=12, weights={"random": 0.0}, ramp=3)]
+    data = Data(sequence_length=LENGTH, sources=sources, phases=phases)
+    expected, _ = steps_of(data, 28, batch=G)
+    found, cursor = [], None
+    for at, until in itertools.pairwise(range(29)):
+        more, cursor = steps_of(data, until - at, batch=G, ranks=1 + at % 2, cursor=cursor)
+        found += more
+        cursor = json.loads(json.dumps(cursor))
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", [*COUNTED, "stdlib", *STREAMED])
