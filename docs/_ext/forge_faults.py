@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _NAME = re.compile(r"test_fault_(\d+(?:_and_\d+)*)_[a-z]")
-_LIKE = re.compile(r"test_\w*fault_?\d")
+_LIKE = re.compile(r"test_(\w*_)?fault_?\d")
 
 
 class Test(NamedTuple):
@@ -75,14 +75,19 @@ def table_of_promises(found: Mapping[int, list[Test]]) -> Iterator[str]:
         yield f"| {promise['name']} | {promise['says']} | {shown} |"
 
 
+def said(name: str) -> str:
+    """A test's name as words: what it shows, without the numbers."""
+    return name[len(_NAME.match(name)[0]) - 1 :].replace("_", " ")  # type: ignore[index]
+
+
 def _cell(fault: Mapping[str, Any], found: Mapping[int, list[Test]]) -> str:
     """The tests of one fault, or why it has none."""
     if fault["number"] not in found:
         return f"open: {fault['open']}"
     files = defaultdict(list)
     for file, name in found[fault["number"]]:
-        files[file].append(f"`{name.removeprefix('test_fault_')}`")
-    return "<br>".join(f"{file.removeprefix('tests/')}: {', '.join(names)}" for file, names in files.items())
+        files[file].append(said(name))
+    return "<br>".join(f"`{file.removeprefix('tests/')}`: {'; '.join(names)}" for file, names in files.items())
 
 
 def setup(app: object) -> dict[str, bool]:

@@ -196,13 +196,13 @@ def test_fault_20_three_resumes_read_what_one_run_reads(corpora: dict[str, Any],
 
 
 def test_fault_20_a_resume_at_every_end_of_an_epoch_and_switch_of_a_phase(corpora: dict[str, Any]) -> None:
-    """That is, at every step: phases begin after 7 and 12, the second one in stairs, and the 87 rows of `tokens` end later."""
+    """Phases begin after 7 and 12 steps of 8 rows, the second one in stairs; the 87 rows of `tokens` are used up behind it."""
     sources = [dataclasses.replace(corpora[name], label=name) for name in ("tokens", "random")]
     phases = [Phase(start=7, weights={"random": 3.0}), Phase(start=12, weights={"random": 0.0}, ramp=3)]
     data = Data(sequence_length=LENGTH, sources=sources, phases=phases)
     expected, _ = steps_of(data, 28, batch=G)
     found, cursor = [], None
-    for at, until in itertools.pairwise(range(29)):
+    for at, until in itertools.pairwise([0, 6, 7, 8, 12, 13, 14, 15, 17, 18, 19, 20, 21, 28]):
         more, cursor = steps_of(data, until - at, batch=G, ranks=1 + at % 2, cursor=cursor)
         found += more
         cursor = json.loads(json.dumps(cursor))
