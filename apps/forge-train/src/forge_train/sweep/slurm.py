@@ -23,7 +23,7 @@ while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
 task="${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
 if [ "$code" -eq {requeue} ]; then
   case "$(squeue --noheader --jobs="$task" --format=%T)" in
-    CANCELLED* | COMPLETING*) ;;
+    CANCEL* | COMPLETING*) ;;
     *) scontrol requeue "$task" ;;
   esac
 fi
