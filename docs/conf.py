@@ -18,6 +18,7 @@ extensions = [
     "forge_api",
     "forge_house",
     "forge_curves",
+    "forge_faults",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"

@@ -46,7 +46,7 @@ def reports() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", EXPECTED)
-def test_kill_before_every_operation(reports: dict[str, Any], scenario: str) -> None:
+def test_fault_1_and_6_kill_before_every_operation(reports: dict[str, Any], scenario: str) -> None:
     report = reports[scenario]
     outcomes = report["outcomes"]
     assert len(outcomes) == report["total"] + 1 > 20  # a kill before each operation, and one run without
@@ -149,7 +149,7 @@ class Disk:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc to see what is synchronized")
-def test_power_loss_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_16_power_loss_at_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "CHUNK_BYTES", 500)
     (tmp_path / "images").mkdir()
     disk = Disk(tmp_path / "real", tmp_path / "images")

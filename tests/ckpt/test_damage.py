@@ -1,5 +1,6 @@
 """Damage is found before any live tensor changes, and a start never goes on without saying so."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -9,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from typer.testing import CliRunner
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
+from forge_ckpt.commands import app
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
+from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 
@@ -93,7 +97,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_path: Path, kind: str) -> None:
+def test_fault_4_and_5_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_path: Path, kind: str) -> None:
     store = two_checkpoints(tmp_path / "c")
     DAMAGE[kind](tmp_path / "c/step-00000200")
 
@@ -122,7 +126,7 @@ def test_damage_is_found_before_a_tensor_changes_and_the_older_one_is_taken(tmp_
     assert not (tmp_path / "executed").exists()
 
 
-def test_found_by_newest_and_damaged_before_load(tmp_path: Path) -> None:
+def test_fault_5_found_by_newest_and_damaged_before_load(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
     save(store, whole(state), {}, 1, SingleProcessWorld())
     found = newest(store, SingleProcessWorld())
@@ -147,7 +151,7 @@ def test_a_weights_only_load_does_not_care_about_other_bytes(tmp_path: Path) -> 
         load(store, 1, whole(blank(state)), SingleProcessWorld())
 
 
-def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+def test_fault_5_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
     from forge_ckpt.format.codec import decode
 
     save(LocalStore(tmp_path / "c"), whole({"t": torch.ones(2)}), {"a": 1}, 1, SingleProcessWorld())
@@ -160,7 +164,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
             decode(data[:at])
 
 
-def test_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> None:
+def test_fault_23_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     flip(tmp_path / "c/step-00000001/rank-00000.bin", 3)
@@ -171,7 +175,7 @@ def test_all_damaged_stops_the_run_now_and_at_the_next_start(tmp_path: Path) -> 
     assert newest(store, SingleProcessWorld(), "never") is None
 
 
-def test_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_path: Path) -> None:
+def test_fault_23_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     store.rename("step-00000001", "superseded-step-00000001")
@@ -179,7 +183,7 @@ def test_a_history_that_was_only_left_behind_does_not_start_over_silently(tmp_pa
         newest(store, SingleProcessWorld())
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_fault_23_nothing_there(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     assert newest(store, SingleProcessWorld()) is None
     with pytest.raises(CheckpointError, match="check the run's directory"):
@@ -189,7 +193,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()  # looking creates nothing
 
 
-def test_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
+def test_fault_25_a_newer_format_is_named_and_left_where_it_is(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     file = tmp_path / "c/step-00000001/manifest.json"
@@ -208,3 +212,69 @@ def test_tombstones_and_half_saves_are_not_loadable(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "c/step-00000001", tmp_path / "c" / name)
     found = newest(store, SingleProcessWorld())
     assert found is not None and found.step == 1 and found.skipped == ()
+
+
+class FailsAt(LocalStore):
+    """A store whose reads fail from the k-th one on, once it is armed."""
+
+    left: int | None = None
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        if self.left is not None and path.endswith(".bin"):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, "Input/output error")
+        super().read_into(path, offset, buffer)
+
+
+@pytest.mark.parametrize("reads", range(6))
+def test_fault_24_reads_that_fail_while_tensors_are_filled(tmp_path: Path, reads: int) -> None:
+    """The verification has passed, then one rank cannot read its k-th tensor: no rank goes on, and another load mends all."""
+    names = [f"t{index}" for index in range(6)]
+    for step in (1, 2):
+        state = {name: full(10 * step + index) for index, name in enumerate(names)}
+        save(LocalStore(tmp_path / "c"), whole(state), {"step": step}, step, SingleProcessWorld())
+
+    def loading(world):
+        store = FailsAt(tmp_path / "c", pause=0.0)
+        live = {name: torch.full((64, 64), 7.0) for name in names}
+        found = newest(store, world)
+        armed = LocalStore(tmp_path / "c") if world.rank == 0 else store
+        if world.rank == 1:
+            store.left = 3 + reads  # of six pieces it verifies three
+        try:
+            load(armed, found, whole(live), world)
+        except CheckpointError as cause:
+            message = str(cause)
+        else:
+            raise AssertionError("a load that failed was taken for one that did not")
+        filled = [name for index, name in enumerate(names) if torch.equal(live[name], full(20 + index))]
+        assert load(LocalStore(tmp_path / "c"), 1, whole(live), world) == {"step": 1}
+        mended = equal(live, {name: full(10 + index) for index, name in enumerate(names)})
+        return message, len(filled), mended
+
+    results = on_ranks(2, loading)
+    said = "step-00000002 was verified, but could not be read on rank 1: OSError"
+    assert all(not isinstance(result, Exception) for result in results), results
+    assert all(message.startswith(said) and "load a checkpoint again before you use them" in message for message, _, _ in results)
+    assert results[1][1] == reads, "the tensors before it were filled: that is what the message is about"
+    assert [mended for _, _, mended in results] == [True, True]
+
+
+def test_fault_45_a_pickle_in_any_file_executes_nothing(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path / "c")
+    save(LocalStore(tmp_path / "c"), whole({"w": full(300)}), {}, 300, SingleProcessWorld())
+    Fence.take(LocalStore(tmp_path / "c"), SingleProcessWorld())
+    files = sorted(path.relative_to(tmp_path / "c") for path in (tmp_path / "c").rglob("*") if path.is_file())
+    assert {path.name for path in files} >= {"latest", "owner", "forge-checkpoints", "manifest.json", "rank-00001.bin"}
+    for file in files:
+        copy = shutil.copytree(tmp_path / "c", tmp_path / "one")
+        (copy / file).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+        store = LocalStore(copy)
+        found = newest(store, SingleProcessWorld())
+        assert found is not None and (found.step == 300) == ("300" not in str(file))
+        load(store, found, whole({"w": torch.zeros(64, 64)}), SingleProcessWorld())
+        for command in ("show", "verify"):
+            CliRunner().invoke(app, [command, str(copy)])
+        shutil.rmtree(copy)
+        assert not (tmp_path / "executed").exists(), file

@@ -26,7 +26,7 @@ def saved(fence: Fence, step: int, store: LocalStore | None = None) -> str:
     return save(store or fence.store, PIECES, {}, step, SingleProcessWorld(), may=fence.may_write)
 
 
-def test_the_newest_owns_the_store(tmp_path: Path) -> None:
+def test_fault_14_the_newest_owns_the_store(tmp_path: Path) -> None:
     older = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     older.check()
     assert not older.lost()
@@ -39,7 +39,7 @@ def test_the_newest_owns_the_store(tmp_path: Path) -> None:
     assert Superseded.exit_code == 4
 
 
-def test_an_older_job_changes_nothing(tmp_path: Path) -> None:
+def test_fault_14_an_older_job_changes_nothing(tmp_path: Path) -> None:
     """Not even what looks like left-overs: it is what the newer job is writing."""
     older = Fence.take(LocalStore(tmp_path), SingleProcessWorld())
     saved(older, 5)
@@ -54,7 +54,7 @@ def test_an_older_job_changes_nothing(tmp_path: Path) -> None:
     assert saved(newer, 4) == "step-00000004"
 
 
-def test_a_job_that_is_overtaken_while_it_writes_does_not_commit(tmp_path: Path) -> None:
+def test_fault_14_a_job_that_is_overtaken_while_it_writes_does_not_commit(tmp_path: Path) -> None:
     def takes(operation: str, path: str) -> None:
         if operation == "create" and path.endswith("manifest.json"):
             Fence.take(LocalStore(tmp_path), SingleProcessWorld())
@@ -82,7 +82,7 @@ def test_a_mark_that_cannot_be_read_ends_no_training_but_a_save(tmp_path: Path, 
         saved(fence, 1)
 
 
-def test_all_ranks_learn_of_it(tmp_path: Path) -> None:
+def test_fault_14_all_ranks_learn_of_it(tmp_path: Path) -> None:
     def older(world: ThreadRank) -> Any:
         fence = Fence.take(LocalStore(tmp_path), world)
         if world.rank == 0:

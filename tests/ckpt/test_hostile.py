@@ -133,7 +133,7 @@ def test_the_honest_one_is_accepted_and_survives_a_round_trip(honest: dict[str, 
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_manifest_is_refused(honest: dict[str, Any], kind: str) -> None:
+def test_fault_46_hostile_manifest_is_refused(honest: dict[str, Any], kind: str) -> None:
     body = copy.deepcopy(honest)
     HOSTILE[kind](body)
     assert json.dumps(body) != json.dumps(honest)
@@ -141,7 +141,7 @@ def test_hostile_manifest_is_refused(honest: dict[str, Any], kind: str) -> None:
         decode(sealed(body))
 
 
-def test_duplicate_keys_deep_nesting_and_what_is_no_json(honest: dict[str, Any]) -> None:
+def test_fault_46_duplicate_keys_deep_nesting_and_what_is_no_json(honest: dict[str, Any]) -> None:
     text = json.dumps(honest)
     cases = [
         text.replace('"step": 1', '"step": 1, "step": 1'),
@@ -177,7 +177,7 @@ def test_duplicate_keys_deep_nesting_and_what_is_no_json(honest: dict[str, Any])
     ['"tensors":[' + "{}," * 1_200_000 + "{}]", '"tensors":' + "[" * 1_200_000, '"files":[' + "0," * 1_000_000 + "0]"],
     ids=["millions of objects", "millions of brackets", "millions of numbers"],
 )
-def test_long_manifests_cost_bounded_time_and_memory(honest: dict[str, Any], entries: str) -> None:
+def test_fault_46_long_manifests_cost_bounded_time_and_memory(honest: dict[str, Any], entries: str) -> None:
     head = json.dumps({key: value for key, value in honest.items() if key not in ("tensors", "files")})[:-1]
     data = seal(b'"manifest": ' + head.encode() + b", " + entries.encode() + b"}}\n")
     started = time.monotonic()
@@ -185,14 +185,14 @@ def test_long_manifests_cost_bounded_time_and_memory(honest: dict[str, Any], ent
     assert time.monotonic() - started < 20
 
 
-def test_claims_of_a_small_manifest_cost_nothing(honest: dict[str, Any]) -> None:
+def test_fault_46_claims_of_a_small_manifest_cost_nothing(honest: dict[str, Any]) -> None:
     body = copy.deepcopy(honest)
     body["world"] = 10**9
     body["tensors"] = [{"name": f"t{i}", "dtype": "float32", "shape": [2**28, 2**28]} for i in range(100)]
     assert refused_with_peak(sealed(body)) < 10_000_000
 
 
-def test_an_endless_manifest_is_not_read(tmp_path: Path) -> None:
+def test_fault_46_an_endless_manifest_is_not_read(tmp_path: Path) -> None:
     from forge_ckpt.format import codec
     from forge_ckpt.store.verify import open_manifest
 

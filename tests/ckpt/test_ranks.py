@@ -82,7 +82,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_failing_rank_fails_all_and_costs_nothing(tmp_path: Path, kind: str) -> None:
+def test_fault_2_and_7_a_failing_rank_fails_all_and_costs_nothing(tmp_path: Path, kind: str) -> None:
     rank, how, message = FAILURES[kind]
     assert saved(tmp_path / "c", 100) == ["step-00000100"] * 3
     before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
@@ -95,7 +95,7 @@ def test_a_failing_rank_fails_all_and_costs_nothing(tmp_path: Path, kind: str) -
     assert saved(tmp_path / "c", 200) == ["step-00000200"] * 3
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_2_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "free", lambda self: 100)
     results = saved(tmp_path / "c", 100)
     assert {str(result) for result in results} == {
@@ -117,7 +117,7 @@ def test_a_fault_after_the_commit_does_not_undo_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("operation", "skip"), [("create", 0), ("write", 0), ("write", 3), ("fsync", 0)])
-def test_a_transient_fault_in_the_middle_of_a_save_passes(tmp_path: Path, operation: str, skip: int) -> None:
+def test_fault_3_a_transient_fault_in_the_middle_of_a_save_passes(tmp_path: Path, operation: str, skip: int) -> None:
     faults = [FailsAt(operation, "rank-", errno.EIO, skip)]
 
     def probe(name: str, path: str) -> None:
@@ -178,7 +178,7 @@ class LateView:
         return self.store.size(path)
 
 
-def test_rank_0_decides_what_there_is_and_others_wait_for_it(tmp_path: Path) -> None:
+def test_fault_12_rank_0_decides_what_there_is_and_others_wait_for_it(tmp_path: Path) -> None:
     saved(tmp_path / "c", 100)
 
     def starting(world):

@@ -53,7 +53,7 @@ def test_round_trip_with_meta_and_parameters(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_layout_to_any_layout(tmp_path_factory, data) -> None:
+def test_fault_19_any_layout_to_any_layout(tmp_path_factory, data) -> None:
     """Random boxes saved, random boxes loaded; numpy slicing of the global array is the authority."""
     shape = tuple(data.draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
     full = np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=shape).astype(np.float32)
@@ -85,7 +85,7 @@ def test_any_layout_to_any_layout(tmp_path_factory, data) -> None:
     assert np.array_equal(plain.numpy(), wanted) and np.array_equal(strided.numpy(), wanted)
 
 
-def test_four_ranks_to_two_to_one_and_across_dimensions(tmp_path: Path) -> None:
+def test_fault_19_four_ranks_to_two_to_one_and_across_dimensions(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     full = {"a": torch.randn(10, 6, generator=generator), "b": torch.randn(3, 7, generator=generator).bfloat16()}
     store = LocalStore(tmp_path / "c")
@@ -126,7 +126,7 @@ def test_replicas_are_written_once_and_loaded_everywhere(tmp_path: Path) -> None
     assert (tmp_path / "c/step-00000001/rank-00001.bin").stat().st_size == total
 
 
-def test_all_that_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) -> None:
+def test_fault_22_all_that_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample()), {}, 1, SingleProcessWorld())
     live = {
@@ -149,7 +149,7 @@ def test_all_that_does_not_fit_is_one_error_and_changes_nothing(tmp_path: Path) 
     assert digest(list(live.values())) == before
 
 
-def test_a_misfit_on_one_rank_stops_all(tmp_path: Path) -> None:
+def test_fault_22_a_misfit_on_one_rank_stops_all(tmp_path: Path) -> None:
     store, state = LocalStore(tmp_path / "c"), sample()
     save(store, whole(state), {}, 1, SingleProcessWorld())
 
@@ -179,7 +179,7 @@ def test_weights_only(tmp_path: Path) -> None:
     assert int(everything["optimizer/step"]) == 0
 
 
-def test_same_step_twice_gives_the_second_and_removes_the_first(tmp_path: Path) -> None:
+def test_fault_6_same_step_twice_gives_the_second_and_removes_the_first(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "c")
     save(store, whole(sample(1)), {"n": 1}, 5, SingleProcessWorld(), keep=3)
     assert save(store, whole(sample(2)), {"n": 2}, 5, SingleProcessWorld(), keep=3) == "step-00000005-g2"
@@ -239,7 +239,7 @@ def test_pieces_that_do_not_cover_are_refused(tmp_path: Path) -> None:
     assert store.list() == ["forge-checkpoints", "latest", "step-00000001"]
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+def test_fault_45_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     state = sample()
     save(LocalStore(tmp_path / "c"), whole(state), META, 1, SingleProcessWorld())
     files = sorted(path.name for path in (tmp_path / "c/step-00000001").iterdir())

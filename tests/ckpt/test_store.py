@@ -28,14 +28,14 @@ def test_write_read_rename_remove(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../x", "/etc/passwd", "a//b", "", ".", "a/.", "a b", "a\n", "a\0b", "ü", "x" * 300])
-def test_unsafe_paths_are_refused_everywhere(tmp_path: Path, path: str) -> None:
+def test_fault_46_unsafe_paths_are_refused_everywhere(tmp_path: Path, path: str) -> None:
     store = store_at(tmp_path)
     for call in (store.read, store.size, store.remove, lambda p: store.write(p, [b"x"]), lambda p: store.rename(p, "y")):
         with pytest.raises(CheckpointError, match="not a valid path"):
             call(path)
 
 
-def test_links_pipes_and_devices_are_not_followed(tmp_path: Path) -> None:
+def test_fault_46_links_pipes_and_devices_are_not_followed(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.write("d/real", [b"x"])
     secret = tmp_path / "secret"
@@ -81,7 +81,7 @@ def test_a_directory_of_other_things_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "ckpt/thesis.txt").read_text() == "years of work"
 
 
-def test_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_15_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_at(tmp_path)
     store.write("x", [b"y"])
     uid = 4321
@@ -94,7 +94,7 @@ def test_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert store_at(tmp_path, allow_foreign_owner=True).read("x") == b"y"
 
 
-def test_unusable_places_are_named_before_a_run(tmp_path: Path) -> None:
+def test_fault_15_unusable_places_are_named_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="cannot be written to"):
         LocalStore(tmp_path / "file").prepare()
@@ -130,7 +130,7 @@ class Faulty:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("operation", ["create", "write", "fsync", "rename", "unlink"])
-def test_a_transient_fault_passes(tmp_path: Path, operation: str, code: int) -> None:
+def test_fault_3_a_transient_fault_passes(tmp_path: Path, operation: str, code: int) -> None:
     store = store_at(tmp_path, probe=Faulty(operation, code, skip=int(operation == "write")))
     store.write("d/a", [b"one", b"two"])
     store.rename("d/a", "d/b")
@@ -139,7 +139,7 @@ def test_a_transient_fault_passes(tmp_path: Path, operation: str, code: int) -> 
     assert store.read("d/b") == b"onetwo" and store.list("d") == ["b"] and store.retries == 1
 
 
-def test_repetition_is_bounded_and_never_with_half_an_iterator(tmp_path: Path) -> None:
+def test_fault_3_repetition_is_bounded_and_never_with_half_an_iterator(tmp_path: Path) -> None:
     store = store_at(tmp_path, probe=Faulty("write", errno.EIO, times=1000))
     with pytest.raises(OSError, match="Input/output"):
         store.write("a", [b"x"])

@@ -211,7 +211,7 @@ def test_a_file_plugin_is_relative_to_the_file_that_names_it(write: Callable[...
         ("__import__('os')", "__import__('os')"),
     ],
 )
-def test_an_override_parses_as_toml_else_as_text(text: str, value: Any, write: Callable[..., Path]) -> None:
+def test_fault_47_an_override_parses_as_toml_else_as_text(text: str, value: Any, write: Callable[..., Path]) -> None:
     write("")
     layered = load_layers("r.toml", [f"--a.b={text}"], sample.Job, sample.registry())
     assert plain(layered.tree) == {"a": {"b": value}}
@@ -232,7 +232,9 @@ def test_an_override_parses_as_toml_else_as_text(text: str, value: Any, write: C
         (["--train.stesp=4"], "train.stesp", "did you mean 'steps'?"),
     ],
 )
-def test_what_is_not_an_override_is_refused(arguments: list[str], key: str, said: str, write: Callable[..., Path]) -> None:
+def test_fault_47_what_is_not_an_override_is_refused(
+    arguments: list[str], key: str, said: str, write: Callable[..., Path]
+) -> None:
     write("")
     found = faults("r.toml", *arguments)
     assert list(found) == [key]
@@ -250,7 +252,7 @@ def test_what_is_not_an_override_is_refused(arguments: list[str], key: str, said
         ("a = [1,\n2,\n", "r.toml:2", "not valid TOML"),
     ],
 )
-def test_broken_toml_names_file_and_line(text: str, origin: str, said: str, write: Callable[..., Path]) -> None:
+def test_fault_47_broken_toml_names_file_and_line(text: str, origin: str, said: str, write: Callable[..., Path]) -> None:
     write(text)
     fault = faults("r.toml")["r.toml"]
     assert fault.origin == origin

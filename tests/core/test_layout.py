@@ -58,7 +58,7 @@ def test_strings_and_tables_give_the_layout_back(layout: Layout) -> None:
 
 
 @given(st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, 5]) for axis in SIZES}), st.integers(1, 64))
-def test_sizes_that_do_not_fit_are_refused_with_sizes_that_do(sizes: dict[str, int], world: int) -> None:
+def test_fault_34_sizes_that_do_not_fit_are_refused_with_sizes_that_do(sizes: dict[str, int], world: int) -> None:
     product = int(np.prod([sizes[axis] for axis in DENSE]))
     lenders = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
     legal = product == world and lenders % (sizes["ep"] * sizes["etp"]) == 0 and sizes["etp"] in (1, sizes["tp"])

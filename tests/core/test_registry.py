@@ -50,7 +50,7 @@ def test_names_come_without_importing_anything(modules: Path) -> None:
     assert "lazy_one" not in sys.modules
 
 
-def test_a_conflict_names_both_and_a_distribution_chooses() -> None:
+def test_fault_50_a_conflict_names_both_and_a_distribution_chooses() -> None:
     registry = sample.registry(sample.entry("optimizers", "adam", "Muon", "rival_dist", "7"))
     with pytest.raises(PluginConflict) as caught:
         registry.load("forge.optimizers", "adam")
@@ -86,7 +86,7 @@ def test_the_hints_of_pip_install_are_those_of_the_pyproject_files() -> None:
     assert {home: groups | every for home, groups in found.items()} == said
 
 
-def test_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> None:
+def test_fault_50_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> None:
     registry = plugin(modules, "broken_one", "import a_module_that_is_nowhere")
     registry.entries += sample.registry().entries
     assert registry.load("forge.optimizers", "adam") is sample.Adam
@@ -113,7 +113,7 @@ def test_a_broken_plugin_hurts_only_who_asks_for_it(modules: Path) -> None:
         (GOOD.replace("rate: float", "rate: 'Nowhere'"), "Nowhere"),
     ],
 )
-def test_what_does_not_keep_its_groups_promise_is_refused(source: str, words: str, modules: Path) -> None:
+def test_fault_50_what_does_not_keep_its_groups_promise_is_refused(source: str, words: str, modules: Path) -> None:
     name = f"bad_{abs(hash(source))}"
     with pytest.raises(BrokenPlugin, match=r"stranger 3\.1") as caught:
         plugin(modules, name, source).load("forge.optimizers", "mine")

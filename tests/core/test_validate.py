@@ -42,7 +42,7 @@ def test_an_empty_recipe_is_all_defaults() -> None:
     assert set(outcome.used) == {("forge.models", "decoder"), ("forge.attentions", "gqa"), ("forge.optimizers", "adam")}
 
 
-def test_every_fault_is_reported_at_once_with_its_origin() -> None:
+def test_fault_47_every_fault_is_reported_at_once_with_its_origin() -> None:
     bad = {
         "modle": {},
         "job": {"seed": "7"},

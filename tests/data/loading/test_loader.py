@@ -76,7 +76,7 @@ def whole_step(data: Data, steps: int, ranks: int, micro: int, cursor: Any = Non
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (1, 16), (2, 1), (2, 8), (4, 2), (8, 1), (8, 2)])
-def test_ranks_and_micro_batches_leave_every_step_alone(recipe: Data, ranks: int, micro: int) -> None:
+def test_fault_18_ranks_and_micro_batches_leave_every_step_alone(recipe: Data, ranks: int, micro: int) -> None:
     assert whole_step(recipe, 5, ranks, micro) == whole_step(recipe, 5, 1, 1)
 
 
@@ -196,7 +196,7 @@ def test_a_cursor_of_other_data_is_refused_with_the_difference(recipe: Data, cha
         other.from_cursor(cursor)
 
 
-def test_another_corpus_or_global_batch_is_refused(recipe: Data, numbered: Callable[..., Path]) -> None:
+def test_fault_21_another_corpus_or_global_batch_is_refused(recipe: Data, numbered: Callable[..., Path]) -> None:
     cursor = take(recipe, 2)[1][-1]
     with pytest.raises(DataError, match="global_batch was 16, is 32"):
         stream(recipe, batch=32).from_cursor(cursor)
@@ -207,7 +207,7 @@ def test_another_corpus_or_global_batch_is_refused(recipe: Data, numbered: Calla
         stream(recipe).from_cursor({"sample": "7"})
 
 
-def test_a_changed_corpus_is_taken_when_it_is_named_and_nothing_else_is(
+def test_fault_21_a_changed_corpus_is_taken_when_it_is_named_and_nothing_else_is(
     recipe: Data, numbered: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     cursor = take(recipe, 2)[1][-1]
@@ -243,7 +243,7 @@ def test_bad_sizes_are_refused(recipe: Data) -> None:
         stream(dataclasses.replace(recipe, sources=recipe.sources[2:]))
 
 
-def test_ids_beyond_the_vocabulary_are_refused_before_training(recipe: Data) -> None:
+def test_fault_41_ids_beyond_the_vocabulary_are_refused_before_training(recipe: Data) -> None:
     assert stream(recipe, vocab_size=3001).labels
     with pytest.raises(DataError, match=r"'a' .* holds token id 3000, but the model's vocab_size is 3000"):
         stream(recipe, vocab_size=3000)

@@ -38,7 +38,7 @@ def data(numbered: Callable[..., Path]) -> Data:
 
 
 @pytest.mark.parametrize(("workers", "ranks", "micro"), [(1, 1, 4), (2, 1, 16), (3, 2, 2), (8, 1, 1)])
-def test_workers_leave_every_step_alone(data: Data, workers: int, ranks: int, micro: int) -> None:
+def test_fault_18_workers_leave_every_step_alone(data: Data, workers: int, ranks: int, micro: int) -> None:
     expected, cursor = steps_of(data, 5, batch=G)
     found, after = steps_of(data, 5, batch=G, ranks=ranks, micro=micro, workers=workers)
     assert found == expected and after == cursor
@@ -228,12 +228,16 @@ def test_a_worker_that_is_killed_is_named(data: Data) -> None:
     assert gone(pids)
 
 
-def test_signals_to_the_group_do_not_end_the_data(data: Data) -> None:
-    reading, pids = pids_of(opened(dataclasses.replace(data, loader_workers=1), batch=G))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(pids[0], number)
-    for _ in range(5):
-        next(reading)
+def test_fault_29_signals_to_the_group_do_not_end_the_data(data: Data) -> None:
+    reading, pids = pids_of(opened(dataclasses.replace(data, loader_workers=2), batch=G))
+    expected, _ = steps_of(data, 6, batch=G)
+    for number, step in zip(
+        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), range(1, 6), strict=True
+    ):
+        for pid in pids:
+            os.kill(pid, number)
+        batches, _ = next(reading)
+        assert rows_of(batches) == expected[step]
     reading.close()
     assert gone(pids)
 

@@ -1,6 +1,7 @@
 """Runs with mixtures, phases and streams: every layout reads the same samples, killed anywhere and taken up anywhere."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -162,7 +163,7 @@ SHAPES = st.sampled_from([(1, 1), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)
 
 @given(recipe=recipes(), before=SHAPES, after=SHAPES, kill=st.integers(0, 11))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
+def test_fault_20_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
     corpora: dict[str, Any], recipe: Any, before: tuple[int, int], after: tuple[int, int], kill: int
 ) -> None:
     data, workspace = recipe(corpora), corpora["workspace"]
@@ -176,8 +177,40 @@ def test_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_run(
     assert rest == expected[kill:] and last == end
 
 
+@given(
+    recipe=recipes(), kills=st.lists(st.integers(0, 5), min_size=3, max_size=3), shapes=st.lists(SHAPES, min_size=4, max_size=4)
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fault_20_three_resumes_read_what_one_run_reads(corpora: dict[str, Any], recipe: Any, kills: Any, shapes: Any) -> None:
+    """Wherever they fall: often twice in one epoch, and in the step in which a phase begins."""
+    data, workspace = recipe(corpora), corpora["workspace"]
+    most = 4 if any(source.label in STREAMED for source in data.sources) else 8  # type: ignore[attr-defined]
+    expected, end = steps_of(data, 16, batch=G, workspace=workspace)
+    found, cursor = [], None
+    for steps, (ranks, micro) in zip([*kills, 16 - sum(kills)], shapes, strict=True):
+        given = {"ranks": min(ranks, most), "micro": micro, "workspace": workspace}
+        more, cursor = steps_of(data, steps, batch=G, cursor=cursor, **given)
+        found += more
+        cursor = json.loads(json.dumps(cursor))
+    assert found == expected and cursor == json.loads(json.dumps(end))
+
+
+def test_fault_20_a_resume_at_every_end_of_an_epoch_and_switch_of_a_phase(corpora: dict[str, Any]) -> None:
+    """Phases begin after 7 and 12 steps of 8 rows, the second one in stairs; the 87 rows of `tokens` are used up behind it."""
+    sources = [dataclasses.replace(corpora[name], label=name) for name in ("tokens", "random")]
+    phases = [Phase(start=7, weights={"random": 3.0}), Phase(start=12, weights={"random": 0.0}, ramp=3)]
+    data = Data(sequence_length=LENGTH, sources=sources, phases=phases)
+    expected, _ = steps_of(data, 28, batch=G)
+    found, cursor = [], None
+    for at, until in itertools.pairwise([0, 6, 7, 8, 12, 13, 14, 15, 17, 18, 19, 20, 21, 28]):
+        more, cursor = steps_of(data, until - at, batch=G, ranks=1 + at % 2, cursor=cursor)
+        found += more
+        cursor = json.loads(json.dumps(cursor))
+    assert found == expected
+
+
 @pytest.mark.parametrize("kind", [*COUNTED, "stdlib", *STREAMED])
-def test_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
+def test_fault_18_and_20_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
     most = 2 if kind == "streamed_huggingface" else 8  # whose library takes a second to import and to open a data set
     readers = most if kind in STREAMED else None
     data = Data(sequence_length=LENGTH, sources=[corpora[kind]], readers=readers, shuffle_buffer=4, tokenizer=Bytes())
@@ -201,7 +234,7 @@ def test_no_kind_of_source_is_left_out(corpora: dict[str, Any]) -> None:
 
 @given(recipe=recipes(), workers=st.sampled_from([1, 2, 8]), shape=SHAPES, kill=st.integers(0, 5))
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_same_with_loader_workers(
+def test_fault_18_the_same_with_loader_workers(
     corpora: dict[str, Any], recipe: Any, workers: int, shape: tuple[int, int], kill: int
 ) -> None:
     data, workspace = recipe(corpora), corpora["workspace"]

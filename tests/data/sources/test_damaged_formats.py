@@ -57,7 +57,7 @@ def put(offset: int, content: bytes) -> Callable[[bytearray], object]:
         ("m.bin", lambda c: c.extend(b"1"), r"m\.bin is too long"),
     ],
 )
-def test_a_damaged_megatron_pair_is_refused(tmp_path: Path, name: str, change: Any, message: str) -> None:
+def test_fault_41_a_damaged_megatron_pair_is_refused(tmp_path: Path, name: str, change: Any, message: str) -> None:
     foreign.megatron(tmp_path / "m", DOCUMENTS)
     assert opened(Megatron(path=str(tmp_path / "m"))).tokens == 9
     damaged(tmp_path / name, change)
@@ -130,7 +130,7 @@ def test_files_of_other_formats_are_not_read_as_raw_ids(tmp_path: Path) -> None:
         Tokens(path="x", eos=1, bos=2)
 
 
-def test_headerless_npy_needs_a_dtype(tmp_path: Path) -> None:
+def test_fault_41_headerless_npy_needs_a_dtype(tmp_path: Path) -> None:
     np.arange(4, dtype="<u4").tofile(tmp_path / "part-0.npy")
     with pytest.raises(DataError, match="dtype is unknown"):
         opened(Tokens(path=str(tmp_path)))
@@ -145,7 +145,7 @@ def test_headerless_npy_needs_a_dtype(tmp_path: Path) -> None:
         (lambda c: c.__delitem__(slice(60, None)), "is a damaged .npy file"),
     ],
 )
-def test_a_damaged_npy_file_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_fault_41_a_damaged_npy_file_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     np.save(tmp_path / "a.npy", np.arange(5, dtype=np.uint16))
     damaged(tmp_path / "a.npy", change)
     with pytest.raises(DataError, match=message):

@@ -173,7 +173,7 @@ def test_fingerprints_follow_the_content(tmp_path: Path, write: Any) -> None:
     assert len(set(fingerprints.values())) == len(fingerprints), fingerprints
 
 
-def test_files_that_are_cut_elsewhere_are_another_corpus(tmp_path: Path) -> None:
+def test_fault_21_files_that_are_cut_elsewhere_are_another_corpus(tmp_path: Path) -> None:
     """Each file is a document here, so the same tokens have other borders."""
     found = {}
     for name, cut in (("one", 3), ("same", 3), ("other", 5)):

@@ -182,7 +182,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN)
-def test_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_path: Path, content: bytes, message: str) -> None:
+def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message):
         Jsonl(path=str(tmp_path)).build(context(tmp_path / "w"))
@@ -244,7 +244,7 @@ def test_null_values_are_broken_records(tmp_path: Path) -> None:
         (as_arrow, "a.arrow", r"a\.arrow is damaged"),
     ],
 )
-def test_truncated_files_are_refused(tmp_path: Path, write: Write, name: str, message: str) -> None:
+def test_fault_41_truncated_files_are_refused(tmp_path: Path, write: Write, name: str, message: str) -> None:
     component = write(tmp_path, "text", TEXTS)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:-9])

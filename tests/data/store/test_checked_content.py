@@ -75,7 +75,7 @@ def stream(component: Any, *, vocab_size: int | None = None, batch: int = 4, **m
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize(("dtype", "wrong"), [("uint16", 65535), ("uint32", 4_000_000_000), ("int32", -2), ("uint16", 95)])
-def test_w8_an_id_is_looked_at_where_it_is_read(tmp_path: Path, write: Any, dtype: str, wrong: int) -> None:
+def test_fault_41_w8_an_id_is_looked_at_where_it_is_read(tmp_path: Path, write: Any, dtype: str, wrong: int) -> None:
     """Written into the file after it was opened, so that nothing but the read can see it; with and without a vocabulary."""
     if (write, dtype) in ((as_llmc, "int32"), (as_datatrove, "int32"), (as_megatron, "uint32")):
         return
@@ -127,7 +127,7 @@ def test_w8_ids_of_planned_rows_are_looked_at(tmp_path: Path, packing: Any, make
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
-def test_h10_a_file_that_shrinks_while_it_is_mapped_is_named(
+def test_fault_41_h10_a_file_that_shrinks_while_it_is_mapped_is_named(
     tmp_path: Path, write: Any, packing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page of the end reads as zeros, those behind it end the process."""

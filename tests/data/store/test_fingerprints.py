@@ -91,7 +91,7 @@ def cursor_after_a_step(component: Any, workspace: Path) -> Any:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("write", RECORDS)
-def test_w11_other_content_of_the_same_size_and_time_is_another_corpus(
+def test_fault_21_w11_other_content_of_the_same_size_and_time_is_another_corpus(
     tmp_path: Path, write: Any, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -111,7 +111,7 @@ def test_w11_other_content_of_the_same_size_and_time_is_another_corpus(
 
 
 @pytest.mark.parametrize("kind", ["store", "npy", "raw", "megatron", "datatrove", "llmc"])
-def test_w11_token_files_are_known_by_their_content(tmp_path: Path, kind: str, make_store: Any) -> None:
+def test_fault_21_w11_token_files_are_known_by_their_content(tmp_path: Path, kind: str, make_store: Any) -> None:
     documents = [[number % 500 + 1, 7, 8, 0] for number in range(100)]
     ids = [token for document in documents for token in document]
     path = tmp_path / "a.bin"

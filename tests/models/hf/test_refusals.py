@@ -87,13 +87,13 @@ def test_all_faults_are_named_at_once() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ],
 )
-def test_other_models_and_foreign_code_are_refused(folder: Path, keys: dict[str, Any], message: str) -> None:
+def test_fault_49_other_models_and_foreign_code_are_refused(folder: Path, keys: dict[str, Any], message: str) -> None:
     configure(folder, **keys)
     with pytest.raises(Unsupported, match=message):
         Folder(folder)
 
 
-def test_pickle_is_refused_and_not_opened(folder: Path) -> None:
+def test_fault_49_pickle_is_refused_and_not_opened(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(Unsupported, match=r"pytorch_model\.bin"):

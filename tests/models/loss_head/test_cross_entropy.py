@@ -87,7 +87,7 @@ def test_many_chunks_do_not_lose_weight_gradient_in_bf16():
     torch.testing.assert_close(grad[1].float(), torch.full((4,), 512 * third), rtol=4e-3, atol=0)
 
 
-def test_batch_without_valid_labels_gives_zero_with_a_graph():
+def test_fault_41_batch_without_valid_labels_gives_zero_with_a_graph():
     hidden, weight, _ = problem()
     total, nll, z = HEAD(hidden, weight, torch.full((11,), -100), 0.5, None)
     assert total == 0 and nll.tolist() == z.tolist() == [0.0] * 11

@@ -126,7 +126,7 @@ def test_the_grouped_product_equals_the_loop(dtype, mlp, capacity):
 
 @pytest.mark.parametrize("kernel", ["grouped", "loop"])
 @pytest.mark.parametrize("counts", [[0, 0, 9, 0], [0, 0, 0, 0], [9, 0, 0, 0], [1, 0, 5, 3]], ids=str)
-def test_experts_without_tokens_and_one_with_all_have_defined_gradients(kernel, counts):
+def test_fault_42_experts_without_tokens_and_one_with_all_have_defined_gradients(kernel, counts):
     context = Decoder(**SIZES).shape.context(0)
     experts = Experts(context, 4, "silu", True, kernel)
     for parameter in experts.parameters():

@@ -47,7 +47,7 @@ def test_a_batch_that_fits_has_no_fault() -> None:
     ("rows", "micro", "layout", "key", "legal"),
     [(8, 2, "dp3", "train.global_batch", "1, 2, 4, 8"), (12, 4, "dp2", "train.micro_batch", "1, 2, 3, 6")],
 )
-def test_a_batch_that_does_not_fit_names_what_would(rows: int, micro: int, layout: str, key: str, legal: str) -> None:
+def test_fault_42_a_batch_that_does_not_fit_names_what_would(rows: int, micro: int, layout: str, key: str, legal: str) -> None:
     (fault,) = batch_fits(job(rows, micro), Layout.parse(layout))
     assert fault.key == key
     assert fault.hint.endswith(legal)

@@ -62,7 +62,7 @@ def _trained(layout: str, rank: int, name: str, decoder: Decoder = DECODER) -> t
         ("hsdp2x1tp2", 2, "embed.weight"),
     ],
 )
-def test_a_flipped_bit_is_found_with_its_tensor_and_rank(world: World, layout: str, rank: int, name: str) -> None:
+def test_fault_39_a_flipped_bit_is_found_with_its_tensor_and_rank(world: World, layout: str, rank: int, name: str) -> None:
     for before, after in world.run(_trained, Layout.parse(layout).world, layout, rank, name):
         assert before is None, "two steps of training keep replicas equal"
         assert after == Drift(name, rank)
@@ -120,6 +120,6 @@ def _stopped() -> str:
     return "went on"
 
 
-def test_the_hook_stops_every_rank_and_names_the_drifted_one(world: World) -> None:
+def test_fault_39_the_hook_stops_every_rank_and_names_the_drifted_one(world: World) -> None:
     for message in world.run(_stopped, 2):
         assert message.startswith("after step 300 rank 1 has other values of norm.weight than its replicas")

@@ -17,7 +17,7 @@ OURS = sorted(entry.name for entry in Registry().of("forge.optimizers") if entry
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
-def test_it_resumes_bit_by_bit(world: World, tmp_path: Path, name: str) -> None:
+def test_fault_17_it_resumes_bit_by_bit(world: World, tmp_path: Path, name: str) -> None:
     recipe = tmp_path / "resumed.toml"
     recipe.write_text(RECIPE.replace("[optimizer]\n", f'[optimizer]\nname = "{name}"\n'))
     after = []

@@ -273,7 +273,7 @@ def test_the_same_name_from_another_distribution_is_another_component(trained: P
     assert [line.split()[0] for line in found.noted] == ["schedule.name"]
 
 
-def test_another_version_of_a_plugin_is_listed(trained: Path) -> None:
+def test_fault_50_another_version_of_a_plugin_is_listed(trained: Path) -> None:
     def older(meta: dict[str, Any]) -> None:
         for item in meta["plugins"]:
             if item["distribution"] == "forge-models":
@@ -295,7 +295,7 @@ def test_w2_every_leaf_of_a_resolved_recipe_has_a_class(trained: Path) -> None:
         assert fields[at].declared_class is not None, key
 
 
-def test_all_faults_of_a_resume_are_one_message_that_names_the_ways_out(trained: Path) -> None:
+def test_fault_22_all_faults_of_a_resume_are_one_message_that_names_the_ways_out(trained: Path) -> None:
     changes = ["--model.rope.theta=10", "--job.seed=7", "--model.mlp.name=geglu"]
     where = [f"--job.dir={trained / 'run'}", "--train.max_steps=2", "--schedule.warmup=0"]
     with pytest.raises(CheckpointError) as found:

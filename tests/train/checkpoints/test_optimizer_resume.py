@@ -56,7 +56,7 @@ def options(directory: Path, name: str, steps: int, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_fresh_process_goes_on_bit_for_bit(world: World, recipe: Path, tmp_path: Path, name: str) -> None:
+def test_fault_17_a_fresh_process_goes_on_bit_for_bit(world: World, recipe: Path, tmp_path: Path, name: str) -> None:
     """With groups, on two ranks that shard, then on one: there the losses agree."""
     recipe.write_text(TINY + GROUP)
     whole = world.run(train, 2, recipe, options(tmp_path / "whole", name, 6))

@@ -23,7 +23,7 @@ def in_directory(path: Path) -> str:
     return f"--job.dir={path}"
 
 
-def test_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
+def test_fault_17_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
     whole = train(recipe, [in_directory(tmp_path / "whole")])
     pieces = [
         train(recipe, [in_directory(tmp_path / "cut"), f"--train.max_steps={steps}", "--schedule.name=constant"])
@@ -37,7 +37,7 @@ def test_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
     assert whole["weights"] != constant["weights"], "the schedule must matter, else nothing was compared"
 
 
-def test_resume_inside_the_schedule_is_bitwise(recipe: Path, tmp_path: Path) -> None:
+def test_fault_17_resume_inside_the_schedule_is_bitwise(recipe: Path, tmp_path: Path) -> None:
     """A run that dies between saves repeats the steps since the newest checkpoint, to the bit."""
     whole = train(recipe, [in_directory(tmp_path / "whole")])
     run, recorder = prepared(recipe, [in_directory(tmp_path / "cut")])
@@ -63,7 +63,7 @@ def test_resume_inside_the_schedule_is_bitwise(recipe: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", ["dp2", "hsdp2x1"])
-def test_stop_and_resume_is_bitwise_when_sharded(world: World, recipe: Path, tmp_path: Path, layout: str) -> None:
+def test_fault_17_stop_and_resume_is_bitwise_when_sharded(world: World, recipe: Path, tmp_path: Path, layout: str) -> None:
     size = ["--parallel.dp_replicate=2", "--parallel.dp_shard=1"] if layout == "hsdp2x1" else []
     whole = world.run(train, 2, recipe, [in_directory(tmp_path / "whole"), "--schedule.name=constant", *size])
     parts = [
@@ -77,7 +77,9 @@ def test_stop_and_resume_is_bitwise_when_sharded(world: World, recipe: Path, tmp
         assert parts[1][rank]["weights"] == whole[rank]["weights"]
 
 
-def test_resume_on_4_then_2_then_1_processes_reads_the_same_samples(world: World, recipe: Path, tmp_path: Path) -> None:
+def test_fault_18_and_34_resume_on_4_then_2_then_1_processes_reads_the_same_samples(
+    world: World, recipe: Path, tmp_path: Path
+) -> None:
     """Multiset equality per step and over the epoch; losses agree to rounding."""
     steps = 4000 // 16 // 8  # one epoch: 249 rows, 31 whole global batches
     fields = ["--precision.compute=fp64", "--precision.state=fp64", "--schedule.name=constant"]
@@ -97,7 +99,7 @@ def test_resume_on_4_then_2_then_1_processes_reads_the_same_samples(world: World
     assert len(seen) == steps * 8
 
 
-def test_a_flipped_byte_is_found_and_the_older_checkpoint_resumes(recipe: Path, tmp_path: Path) -> None:
+def test_fault_5_a_flipped_byte_is_found_and_the_older_checkpoint_resumes(recipe: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     train(recipe, [in_directory(directory)])
     newest = max((directory / "checkpoints").glob("step-*"))

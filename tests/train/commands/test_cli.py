@@ -60,7 +60,7 @@ TEXT = ["--data.tokenizer.name=bytes", "--model.vocab_size=257", "--data.sources
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )
-def test_bad_input_is_one_clear_message(here: Path, arguments: list[str], named: list[str]) -> None:
+def test_fault_47_bad_input_is_one_clear_message(here: Path, arguments: list[str], named: list[str]) -> None:
     if "--data.sources.0.name=text" in arguments:
         recipe = (here / "tiny.toml").read_text()
         (here / "tiny.toml").write_text(recipe.replace("vocab_size = 61\ntokens = 4000\ndocument = 23\n", ""))
@@ -73,7 +73,7 @@ def test_bad_input_is_one_clear_message(here: Path, arguments: list[str], named:
     assert not list(here.rglob("*.tmp*"))
 
 
-def test_all_faults_of_a_file_are_reported_at_once(here: Path) -> None:
+def test_fault_47_all_faults_of_a_file_are_reported_at_once(here: Path) -> None:
     (here / "bad.toml").write_text('[train]\nmax_steps = 2.7\ngrad_clip = "ture"\n[optimzer]\nlr = 1\n')
     found = forge(here, "run", "bad.toml", "--job.sed=1")
     assert found.returncode == 2
@@ -113,7 +113,7 @@ class Caller(Component):
 """
 
 
-def test_secrets_reach_nothing_but_the_recipe_which_only_its_owner_may_read(here: Path) -> None:
+def test_fault_48_secrets_reach_nothing_but_the_recipe_which_only_its_owner_may_read(here: Path) -> None:
     (here / "mine.py").write_text(CALLER)
     caller = "{name='./mine.py:Caller', api_key='sk-hidden-1', address='s3://me:sk-hidden-2@bucket'}"
     run = here / "runs" / "tiny"
@@ -165,7 +165,7 @@ def test_sigterm_saves_and_says_that_there_is_more_to_do(here: Path) -> None:
     assert int(saved.name.split("-")[1]) == last
 
 
-def test_kill_9_at_any_moment_then_resume_gives_the_same_run(here: Path) -> None:
+def test_fault_1_kill_9_at_any_moment_then_resume_gives_the_same_run(here: Path) -> None:
     """Killed again and again while every step is saved; the numbers are those of a run that nobody touched."""
     settings = ["--train.max_steps=40", "--checkpoint.every=1", "--hooks=[{name='log', every=1}, {name='save'}]"]
     assert forge(here, "run", "tiny.toml", *settings, "--job.name=clean").returncode == 0

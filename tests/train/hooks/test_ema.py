@@ -97,7 +97,7 @@ def test_it_is_the_average_of_the_trajectory(world: World, recipe: Path, tmp_pat
             assert not torch.equal(value, path[-1][name])
 
 
-def test_a_resume_goes_on_with_it_exactly(recipe: Path, tmp_path: Path) -> None:
+def test_fault_17_a_resume_goes_on_with_it_exactly(recipe: Path, tmp_path: Path) -> None:
     whole = trained(recipe, [f"--job.dir={tmp_path / 'whole'}", "--schedule.name=constant"])[1]
     for steps in (1, 4, 8):  # before it begins, between two updates, to the end
         parts = trained(recipe, [f"--job.dir={tmp_path / 'cut'}", "--schedule.name=constant", f"--train.max_steps={steps}"])[1]

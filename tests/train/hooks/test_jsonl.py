@@ -84,7 +84,7 @@ def test_every_cut_of_the_last_line_loses_that_line_only(path) -> None:
         assert steps(path) == [1, 3], cut
 
 
-def test_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypatch) -> None:
+def test_fault_43_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypatch) -> None:
     tracker = Guarded(JsonlTracker(path))
     tracker.write(1, {"loss": 1.0})
     real = os.write
@@ -99,7 +99,7 @@ def test_a_failing_disk_is_one_warning_and_heals(path, caplog, monkeypatch) -> N
     assert str(path) in caplog.text
 
 
-def test_a_missing_directory_is_one_warning(tmp_path, caplog) -> None:
+def test_fault_43_a_missing_directory_is_one_warning(tmp_path, caplog) -> None:
     tracker = Guarded(JsonlTracker(tmp_path / "gone" / "metrics.jsonl"))
     with caplog.at_level(logging.WARNING):
         tracker.rewind(3)

@@ -78,7 +78,7 @@ def test_tensorboard_leaves_out_what_a_resume_voids(run) -> None:
     assert tensorboard_scalars(run.directory / "tensorboard") == {"loss": [(0, 0.0), (10, -10.0)]}
 
 
-def test_wandb_keeps_id_rows_and_recipe(run, monkeypatch) -> None:
+def test_fault_48_wandb_keeps_id_rows_and_recipe(run, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["forge-train", "run", "tiny.toml", "--trackers.0.api_key=sk-hidden-2"])
     tracker = start(Wandb(project="small", group="first", tags=["a", "b"]), run, 0)
     tracker.write(0, {"evaluation/held_out/loss": 4.0})
@@ -161,7 +161,7 @@ class Failing:
         raise OSError("gone")
 
 
-def test_a_failing_tracker_is_one_warning(caplog) -> None:
+def test_fault_43_a_failing_tracker_is_one_warning(caplog) -> None:
     tracker = Guarded(failing := Failing())
     with caplog.at_level(logging.WARNING):
         tracker.rewind(3)
@@ -202,7 +202,7 @@ class Broken(Component):
 '''
 
 
-def test_a_run_survives_its_trackers_and_resumes_in_them(run, caplog) -> None:
+def test_fault_43_a_run_survives_its_trackers_and_resumes_in_them(run, caplog) -> None:
     directory = run.directory
     (directory / "broken.py").write_text(PLUGIN)
     named = ("tensorboard", "wandb", "./broken.py:Broken", "jsonl")

@@ -166,7 +166,7 @@ def _stopped(recipe: Path, folder: Path, rank: int) -> tuple[int, str, list[tupl
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_stop_after_the_same_step_though_one_of_them_writes_the_log(
+def test_fault_27_all_ranks_stop_after_the_same_step_though_one_of_them_writes_the_log(
     world: World, recipe: Path, tmp_path: Path, rank: int
 ) -> None:
     first, second = world.run(_stopped, 2, recipe, tmp_path / "run", rank)

@@ -118,7 +118,7 @@ def test_h1_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
     assert "gloo" in (tmp_path / "runs" / "tiny" / "logs" / "rank-00000.log").read_text(), "so is what the other one met"
 
 
-def test_h8_ctrl_c_in_preparation_is_no_failure_and_the_others_know(tmp_path: Path) -> None:
+def test_fault_28_h8_ctrl_c_in_preparation_is_no_failure_and_the_others_know(tmp_path: Path) -> None:
     (first, said), (second, other) = pair(tmp_path, "interrupted")
     assert (first, second) == (75, 75), other
     assert said == "rank 0: WARNING: interrupted by SIGINT before the first step; nothing was saved\n"

@@ -97,7 +97,7 @@ def test_a_run_under_nohup_goes_on_without_its_terminal() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_h8_before_the_first_step_a_signal_ends_what_is_done(name: str) -> None:
+def test_fault_28_h8_before_the_first_step_a_signal_ends_what_is_done(name: str) -> None:
     signals = Signals()
     with signals.listening():
         said = f"interrupted by {name} before the first step; nothing was saved"
@@ -118,7 +118,7 @@ def test_outside_of_it_a_signal_is_only_noted() -> None:
     assert signals.asked == "SIGTERM"
 
 
-def test_h7_samples_are_left_between_two_tokens(recipe: Path, tmp_path: Path) -> None:
+def test_fault_28_h7_samples_are_left_between_two_tokens(recipe: Path, tmp_path: Path) -> None:
     recipe.write_text(TINY.replace("vocab_size = 61", "vocab_size = 257") + '\n[data.tokenizer]\nname = "bytes"\n')
     run, _ = prepared(recipe, [f"--job.dir={tmp_path}", "--hooks=[{name='sample', max_tokens=24}]"])
     sampling, count = run.hooks[0], 0
@@ -165,7 +165,7 @@ def _left(recipe: Path, folder: Path, layout: list[str]) -> tuple[int, bool, str
 
 
 @pytest.mark.parametrize("layout", [["--parallel.dp_shard=2"], ["--parallel.pp=2"]], ids=["dp2", "pp2"])
-def test_h7_all_ranks_leave_an_evaluation_before_the_same_batch(
+def test_fault_28_h7_all_ranks_leave_an_evaluation_before_the_same_batch(
     world: World, recipe: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     assert world.run(_left, 2, recipe, tmp_path, layout) == [(9, True, STOPPED, 2)] * 2

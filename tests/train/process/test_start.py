@@ -195,7 +195,7 @@ def test_a_refused_start_does_not_even_set_damaged_checkpoints_aside(here: Path,
     assert (code, renamed) == ((0, True) if len(damage) == 1 else (2, False)), said
 
 
-def test_h6_a_directory_that_cannot_be_written_is_one_message(here: Path) -> None:
+def test_fault_15_h6_a_directory_that_cannot_be_written_is_one_message(here: Path) -> None:
     (here / "file").write_text("")
     for place in ("/proc/forge", "file", "file/below"):
         code, said = forge("tiny.toml", f"--job.dir={place}")

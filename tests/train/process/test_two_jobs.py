@@ -58,7 +58,7 @@ def recipe(folder: Path) -> Path:
     return path
 
 
-def test_an_older_job_saves_nothing_and_the_newer_one_ends_as_a_single_run(tmp_path: Path) -> None:
+def test_fault_14_an_older_job_saves_nothing_and_the_newer_one_ends_as_a_single_run(tmp_path: Path) -> None:
     expected = train(recipe(tmp_path), [f"--job.dir={tmp_path / 'alone'}"])
     here = f"--job.dir={tmp_path / 'shared'}"
     older, _ = prepared(recipe(tmp_path), [here])
@@ -104,7 +104,7 @@ def _superseded(folder: Path) -> tuple[int, str]:
     return older.state.step, ""
 
 
-def test_all_ranks_end_after_the_same_step(world: World, tmp_path: Path) -> None:
+def test_fault_14_all_ranks_end_after_the_same_step(world: World, tmp_path: Path) -> None:
     outcomes = world.run(_superseded, 2, tmp_path)
     assert {step for step, _ in outcomes} == {1}
     assert all(said.startswith("another job, process") for _, said in outcomes)
@@ -144,7 +144,7 @@ def test_a_start_that_is_refused_leaves_the_older_job_alone(tmp_path: Path) -> N
     assert fit(older) == "finished"
 
 
-def test_at_the_command_line_the_older_job_exits_with_4(tmp_path: Path) -> None:
+def test_fault_14_at_the_command_line_the_older_job_exits_with_4(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     recipe, save, rest = TINY.replace("max_steps = 8", "max_steps = 3000").partition("\n[[hooks]]")
     # It saves after it logs: a job that is superseded in between would leave a checkpoint of a step that it did not log.

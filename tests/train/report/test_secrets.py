@@ -17,7 +17,7 @@ ROWS = [
 ]
 
 
-def test_secrets_reach_neither_page_nor_summary(tmp_path) -> None:
+def test_fault_48_secrets_reach_neither_page_nor_summary(tmp_path) -> None:
     toml = 'hf_token = "sk-1"\nurl = "https://me:sk-2@host/x?api_key=sk-3&v=1"\n[data.tokenizer]\nname = "bpe"\n'
     for config in (ROWS, toml):
         write_report(tmp_path, {"config": config, "warnings": ["no answer from https://me:sk-4@host"]})
@@ -27,7 +27,7 @@ def test_secrets_reach_neither_page_nor_summary(tmp_path) -> None:
             assert "bpe" in text
 
 
-def test_secrets_of_a_run_that_goes_on_stay_in_its_files(tmp_path) -> None:
+def test_fault_48_secrets_of_a_run_that_goes_on_stay_in_its_files(tmp_path) -> None:
     """Its recipe is whole, its log and samples say what they like."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (tmp_path / "config.toml").write_text(

@@ -27,16 +27,17 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     (bin_folder / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/scontrol\n')
+    (bin_folder / "squeue").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/squeue\necho "$STATE"\n')
     (bin_folder / "forge-train").write_text(
         f'#!{sys.executable}\nimport os, signal, sys, time\nopen("{tmp_path}/called", "a").write(repr(sys.argv[1:]) + "\\n")\n'
         "asked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
         f'open("{tmp_path}/ready", "w").close()\n'
         "while os.environ.get('WAITS') and not asked:\n    time.sleep(0.02)\n"
-        "time.sleep(0.2 if asked else 0)\nsys.exit(75 if asked else int(os.environ.get('CODE', 0)))\n"
+        "time.sleep(0.2 if asked else 0)\nsys.exit(int(os.environ.get('CODE', 75 if asked else 0)))\n"
     )
     for file in bin_folder.iterdir():
         file.chmod(0o755)
-    task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "41"}
+    task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "41", "STATE": "RUNNING"}
     return {**os.environ, **task, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 
@@ -56,7 +57,9 @@ def test_one_array_over_all_points_with_the_users_options(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_task_trains_its_point_and_its_code_is_that_of_the_run(tmp_path: Path, cluster: dict[str, str], code: int) -> None:
+def test_fault_31_and_32_a_task_trains_its_point_and_its_code_is_that_of_the_run(
+    tmp_path: Path, cluster: dict[str, str], code: int
+) -> None:
     job = written(tmp_path, "--dir", str(tmp_path / "a b"), "--train.max_steps=5")
     done = subprocess.run(["bash", str(job)], env={**cluster, "CODE": str(code)}, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == code
@@ -65,14 +68,41 @@ def test_a_task_trains_its_point_and_its_code_is_that_of_the_run(tmp_path: Path,
     assert not (tmp_path / "scontrol").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_warning_lets_the_run_save_and_queues_the_task_again(tmp_path: Path, cluster: dict[str, str], number: int) -> None:
+def signaled(tmp_path: Path, cluster: dict[str, str], number: int) -> int:
+    """The code of a task whose shell gets a signal while its run goes on."""
     job = subprocess.Popen(["bash", str(written(tmp_path))], env={**cluster, "WAITS": "1"}, cwd=tmp_path)
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
     job.send_signal(number)
-    assert job.wait(60) == 75
+    return job.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_fault_31_and_32_a_warning_lets_the_run_save_and_queues_the_task_again_once(
+    tmp_path: Path, cluster: dict[str, str], number: int
+) -> None:
+    """Bash runs a trap only once the command that it waits for has ended: the command is in the background for that."""
+    assert signaled(tmp_path, cluster, number) == 75
     assert (tmp_path / "scontrol").read_text() == "requeue 41_2\n"
+    assert (tmp_path / "squeue").read_text() == "--noheader --jobs=41_2 --format=%T\n"
+
+
+def test_fault_31_where_the_state_is_not_known_the_task_is_queued_again(tmp_path: Path, cluster: dict[str, str]) -> None:
+    assert signaled(tmp_path, {**cluster, "STATE": ""}, signal.SIGUSR1) == 75
+    assert (tmp_path / "scontrol").read_text() == "requeue 41_2\n"
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
+def test_fault_31_a_canceled_task_saves_and_is_not_queued_again(tmp_path: Path, cluster: dict[str, str], state: str) -> None:
+    assert signaled(tmp_path, {**cluster, "STATE": state}, signal.SIGTERM) == 75
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_fault_31_a_run_that_reaches_its_end_in_spite_of_a_warning_is_not_queued_again(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    assert signaled(tmp_path, {**cluster, "CODE": "0"}, signal.SIGUSR1) == 0
+    assert not (tmp_path / "scontrol").exists()
 
 
 def test_what_an_array_cannot_do_is_refused(tmp_path: Path) -> None:

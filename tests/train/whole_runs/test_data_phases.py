@@ -78,7 +78,7 @@ def test_one_run_through_all_phases(recipe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stopped_on_two_processes_and_resumed_on_one(world: World, recipe: Path, tmp_path: Path, workers: int) -> None:
+def test_fault_18_stopped_on_two_processes_and_resumed_on_one(world: World, recipe: Path, tmp_path: Path, workers: int) -> None:
     whole = train(recipe, overrides(tmp_path / "whole"))
     cut = overrides(tmp_path / "cut", f"--data.loader_workers={workers}")
     first = world.run(train, 2, recipe, [*cut, "--train.max_steps=6"])

@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
+def test_fault_17_stop_and_resume_is_bitwise(recipe: Path, tmp_path: Path) -> None:
     def run(name: str, steps: int) -> dict:
         return train(recipe, [f"--job.dir={tmp_path / name}", f"--train.max_steps={steps}", "--schedule.name=constant"])
 

@@ -32,7 +32,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_checkpoint_crosses_stages(world: World, recipe: Path, tmp_path: Path, tied: bool) -> None:
+def test_fault_19_a_checkpoint_crosses_stages(world: World, recipe: Path, tmp_path: Path, tied: bool) -> None:
     """Three steps on two stages, three on one process, the rest on four stages of a V: the losses and samples of one run."""
     common = [*FP64, f"--model.tied_embeddings={str(tied).lower()}"]
     whole = train(recipe, [f"--job.dir={tmp_path / 'whole'}", *common])

@@ -5,7 +5,7 @@ import logging.handlers
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forge_core.errors import ForgeError
@@ -44,7 +44,7 @@ class RunLog:
         folder = directory / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank:05d}.log"
-        file = logging.FileHandler(path)
+        file = _File(path)
         layout = logging.Formatter(
             f"%(asctime)s.%(msecs)03dZ rank {self.rank}/{self.size} %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
         )
@@ -57,6 +57,24 @@ class RunLog:
         root.removeHandler(self.held)
         self.handlers[self.handlers.index(self.held)] = file
         return path
+
+
+class _File(logging.FileHandler):
+    """A log file. Where it cannot be written, as on a full disk, that is one warning on the terminal, and the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name of the library)
+        cause = sys.exc_info()[1]
+        if not isinstance(cause, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            print(f"WARNING: the log {self.baseFilename} cannot be written: {cause.strerror}; the run goes on", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of the flush before it; the file is closed all the same
+            super().close()
 
 
 @contextmanager

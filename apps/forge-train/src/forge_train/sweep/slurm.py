@@ -13,13 +13,20 @@ _SECONDS = 120
 
 _BODY = """
 # One task trains one point. SLURM's warning before the time limit, and a preemption, let the run save; the task is queued again.
+# A job that is canceled gets the same signal, but is already completing: it saves, too, and is not queued again.
 {command} --point "$SLURM_ARRAY_TASK_ID" &
 child=$!
 trap 'kill -TERM "$child"' TERM USR1
 wait "$child"
 code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
-if [ "$code" -eq {requeue} ]; then scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"; fi
+task="${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
+if [ "$code" -eq {requeue} ]; then
+  case "$(squeue --noheader --jobs="$task" --format=%T)" in
+    CANCEL* | COMPLETING*) ;;
+    *) scontrol requeue "$task" ;;
+  esac
+fi
 exit "$code"
 """
 

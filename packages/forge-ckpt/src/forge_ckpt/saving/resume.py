@@ -206,7 +206,11 @@ def _verified(store: Store, name: str, world: World) -> Manifest:
 
 
 def _opened(store: Store, name: str, world: World) -> Manifest:
-    """Collective: rank 0's manifest on every rank, once every rank sees the files."""
+    """Collective: rank 0's manifest on every rank, once every rank sees the files.
+
+    Raises:
+        CheckpointError: some rank does not see in time what rank 0 sees; this is not proof of damage.
+    """
     kinds = {"damaged": Damaged, "newer": NewerFormat, "error": CheckpointError}
     reply = b""
     if world.rank == 0:
@@ -223,9 +227,11 @@ def _opened(store: Store, name: str, world: World) -> Manifest:
         kind, _, text = reply.decode().partition(":")
         raise kinds[kind](text)
     manifest = decode(reply[1:])
-    if world.rank:
-        # What stays hidden is found by the verification.
-        hidden_file(store, name, manifest.files, absent=(OSError, CheckpointError))
+    hidden = hidden_file(store, name, manifest.files, absent=(OSError, CheckpointError)) if world.rank else None
+    seen = f"{hidden.found} bytes" if hidden and hidden.found is not None else "nothing"
+    said = f"rank {world.rank} sees {seen} of {hidden.name}, rank 0 {hidden.length} bytes" if hidden else ""
+    if said := next((text.decode() for text in world.all_gather(said.encode()) if text), ""):
+        raise CheckpointError(f"{name} cannot be read: {said}; all ranks must see the same directory")
     return manifest
 
 

@@ -1,0 +1,109 @@
+"""What a run meets around it: clocks that jump, a log on a full disk, another user's directory, secrets of its environment."""
+
+import contextlib
+import io
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forge_parallel.launch.environment import Launch
+from forge_train.commands.run import start
+from forge_train.process.logs import logging_of
+from forge_train.trackers.jsonl import read
+from train.runs import TINY, train
+
+DAY = 86_400.0
+LOGGED = "--hooks=[{name='log', every=1}, {name='save'}]"
+
+FALLS = '''
+from dataclasses import dataclass
+
+from forge_core.component import Component
+from forge_core.protocols.run import Hook
+
+
+class Falling(Hook):
+    def after_step(self, run, result):
+        if run.state.step == 4:
+            raise KeyError("a fault of the plugin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Falls(Component):
+    """A hook that raises."""
+
+    def build(self):
+        return Falling()
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "falls.py").write_text(FALLS)
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+
+
+def forge(*overrides: str) -> tuple[int, str]:
+    """`forge-train run tiny.toml` in this process: exit code, and what it said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(0, 1) as log:
+        code = start("tiny.toml", overrides, False, Launch(), log)
+    return code, said.getvalue()
+
+
+def test_fault_13_a_run_goes_on_though_the_clock_is_a_day_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another node, whose clock is wrong: its files are older than those of the steps before."""
+    expected = train(here / "tiny.toml", ["--job.dir=whole"])["weights"]
+    real, offset = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() + offset)
+    for part, offset in ((3, DAY), (6, -DAY), (8, 0.0)):
+        found = train(here / "tiny.toml", ["--job.dir=cut", LOGGED, f"--train.stop_at={part}"])
+        assert found["step"] == part
+        for path in (here / "cut" / "checkpoints").rglob("*"):
+            if f"step-{part:08d}" in str(path):
+                os.utime(path, (real() + offset,) * 2)
+    assert found["weights"] == expected
+    assert [entry["step"] for entry in read(here / "cut" / "metrics.jsonl")] == list(range(1, 9))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_fault_43_a_log_on_a_full_disk_is_one_warning(here: Path) -> None:
+    (here / "full" / "logs").mkdir(parents=True)
+    (here / "full" / "logs" / "rank-00000.log").symlink_to("/dev/full")
+    code, said = forge("--job.dir=full", LOGGED)
+    assert code == 0 and (here / "full" / "checkpoints" / "step-00000008").is_dir(), said
+    assert "Traceback" not in said, said
+    assert said.count("No space left on device") == 1 and "rank-00000.log cannot be written" in said, said
+    assert [entry["step"] for entry in read(here / "full" / "metrics.jsonl")] == list(range(1, 9))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_fault_15_checkpoints_of_another_user_are_refused_before_anything_is_set_up(here: Path) -> None:
+    assert forge("--train.stop_at=3")[0] == 0
+    place = here / "runs" / "tiny" / "checkpoints"
+    os.chown(place, 4321, -1)
+    before = sorted(path.name for path in place.iterdir())
+    code, said = forge()
+    assert code == 2 and "belongs to user 4321" in said and "allow_foreign_owner" in said and "Traceback" not in said
+    assert "model:" not in said, "before the model is built"
+    assert sorted(path.name for path in place.iterdir()) == before
+    assert forge("--checkpoint.store.allow_foreign_owner=true")[0] == 0
+
+
+def test_fault_48_what_the_environment_holds_reaches_no_file_of_a_run_that_falls(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "UNSUSPICIOUS"):
+        monkeypatch.setenv(name, "sk-hidden-in-the-environment")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(here / "error.json"))
+    code, said = forge("--hooks=[{name='log', every=1}, {name='./falls.py:Falls'}, {name='save'}]")
+    assert code == 1 and "a fault of the plugin" in said
+    files = [path for path in here.rglob("*") if path.is_file()]
+    assert {"error.json", "rank-00000.log", "manifest.json", "config.toml"} <= {path.name for path in files}
+    assert [path for path in files if b"sk-hidden" in path.read_bytes()] == []
+    assert "sk-hidden" not in said
