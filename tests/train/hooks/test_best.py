@@ -17,6 +17,7 @@ from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.ckpt import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
+from forge_parallel.launch.watch import Watch
 from forge_train.hooks.evaluation.best import BestHook
 from forge_train.hooks.evaluation.early_stop import EarlyStopHook
 from forge_train.hooks.evaluation.results import Improvement
@@ -178,6 +179,7 @@ def test_marks_of_a_store(tmp_path: Path) -> None:
 def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
     saves: list[int] = []
     run: Any = SimpleNamespace(
+        watch=Watch(),
         state=SimpleNamespace(step=0),
         job=SimpleNamespace(checkpoint=SimpleNamespace(every=2, first=False)),
         due=False,

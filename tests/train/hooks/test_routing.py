@@ -18,6 +18,7 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.experts.transform import Expert
+from forge_parallel.launch.watch import Watch
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
@@ -40,6 +41,7 @@ def made(tmp_path, router):
     model = realize(Blueprint.of(config.build), Plan.of([], layout), topology, 0)
     logged = []
     run = SimpleNamespace(
+        watch=Watch(),
         job=SimpleNamespace(model=config),
         model=model,
         topology=topology,
@@ -86,6 +88,7 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     logged: list[dict[str, float]] = []
     job, state = SimpleNamespace(model=config), SimpleNamespace(step=10)
     run = SimpleNamespace(
+        watch=Watch(),
         job=job,
         model=model,
         topology=topology,

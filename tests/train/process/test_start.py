@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.resilience.progress import FILE as PROGRESS
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
@@ -230,7 +231,9 @@ def test_w1_fresh_moves_the_old_run_aside_until_the_new_one_has_saved(here: Path
         resumed.stop.check()
     assert len(seen) == 3 and seen[0].keys() == before.keys(), "all there until the first save has ended"
     changed = {path for path in before if seen[0][path] != before[path]}
-    assert changed == {"checkpoints/owner", "metrics.jsonl", RECIPE}, "by the job that resumed, and by the mark that ended it"
+    assert changed == {"checkpoints/owner", "metrics.jsonl", RECIPE, PROGRESS}, (
+        "by the job that resumed, and by the mark that ended it"
+    )
     assert not previous(run)
     assert [entry["step"] for entry in read(run / "metrics.jsonl")] == list(range(1, 9))
     assert digest(fresh) == train(here / "tiny.toml", [f"--job.dir={here / 'clean'}"])["weights"]
