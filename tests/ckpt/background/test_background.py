@@ -71,16 +71,20 @@ def test_fault_8_training_moves_on_while_the_state_of_the_call_is_written(
     background = opened(store, by=by)
     background.reserve(whole(state))
     (tmp_path / "gate").touch()
-    assert background.save(whole(state), Order(100, {"tokens": 5}))
+    meta = {"tokens": 5, "hooks": [{"seen": [1, 2]}]}
+    assert background.save(whole(state), Order(100, meta))
     assert background.settled() == []
     for tensor in state.values():
         tensor.zero_()
+    meta["hooks"][0]["seen"].append(3)  # type: ignore[index]
     (tmp_path / "gate").unlink()
     (outcome,) = background.settled(wait=True)
     assert outcome[:3] == (100, "step-00000100", None), outcome.error
     assert background.settled(wait=True) == []
     step, found = loaded(store)
     assert step == 100 and equal(found, sample(1))
+    kept = newest(store, ALONE)
+    assert kept is not None and kept.meta == {"tokens": 5, "hooks": [{"seen": [1, 2]}]}
 
 
 def test_the_files_are_those_of_a_save_that_waits(tmp_path: Path, opened: Callable[..., Background]) -> None:

@@ -171,3 +171,15 @@ def test_a_saver_logs_through_its_run(recipe: Path, tmp_path: Path, caplog: pyte
         finished(recipe, [f"--job.dir={tmp_path}", *ASYNC, "--checkpoint.resume=3", "--train.max_steps=5"])
     assert "step-00000008 is later than step 5" in caplog.text
     assert "step-00000005 was written in the background" in caplog.text
+
+
+def test_a_checkpoint_is_good_by_the_losses_up_to_its_step_however_late_it_ends(recipe: Path, tmp_path: Path) -> None:
+    """Step 3 is saved while the loss is in its band and step 6 while it is not; both end after it has left."""
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path}", *THREAD, "--checkpoint.busy=queue"])
+    saves = run.finish_saves.__closure__[1].cell_contents  # type: ignore[attr-defined]
+    for step, left in ((3, None), (6, 5)):
+        run.state.step, run.health.band.left = step, left
+        run.save()
+    saves.settle(run, wait=True)
+    assert run.health.saves == [3]
+    run.close()

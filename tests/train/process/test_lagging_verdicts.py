@@ -84,9 +84,9 @@ def watched(recipe: Path, folder: Path, lag: int, *settings: str, bad: tuple[int
         events.append(("judged", step))
         judge(step, result)
 
-    def saved(step: int) -> None:
+    def saved(step: int, inside: bool) -> None:
         events.append(("saved", step))
-        save(step)
+        save(step, inside)
 
     run.health.after, run.health.saved = judged, saved  # type: ignore[method-assign]
     hook = Ends(events, at, rank)

@@ -92,9 +92,9 @@ class Health:
             )
         self._say_skipped(step, numbers)
 
-    def saved(self, step: int) -> None:
-        """A checkpoint of this step is durable."""
-        if self.band.left is None:
+    def saved(self, step: int, inside: bool) -> None:
+        """A checkpoint of this step is durable; `inside`: the loss was in its band at that step. It may have left since."""
+        if inside and (self.band.left is None or self.is_before(step)):
             self.saves = [*self.saves[-_SAVES:], step]
 
     def spare(self) -> tuple[int, ...]:

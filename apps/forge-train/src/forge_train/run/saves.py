@@ -2,7 +2,7 @@
 the next one tries again, and only the last one must succeed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge_ckpt.background.background import Background, Outcome
 from forge_ckpt.errors import Superseded
@@ -24,6 +24,7 @@ class Saves:
         first: called when the first one is durable.
         asked: the newest step that was to be saved; -1 while there was none.
         durable: the newest step that is.
+        inside: steps that were to be saved and have not ended, and whether the loss was in its band there.
     """
 
     checkpoints: Checkpoints
@@ -31,6 +32,7 @@ class Saves:
     first: Callable[[], object] = lambda: None
     asked: int = -1
     durable: int = -1
+    inside: dict[int, bool] = field(default_factory=dict)
 
     def save(self, run: Run) -> None:
         """Collective: writes a checkpoint of the current step, or begins to. One that cannot be written is a warning, the same on
@@ -44,18 +46,19 @@ class Saves:
         run.judge()  # what is kept of the run's health includes this step
         self.checkpoints.check(run)
         self.settle(run)
-        order, self.asked = self.checkpoints.order(run), run.state.step
+        order = self._asked(run)
         if self.background is None:
             try:
                 self._write(run, order)
             except Superseded:
                 raise
             except CheckpointError as cause:
-                self._failed(run, str(cause))
+                self._failed(run, order.step, str(cause))
             return
         with self.checkpoints.state_of(run) as state:
             begun = self.background.save(state, order)
         if not begun:
+            del self.inside[order.step]
             run.health.warn(
                 f"step {order.step} was not saved, because the save before it is still being written. Save less often "
                 "(checkpoint.every), or let training wait for it (checkpoint.busy = 'wait')"
@@ -79,12 +82,18 @@ class Saves:
         """
         self.settle(run, wait=True)
         if self.asked == run.state.step and self.durable != self.asked:  # it failed, or was left out
-            self._write(run, self.checkpoints.order(run))
+            self._write(run, self._asked(run))
 
     def close(self) -> None:
         """Ends what writes in the background; what is being written is finished first."""
         if self.background is not None:
             self.background.close()
+
+    def _asked(self, run: Run) -> Order:
+        """Collective: what is to be saved now."""
+        self.asked = run.state.step
+        self.inside[self.asked] = run.health.band.left is None
+        return self.checkpoints.order(run)
 
     def _write(self, run: Run, order: Order) -> None:
         fence = self.checkpoints.fence
@@ -103,16 +112,17 @@ class Saves:
             return
         assert self.checkpoints.fence is not None, "a run owns its store before it trains"
         self.checkpoints.fence.check()
-        self._failed(run, outcome.error)
+        self._failed(run, outcome.step, outcome.error)
 
-    def _failed(self, run: Run, error: str) -> None:
+    def _failed(self, run: Run, step: int, error: str) -> None:
+        self.inside.pop(step, None)
         run.health.warn(f"{error}. Training goes on and saves again when the next checkpoint is due")
 
     def _saved(self, run: Run, step: int) -> None:
         if self.durable < 0 and run.topology.rank == 0:
             self.first()
         self.durable = step
-        run.health.saved(step)
+        run.health.saved(step, self.inside.pop(step, False))
 
 
 def saves_of(job: Job, checkpoints: Checkpoints, run: Run) -> Saves:

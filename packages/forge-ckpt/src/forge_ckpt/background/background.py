@@ -125,6 +125,7 @@ class Background:
         draft = draft_of(pieces)
         try:
             check_meta(dict(order.meta))
+            order = replace(order, meta=json.loads(json.dumps(dict(order.meta))))  # training changes what is in it
             draft = self._copied(draft, self._memories[index])
         except Exception as cause:  # noqa: BLE001 (every rank must learn of it, which it does when the draft is written)
             order = replace(order, meta={})
