@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from forge_core.registry import Registry
 from harness.closeness import below
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -135,6 +136,13 @@ def test_every_configuration_for_a_gpu_runs_on_a_cpu(name):
 @pytest.mark.parametrize("name", ["layer", "dispatch"])
 def test_benchmarks_of_experts_run(name):
     assert "skew inf" in run(BENCHMARKS / "moe" / f"{name}.py", "--smoke")
+
+
+@pytest.mark.slow
+def test_every_optimizer_is_timed():
+    lines = run(BENCHMARKS / "train" / "optimizers.py", "--smoke").splitlines()
+    assert {line.split()[0] for line in lines[1:]} == set(Registry().names("forge.optimizers"))
+    assert all("of theirs" in line for line in lines[1:])
 
 
 def test_the_layers_loop_equals_the_grouped_product(script):

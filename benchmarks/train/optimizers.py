@@ -1,0 +1,111 @@
+"""Seconds of an optimizer's step, of every registered one, over that of a published implementation; in one process, in turns.
+
+    python benchmarks/train/optimizers.py [--rounds 9] [--threads 1] [--smoke]
+
+Both sides have the same weights and gradients of a small decoder in fp32. The other sides are torch's fused AdamW, torchao's
+AdamW8bit (which compiles itself), lion-pytorch, schedulefree, and torch's Muon with its AdamW for embeddings, head and norms.
+Without another side, ours is timed alone. A step of ours can leave everything as it is where a loss was not finite, which costs a
+choice for each element.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_models.components.decoder import Decoder
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
+
+GROUP = "forge.optimizers"
+
+
+def model_of(smoke: bool) -> ParallelModel:
+    """A decoder with a gradient for every parameter."""
+    sizes = {"dim": 64, "layers": 1, "vocab_size": 64} if smoke else {"dim": 384, "layers": 6, "vocab_size": 8192}
+    decoder = Decoder(**sizes, heads=4, max_length=128)  # type: ignore[arg-type]
+    layout = Layout()
+    model = realize(Blueprint.of(decoder.build), Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "fp32")
+    for parameter in model.part.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    return model
+
+
+def theirs(name: str, named: Mapping[str, torch.nn.Parameter]) -> Callable[[], object] | None:
+    """The step of the other side; None without one."""
+    parameters = list(named.values())
+    try:
+        if name == "adamw":
+            return torch.optim.AdamW(parameters, lr=3e-4, fused=True).step
+        if name == "adamw8bit":
+            from torchao.optim import AdamW8bit
+
+            return AdamW8bit(parameters, lr=3e-4).step
+        if name == "lion":
+            from lion_pytorch import Lion
+
+            return Lion(parameters, lr=3e-4).step
+        if name == "schedule_free_adamw":
+            from schedulefree import AdamWScheduleFree
+
+            optimizer = AdamWScheduleFree(parameters, lr=3e-4)
+            optimizer.train()
+            return optimizer.step
+        if name == "muon":
+            hidden = {name for name, each in named.items() if each.dim() == 2 and name.startswith("blocks.")}
+            sides = (
+                torch.optim.Muon([named[name] for name in hidden], lr=0.02),
+                torch.optim.AdamW([each for name, each in named.items() if name not in hidden], fused=True),
+            )
+            return lambda: [side.step() for side in sides]
+    except ImportError:
+        pass
+    return None
+
+
+def seconds(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--smoke", action="store_true", help="run everything once, tiny; measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    registry, rounds = Registry(), 1 if options.smoke else options.rounds
+    print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {options.threads} threads, {rounds} rounds")
+    for name in sorted(registry.names(GROUP)):
+        model, other = model_of(options.smoke), model_of(options.smoke)
+        optimizer, skip = registry.load(GROUP, name)().build(model), torch.zeros(())
+        rival = theirs(name, dict(other.part.named_parameters()))
+        sides: dict[str, Callable[[], object]] = {"ours": lambda step=optimizer.step, skip=skip: step(skip)}
+        if rival is not None:
+            sides["theirs"] = rival
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for turn in range(rounds + 1):
+            for side, step in sides.items():
+                found = seconds(step)
+                if turn:  # the first one makes what is kept
+                    times[side].append(found)
+        ours = statistics.median(times["ours"])
+        line = f"{name:<20} {model.parameter_count():>10,} parameters  {1000 * ours:8.1f} ms"
+        if rival is not None:
+            ratios = [mine / their for mine, their in zip(times["ours"], times["theirs"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else (ratios[0],) * 3
+            line += f"  {middle:.2f} ({low:.2f} to {high:.2f}) of theirs"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
