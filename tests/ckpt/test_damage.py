@@ -13,7 +13,7 @@ import xxhash
 from typer.testing import CliRunner
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.commands import app
+from forge_ckpt.commands.app import app
 from forge_ckpt.errors import Damaged, NewerFormat
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest

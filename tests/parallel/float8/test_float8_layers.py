@@ -12,6 +12,7 @@ from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
+from forge_parallel import torchao_library
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -132,6 +133,6 @@ def test_tokens_that_kernels_cannot_sum_over_are_refused() -> None:
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    monkeypatch.setattr(torchao_library, "find_spec", lambda _: None)
     with pytest.raises(ForgeError, match=r'pip install "forge-parallel\[float8\]"'):
         Float8().build()

@@ -237,7 +237,7 @@ def alone(row: str) -> dict[str, Tensor]:
     return trained("1", row)
 
 
-@pytest.mark.parametrize("layout", fast("dp2", "dp2tp2", of=LAYOUTS))
+@pytest.mark.parametrize("layout", fast("dp2", of=LAYOUTS))
 def test_twenty_steps_in_a_layout_are_those_of_one_process(world: World, layout: str) -> None:
     """Codes bit by bit, and what is summed in another order to 1e-10. Blocks of four columns are whole on every rank."""
     row = LAYOUTS[layout]

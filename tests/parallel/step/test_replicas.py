@@ -101,13 +101,15 @@ def test_a_digest_sees_bits_and_places(dtype: torch.dtype) -> None:
 def _stopped() -> str:
     from types import SimpleNamespace
 
+    from forge_parallel.launch.watch import Watch
     from forge_train.components.hooks import Replicas
     from forge_train.process.stop import TrainingError
 
     at = Layout.parse("hsdp2x1")
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(Blueprint.of(DECODER.build), Plan.of([Shard()], at), topology, 0)
-    run = SimpleNamespace(model=model, state=SimpleNamespace(step=200), paused=0.0, judge=lambda: None)
+    state = SimpleNamespace(step=200)
+    run = SimpleNamespace(model=model, state=state, paused=0.0, judge=lambda: None, watch=Watch())
     hook = Replicas(every=100).build()
     hook.after_step(run, None)
     if topology.rank == 1:
