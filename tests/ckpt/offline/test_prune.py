@@ -96,7 +96,7 @@ def test_fault_14_a_directory_that_a_job_writes_to_is_left_alone(root: Path) -> 
 def test_fault_14_a_job_of_another_host_is_asked_about(root: Path) -> None:
     owned_by(root, 17, "elsewhere")
     result = run(root, "--last", 4, "--yes")
-    assert result.exit_code == 2 and "pass --ended if it is no longer running on elsewhere" in result.output
+    assert result.exit_code == 2 and "pass --ended once that job on elsewhere has ended" in result.output
     assert run(root, "--last", 4, "--yes", "--ended").exit_code == 0 and held(root) == [500, 400, 300, 200]
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -154,7 +154,7 @@ def test_marks_are_not_other_files(root: Path) -> None:
 
     class Careful(LocalStore):
         def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-            assert path != "long", "a large file is no mark"
+            assert path != "long", "a large file is not read as a mark"
             return super().read(path, offset, length)
 
     assert marked(Careful(root)) == {"latest": "step-00000500"}

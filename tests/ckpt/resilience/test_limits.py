@@ -1,4 +1,4 @@
-"""How long a part of a run may take is learned from it: noise is no alarm, a hang is one."""
+"""How long a part of a run may take is learned from it: noise does not raise an alarm, a hang does."""
 
 import random
 

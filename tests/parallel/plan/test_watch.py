@@ -174,7 +174,7 @@ def test_who_is_late() -> None:
     assert blamed((7, True), (7, True), (7, True), (7, True)) == [0, 1, 2, 3]
     assert blamed((7, True, "a"), (7, True, "b"), (7, True, "a")) == [1], "most of those that wait do so at one place"
     assert blamed((7, True), (8, True), (7, True)) == [1], "who has left out a collective is ahead"
-    assert blamed((7, True, "a"), (7, True, "b")) == [0, 1], "of two, nobody can tell"
+    assert blamed((7, True, "a"), (7, True, "b")) == [0, 1], "two ranks at two places: either may be the one that hangs"
     assert blamed((7, True, "a"), (8, True, "b"), (7, True, "c")) == [0, 2], "without most of them, those behind"
 
 

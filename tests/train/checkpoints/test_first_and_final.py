@@ -91,7 +91,7 @@ def test_the_rules_of_a_recipe_are_those_of_its_run(recipe: Path, tmp_path: Path
 
 
 def test_seconds_of_training_add_up_over_starts(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of the clock here is an hour; nobody counts the day between the starts."""
+    """Each step of the clock here is an hour; the day between the starts does not count."""
     from forge_train.run import run as runs
 
     now = [1000.0]

@@ -81,7 +81,7 @@ def _guard(store: "LocalStore", ended: bool) -> Callable[[], None]:
         raise CheckpointError(
             f"process {owner.process} on {owner.host} writes to {store.root}; it removes old checkpoints itself, as "
             "[checkpoint] says. Stop it first"
-            + ("" if owner.has_ended() is not None else f", or pass --ended if it is no longer running on {owner.host}")
+            + ("" if owner.has_ended() is not None else f", or pass --ended once that job on {owner.host} has ended")
         )
 
     def may() -> None:

@@ -13,7 +13,7 @@ from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
 from forge_train.recipe.from_hf import IGNORE, KEY
-from forge_train.recipe.schema import Job, Start
+from forge_train.recipe.schema import Job
 from forge_train.run.weights.warm_start import warm_start
 
 
@@ -31,8 +31,6 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
         if path is not None:
             raise ForgeError(f"model.{KEY} and start.weights are two sources of weights; remove one of them")
         return warm_start(job.start, job.job.seed, registry, report)
-    if job.start != Start():
-        raise ForgeError("[start] has keys that need start.weights; set it, or remove them")
     if path is None:
         return job.job.seed
 
