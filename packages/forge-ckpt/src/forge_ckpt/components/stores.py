@@ -1,12 +1,13 @@
 """Stores that hold checkpoints."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from forge_core.component import FREE, Component
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable
 
     from forge_core.protocols.ckpt import Store
 
@@ -23,7 +24,33 @@ class Local(Component):
     allow_foreign_owner: bool = False
     """Accept a directory that belongs to another user, who could then change what is loaded."""
 
-    def build(self, path: "str | Path") -> "Store":
+    def build(self, path: str | Path) -> "Store":
         from forge_ckpt.store.store import LocalStore
 
         return LocalStore(path, shared=self.shared, allow_foreign_owner=self.allow_foreign_owner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote(Component):
+    """Object storage that every rank reaches, through fsspec: `pip install 'forge-ckpt[remote]'`. Credentials and addresses of servers
+    are given to fsspec and its packages as environment or files, such as `AWS_ENDPOINT_URL`."""
+
+    key_class: ClassVar = FREE
+
+    url: str
+    """Where runs live, such as `s3://bucket/runs`; the checkpoints of the run in `runs/NAME` are in `s3://bucket/runs/NAME/checkpoints`."""
+
+    def __post_init__(self) -> None:
+        from forge_ckpt.remote.urls import check_url
+
+        check_url(self.url)
+
+    @classmethod
+    def examples(cls, folder: Path) -> "Iterable[Remote]":
+        return (cls(url=f"memory://{folder.name}"),)
+
+    def build(self, path: str | Path) -> "Store":
+        from forge_ckpt.remote.store import RemoteStore
+
+        *_, run, name = Path(path).resolve().parts
+        return RemoteStore(f"{self.url.rstrip('/')}/{run}/{name}")

@@ -1,0 +1,1 @@
+"""Checkpoints in object storage, through fsspec."""
