@@ -2,24 +2,47 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 BUCKET = "bucket"
 
 
+@dataclass
+class Server:
+    """`before` is called with the method and the path of each request, in a thread of the server; a number that it gives is the
+    status of the answer, and the request is not carried out."""
+
+    address: str
+    before: Callable[[str, str], int | None] = lambda method, path: None
+
+
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """Its address, with one empty bucket; the environment sends s3fs and botocore there, those of child processes, too."""
+def s3_server() -> Iterator[Server]:
+    """It has one empty bucket; the environment sends s3fs and botocore there, those of child processes, too."""
     import boto3
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it says each request
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    server = Server(f"http://{host}:{port}")
+    inner: Any = moto._server
+    carry_out = inner.app
+
+    def asked(environ: dict[str, Any], answer: Callable[..., Any]) -> Any:
+        status = server.before(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        if status is None:
+            return carry_out(environ, answer)
+        answer(f"{status} not carried out", [("Content-Length", "0")])
+        return []
+
+    inner.app = asked
     said = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL": server.address,
         "AWS_ACCESS_KEY_ID": "tester",
         "AWS_SECRET_ACCESS_KEY": "not a secret",
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -28,10 +51,10 @@ def s3_server() -> Iterator[str]:
     os.environ.update(said)
     try:
         boto3.client("s3").create_bucket(Bucket=BUCKET)
-        yield said["AWS_ENDPOINT_URL"]
+        yield server
     finally:
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
-        server.stop()
+        moto.stop()

@@ -63,7 +63,7 @@ class ForgeWeights:
 
     def __init__(self, place: Place, registry: Registry, section: str = "model") -> None:
         self.place = place
-        self._store = LocalStore(place.store)
+        self._store = place.store
         manifest = open_manifest(self._store, place.name)[0]
         self.meta = manifest.meta
         self.model: Component = job_of(self.meta, registry, "model").model
@@ -72,19 +72,19 @@ class ForgeWeights:
             found = [name for name in manifest.index if name.startswith(f"{section}/") and PREFIX + _bare(name) in self._stored]
             if not found:
                 raise CheckpointError(
-                    f"{place.store / place.name} has no weights {section!r}: the run had no hook that keeps them"
+                    f"{place.store.root}/{place.name} has no weights {section!r}: the run had no hook that keeps them"
                 )
             self._stored |= {PREFIX + _bare(name): name for name in found}
         infos = {_bare(name): manifest.tensors[manifest.index[stored]] for name, stored in self._stored.items()}
         self.tensors: Mapping[str, Stored] = {name: Stored(info.shape, info.dtype) for name, info in infos.items()}
-        kept = place.store / TOKENIZER
+        kept = Path(place.store.root) / TOKENIZER
         self.facts = Facts(
             step=manifest.step,
             special_tokens=dict(self.meta.get("special_tokens", {})),
             ends=tuple(self.meta.get("ends", ())),
             notes=tuple(self.meta.get("notes", ())),
-            tokenizer=kept if kept.is_dir() else None,
-            origin=str(place.store / place.name),
+            tokenizer=kept if isinstance(place.store.root, Path) and kept.is_dir() else None,
+            origin=f"{place.store.root}/{place.name}",
             family=str(self.meta.get("family", "")),
             run=place.run,
             recipe=self.meta.get("config", {}),
@@ -121,8 +121,8 @@ class ForgeConverter:
     def __init__(self, weights: str = "model") -> None:
         self.weights = weights
 
-    def read(self, path: Path) -> ForgeWeights:
-        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given, itself or by a mark."""
+    def read(self, path: Path | str) -> ForgeWeights:
+        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given, itself or by a mark; or by a URL."""
         return ForgeWeights(locate(path), Registry(), self.weights)
 
     def write(self, path: Path, weights: Weights) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from forge_ckpt.remote.urls import is_url
 from forge_core.errors import ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
@@ -13,8 +14,9 @@ from forge_parallel import accelerator
 FOREIGN = "config.json"
 
 
-def open_weights(path: Path, registry: Registry, weights: str = "model") -> Weights:
-    """The weights at `path`: of a run, a checkpoint, a folder in the Hugging Face format, or safetensors that Forge wrote.
+def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
+    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or safetensors that Forge
+    wrote.
 
     Args:
         weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
@@ -22,7 +24,8 @@ def open_weights(path: Path, registry: Registry, weights: str = "model") -> Weig
     Raises:
         ForgeError: there is nothing of that kind; see the converters.
     """
-    kind = "hf" if (path / FOREIGN).is_file() else "safetensors" if _is_plain(path) else "forge"
+    path: Any = str(where) if is_url(where) else Path(where)
+    kind = "forge" if is_url(where) else "hf" if (path / FOREIGN).is_file() else "safetensors" if _is_plain(path) else "forge"
     if kind != "forge" and weights != "model":
         what = "a Hugging Face folder" if kind == "hf" else "of format 'safetensors'"
         raise ForgeError(f"--weights {weights}: {path} is {what}, which has one set of weights; leave the option out")

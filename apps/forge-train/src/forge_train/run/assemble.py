@@ -50,7 +50,7 @@ from forge_train.run.hook_states import build_hooks, restore_hooks
 from forge_train.run.resume import check, check_without_checkpoint
 from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
-from forge_train.run.takeover import forget, prepare_directory, refuse_fresh, remind
+from forge_train.run.takeover import elsewhere, forget, prepare_directory, refuse_fresh, remind
 from forge_train.run.weights.initial_weights import initial_weights
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
@@ -229,7 +229,9 @@ def assemble(
     if later or found:
         run.resumed, run.elapsed = True, meta.get(SECONDS, 0.0)
         changed = "; changed since:" if noted else ""
-        say("\n  ".join([f"resuming after step {state.step} from {directory / CHECKPOINTS}{changed}", *noted]))
+        say(
+            "\n  ".join([f"resuming after step {state.step} from {elsewhere(store) or directory / CHECKPOINTS}{changed}", *noted])
+        )
         for line in checkpoints.other_frozen(meta):
             say(line)
         for key in dropped:

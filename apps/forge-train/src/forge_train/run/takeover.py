@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.remote.urls import is_url
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
 from forge_core.protocols.ckpt import Store
@@ -28,18 +29,29 @@ def prepare_directory(directory: Path, store: Store, fresh: bool, say: Callable[
     """Makes the directory; with `fresh`, ends an older job and moves what is there aside. On rank 0.
 
     Raises:
-        ForgeError: the directory or the store cannot be written.
+        ForgeError: the directory or the store cannot be written, or `fresh` would leave checkpoints where they are.
     """
     claim(directory)
     if not fresh:
         return
     if store.list():
+        if place := elsewhere(store):
+            raise ForgeError(
+                f"--fresh moves the files of a run's directory aside, and {place} has checkpoints that it cannot move: "
+                "give the run another job.name, or remove them"
+            )
         Fence.take(store, SingleProcessWorld())
     if moved := move_aside(directory):
         say(
             f"starting over: the previous run was moved to {moved}. It is removed after this run's first checkpoint; "
             f"to keep it, move that directory. To resume it: --job.dir={moved}"
         )
+
+
+def elsewhere(store: Store) -> str:
+    """The URL of a store that is not in the run's directory; empty for one that is there."""
+    root = getattr(store, "root", "")
+    return str(root) if is_url(root) else ""
 
 
 def remind(directory: Path, say: Callable[[str], None]) -> None:

@@ -1,6 +1,5 @@
 """What the commands share: a path that means checkpoints, one of them by its step, and how a refusal is said."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -9,10 +8,10 @@ from forge_core.errors import CheckpointError, ForgeError
 
 if TYPE_CHECKING:
     from forge_ckpt.format.manifest import Manifest
-    from forge_ckpt.store.store import LocalStore
+    from forge_ckpt.saving.locate import AnyStore
 
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A run's directory, a directory of checkpoints, or one checkpoint.")
+    str, typer.Argument(metavar="DIR", help="A run's directory, a directory of checkpoints, or one checkpoint; or its URL.")
 ]
 Step = Annotated[
     str | None, typer.Argument(metavar="[STEP]", help="A step or a name. Default: DIR itself, or the newest checkpoint in it.")
@@ -21,19 +20,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Foreign = Annotated[bool, typer.Option("--foreign", help="Accept a directory that belongs to another user.")]
 
 
-def opened(directory: Path, foreign: bool) -> "tuple[LocalStore, str | None]":
-    """The checkpoints that a path means, and the name of the one that it is, where it is one."""
+def opened(directory: str, foreign: bool) -> "tuple[AnyStore, str | None]":
+    """The checkpoints that a path or URL means, and the name of the one that it is, where it is one."""
     from forge_ckpt.saving.locate import store_of
-    from forge_ckpt.store.store import LocalStore
 
     try:
-        store, name = store_of(directory)
+        return store_of(directory, foreign)
     except CheckpointError as cause:
         refuse(cause)
-    return LocalStore(store, allow_foreign_owner=foreign), name
 
 
-def read(store: "LocalStore", step: str | None) -> "tuple[str, Manifest]":
+def read(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]":
     """The checkpoint that a step or a name means, and its manifest; the newest without one.
 
     Raises:

@@ -1,6 +1,5 @@
 """`ckpt average DIR STEP STEP ... --output DIR`: the average of several checkpoints' weights."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from forge_core.errors import CheckpointError, ForgeError
 def average(
     directory: Directory,
     steps: Annotated[list[str], typer.Argument(metavar="STEP STEP ...", help="Two or more steps or names.")],
-    output: Annotated[Path, typer.Option(help="The directory of checkpoints to create.")],
+    output: Annotated[str, typer.Option(help="The directory of checkpoints to create, or its URL.")],
     weights: Annotated[str | None, typer.Option(help="A weight for each, with commas between. Default: all the same.")] = None,
     ema: Annotated[
         float | None, typer.Option(metavar="DECAY", help="An exponential moving average from the oldest step on instead.")
@@ -45,7 +44,7 @@ def average(
     except ForgeError as cause:
         refuse(cause)
     parts = ", ".join(f"{share:.4g} of step {source.manifest.step}" for source, share in zip(sources, shares, strict=True))
-    typer.echo(f"{output / name}: {len(sources[0].tensors)} tensors, {parts}")
+    typer.echo(f"{output.rstrip('/')}/{name}: {len(sources[0].tensors)} tensors, {parts}")
 
 
 def _numbers(weights: str | None, count: int) -> list[float]:

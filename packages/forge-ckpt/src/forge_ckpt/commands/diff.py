@@ -1,7 +1,6 @@
 """`ckpt diff A B`: what differs between two checkpoints."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,8 +15,10 @@ _SHOWN = 40
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A run's directory, a directory of checkpoints, or one checkpoint.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A run's directory, a directory of checkpoints, or one checkpoint; or its URL.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     only_tensors: Annotated[bool, typer.Option("--only-tensors", help="Compare no metadata, such as the recipe.")] = False,
     as_json: AsJson = False,
     foreign: Foreign = False,

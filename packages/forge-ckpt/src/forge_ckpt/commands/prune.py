@@ -10,9 +10,9 @@ from forge_ckpt.commands.arguments import AsJson, Directory, Foreign, opened, re
 from forge_core.errors import CheckpointError, ForgeError
 
 if TYPE_CHECKING:
+    from forge_ckpt.saving.locate import AnyStore
     from forge_ckpt.store.fence import Owner
     from forge_ckpt.store.policy import Verdict
-    from forge_ckpt.store.store import LocalStore
 
 
 def prune(
@@ -68,7 +68,7 @@ def prune(
         raise typer.Exit(1)
 
 
-def _guard(store: "LocalStore", ended: bool) -> Callable[[], None]:
+def _guard(store: "AnyStore", ended: bool) -> Callable[[], None]:
     """What is asked before each removal, and once now.
 
     Raises:
@@ -106,7 +106,7 @@ def _row(verdict: "Verdict", removed: list[str]) -> dict[str, object]:
     }
 
 
-def _say(store: "LocalStore", verdicts: "list[Verdict]", removed: list[str], yes: bool) -> None:
+def _say(store: "AnyStore", verdicts: "list[Verdict]", removed: list[str], yes: bool) -> None:
     if not verdicts:
         typer.echo(f"no checkpoints in {store.root}")
     for verdict in verdicts:

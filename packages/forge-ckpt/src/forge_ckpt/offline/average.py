@@ -11,8 +11,8 @@ import torch
 from forge_ckpt.format.tensor_files import DTYPES
 from forge_ckpt.offline.stored import StoredTensors
 from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.saving.locate import new_store
 from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
 
@@ -43,31 +43,33 @@ def of_ema(count: int, decay: float) -> list[float]:
     return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - at) for at in range(1, count))]
 
 
-def write_average(sources: Sequence[StoredTensors], shares: Sequence[float], output: Path) -> str:
+def write_average(sources: Sequence[StoredTensors], shares: Sequence[float], output: str | Path) -> str:
     """Writes a checkpoint of weights alone: `sum of share * weights`, rounded to the dtype that they have.
 
     What is not a floating-point number, such as a counter, is that of the newest. So are the facts, such as the recipe;
-    `averaged` says what was averaged. The result waits on the disk next to `output`, so that memory holds a few copies of the
-    largest tensor.
+    `averaged` says what was averaged. The result waits on the disk next to `output`, or in the temporary directory where that is a URL,
+    so that memory holds a few copies of the largest tensor.
 
     Args:
         sources: opened with the tensors of `SECTION`.
         shares: of the sources; they sum to 1.
-        output: the directory of checkpoints to make.
+        output: the directory of checkpoints to make, or its URL.
 
     Raises:
         CheckpointError: the checkpoints are not of one model, naming every difference, or `output` is taken. Nothing was written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} exists and is not an empty directory; choose another one")
+    store = new_store(output)
     _check_alike(sources)
     newest = max(sources, key=lambda source: source.manifest.step)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.averaged-") as scratch:
+    place = None
+    if isinstance(store.root, Path):
+        place = store.root.parent
+        place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix=f".{Path(output).name}.averaged-") as scratch:
         pieces = list(_pieces(sources, shares, newest, Path(scratch)))
         averaged = {"steps": [source.manifest.step for source in sources], "shares": list(shares)}
         meta = {**newest.manifest.meta, "hooks": [], "weights_only": True, "averaged": averaged}
-        return save(LocalStore(output), pieces, meta, newest.manifest.step, SingleProcessWorld())
+        return save(store, pieces, meta, newest.manifest.step, SingleProcessWorld())
 
 
 def _pieces(sources: Sequence[StoredTensors], shares: Sequence[float], newest: StoredTensors, scratch: Path) -> Iterator[Piece]:

@@ -10,8 +10,8 @@ from forge_ckpt.errors import Damaged
 from forge_ckpt.format.manifest import TensorInfo
 from forge_ckpt.format.tensor_files import CHUNK_BYTES, DTYPES
 from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.saving.locate import AnyStore
 from forge_ckpt.saving.resume import fill
-from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_ckpt.transfer.turns import Turns
 from forge_core.errors import CheckpointError
@@ -30,9 +30,9 @@ class StoredTensors:
         CheckpointError: it cannot be read.
     """
 
-    def __init__(self, store: LocalStore, name: str, select: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, store: AnyStore, name: str, select: Callable[[str], bool] | None = None) -> None:
         self._store, self.name = store, name
-        self.origin = f"{store.root / name}"
+        self.origin = f"{store.root}/{name}"
         try:
             self.manifest = open_manifest(store, name)[0]
         except OSError as cause:

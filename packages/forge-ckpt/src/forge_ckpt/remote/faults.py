@@ -16,7 +16,14 @@ _PASSING = {
     *([errno.EREMOTEIO] if hasattr(errno, "EREMOTEIO") else []),  # s3fs, where a server had an internal error
 }
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, CheckpointError)
-_NETWORK = {"HTTPClientError", "ConnectionError", "ClientConnectionError", "ClientPayloadError", "ServiceRequestError", "HttpError"}
+_NETWORK = {
+    "HTTPClientError",
+    "ConnectionError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ServiceRequestError",
+    "HttpError",
+}
 """Names of the exceptions that file systems let through from the libraries below them; none is an `OSError`."""
 
 T = TypeVar("T")

@@ -261,4 +261,3 @@ def _give_up(file: Any) -> None:
         file.closed = True
     with suppress(Exception):
         file.discard()
-

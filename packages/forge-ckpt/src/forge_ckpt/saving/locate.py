@@ -1,30 +1,76 @@
-"""What a path on the command line means: a run, a directory of checkpoints, one checkpoint, or a mark such as `best`."""
+"""What a path or a URL on the command line means: a run, its checkpoints, one checkpoint, or a mark such as `best`."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from forge_ckpt.format.names import MANIFEST, committed
+from forge_ckpt.remote.store import RemoteStore
+from forge_ckpt.remote.urls import is_url
+from forge_ckpt.store.marks import marked
+from forge_ckpt.store.store import MARKER, LocalStore
 from forge_core.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, below its directory."""
 
+AnyStore: TypeAlias = LocalStore | RemoteStore
+"""A store that a path or a URL means; `root` is that."""
+
 
 @dataclass(frozen=True)
 class Place:
-    """One checkpoint: the store's directory, the checkpoint's name, and the run's directory where it is one."""
+    """One checkpoint: its store, its name, and the run's directory where that is on this machine."""
 
-    store: Path
+    store: AnyStore
     name: str
     run: Path | None
 
 
-def store_of(path: Path) -> tuple[Path, str | None]:
-    """The directory of checkpoints that `path` means, and the name of the checkpoint that it is itself, if it is one.
+def new_store(where: str | Path) -> AnyStore:
+    """An empty store at a path or URL.
 
     Raises:
-        CheckpointError: it is not a directory, nor a mark, or names a checkpoint that is gone.
+        CheckpointError: something is there.
     """
+    if is_url(where):
+        store = RemoteStore(str(where))
+        if store.list():
+            raise CheckpointError(f"{where} holds checkpoints; choose another URL")
+        return store
+    path = Path(where)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty directory; choose another one")
+    return LocalStore(path)
+
+
+def store_of(where: str | Path, allow_foreign_owner: bool = False) -> tuple[AnyStore, str | None]:
+    """The checkpoints that a path or a URL means, and the name of the one that it is itself, if it is one.
+
+    Raises:
+        CheckpointError: it is neither a directory nor a mark, or names a checkpoint that is gone.
+    """
+    if is_url(where):
+        return _remote(str(where).rstrip("/"))
+    root, name = _local(Path(where))
+    return LocalStore(root, allow_foreign_owner=allow_foreign_owner), name
+
+
+def locate(where: str | Path) -> Place:
+    """The checkpoint that a path or URL means: itself, the newest of a run's directory, or the newest of a directory of them.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from forge_ckpt.ranks.world import SingleProcessWorld
+    from forge_ckpt.saving.resume import resolve
+
+    store, name = store_of(where)
+    run = store.root.parent if isinstance(store.root, Path) and store.root.name == CHECKPOINTS else None
+    return Place(store, name or resolve(store, None, SingleProcessWorld()), run)
+
+
+def _local(path: Path) -> tuple[Path, str | None]:
     if path.is_file():
         path = _marked(path)
     if not path.is_dir():
@@ -42,20 +88,28 @@ def _marked(path: Path) -> Path:
     if not committed([name]):
         return path
     if not (path.parent / name / MANIFEST).is_file():
-        raise CheckpointError(f"{path} names {name}, which is not there; a run that goes on sets it again at its next save")
+        raise CheckpointError(_gone(path, name))
     return path.parent / name
 
 
-def locate(path: Path) -> Place:
-    """The checkpoint that `path` means: itself, the newest of a run's directory, or the newest of a directory of checkpoints.
+def _remote(url: str) -> tuple[RemoteStore, str | None]:
+    """The same where objects are: a folder of checkpoints has the marker of a store."""
+    try:
+        for folder in (url, f"{url}/{CHECKPOINTS}"):
+            if MARKER in (store := RemoteStore(folder)).list():
+                return store, None
+        parent, _, name = url.rpartition("/")
+        if not parent.endswith("/"):
+            store = RemoteStore(parent)
+            if MARKER in (names := store.list()) and name in names:
+                name = marked(store).get(name, name)
+                if name not in names:
+                    raise CheckpointError(_gone(url, name))
+                return store, name
+    except OSError as cause:
+        raise CheckpointError(f"{url} cannot be read: {cause}") from cause
+    raise CheckpointError(f"{url} has no checkpoints; give the URL of a run, of its checkpoints, or of one checkpoint")
 
-    Raises:
-        CheckpointError: there is none.
-    """
-    from forge_ckpt.ranks.world import SingleProcessWorld
-    from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.store.store import LocalStore
 
-    store, name = store_of(path)
-    run = store.parent if store.name == CHECKPOINTS else None
-    return Place(store, name or resolve(LocalStore(store), None, SingleProcessWorld()), run)
+def _gone(mark: str | Path, name: str) -> str:
+    return f"{mark} names {name}, which is not there; a run that goes on sets it again at its next save"

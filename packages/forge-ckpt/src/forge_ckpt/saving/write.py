@@ -77,6 +77,7 @@ def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[
     """
     # Each phase ends in a collective that every rank reaches, also after an error: a rank that left early would
     # leave the others waiting.
+    repeated = getattr(store, "retries", 0)
     table, step, error = draft.table, order.step, draft.error
     try:
         if world.rank == 0:
@@ -129,6 +130,8 @@ def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[
 
     name = from_rank_0(world, commit, describe)
     _tidy(store, world, name, order)
+    if (count := getattr(store, "retries", 0) - repeated) > 0:
+        _log.warning("%s: %d operations of the store failed once and were repeated on rank %d", name, count, world.rank)
     return name
 
 

@@ -21,8 +21,8 @@ TOLERANCE = 1e-4
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="The weights to convert.")],
-    target: Annotated[Path, typer.Argument(help="The folder to create.")],
+    source: Annotated[str, typer.Argument(help="The weights to convert; checkpoints by their URL, too.")],
+    target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create.")],
     from_: Annotated[str, typer.Option("--from", help="Format of SOURCE.")],
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
@@ -44,6 +44,7 @@ def convert(
     Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which hold
     tensors under the names that they have in the model.
     """
+    from forge_ckpt.remote.urls import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.commands.single_process import require_single_process
@@ -51,6 +52,14 @@ def convert(
     from forge_train.inference.tokenizer import write_tokenizer
 
     require_single_process("convert")
+    if is_url(target_):
+        raise ForgeError(
+            f"{target_}: weights are written to a folder of this machine and compared there; copy it to the URL then"
+        )
+    if is_url(source) and from_ != "forge":
+        raise ForgeError(f"{source}: format {from_!r} is read from a folder of this machine; copy it there first")
+    target = Path(target_)
+    place: Any = source if is_url(source) else Path(source)
     console, registry = Console(as_json=as_json), Registry()
     if dtype is not None and dtype not in DTYPES:
         raise ForgeError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
@@ -60,9 +69,9 @@ def convert(
         given["recipe"] = recipe  # for reading the result
     reader = converter(registry, from_, read | ({} if weights == "model" else {"weights": weights}))
     writer = converter(registry, to, given)
-    origin = reader.read(source)
+    origin = reader.read(place)
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
-    notes = [*origin.facts.notes, f"{source}: {compared(reader, source, origin)}"]
+    notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None and "tokenizer" in _options(registry, to) and write_tokenizer(origin, Path(folder), registry):
             writer = converter(registry, to, given | {"tokenizer": folder})
@@ -77,7 +86,7 @@ def convert(
             target.rename(aside)
             console.note(f"the written weights failed the comparison and were moved to {aside}")
         raise
-    result = {"source": str(source), "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
+    result = {"source": source, "target": str(target), "tensors": len(again.tensors), "logits": "equal", "notes": notes}
     if as_json:
         console.document(result)
     console.text(f"{target}: {len(again.tensors)} tensors; read again, its logits are bit by bit those of {source}")

@@ -12,7 +12,9 @@ from forge_core.terminal.console import Console
 
 def evaluate(
     context: typer.Context,
-    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run's directory, a checkpoint, or the URL of one of them; or a Hugging Face folder.")
+    ],
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="Take all sections but the model from this recipe.", show_default=False)
     ] = None,

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def generate(
     context: typer.Context,
-    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a Hugging Face folder.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A run's directory, a checkpoint, or the URL of one of them; or a Hugging Face folder.")
+    ],
     prompt: Annotated[str | None, typer.Option(help="Text to continue. Default: read line by line from the terminal.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text file to continue; - reads standard input.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A text file of prompts, one a line, continued in one batch.")] = None,

@@ -5,7 +5,6 @@ Everything is compared first: an error lists all that does not fit, and nothing 
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,7 @@ def warm_start(start: Start, seed: int, registry: Registry, report: Callable[[st
     assert path is not None, "the caller asks only where weights are given"
 
     def restore(model: ParallelModel) -> None:
-        weights = open_weights(Path(path), registry, start.section)
+        weights = open_weights(path, registry, start.section)
         for note in weights.facts.notes:
             report(f"{path}: {note}")
         taken = chosen(start, weights.tensors)
