@@ -24,6 +24,7 @@ def s3_server() -> Iterator[Server]:
     """It has one empty bucket; the environment sends s3fs and botocore there, those of child processes, too."""
     import boto3
     from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it says each request
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -49,6 +50,7 @@ def s3_server() -> Iterator[Server]:
     }
     before = {name: os.environ.get(name) for name in said}
     os.environ.update(said)
+    S3FileSystem.clear_instance_cache()  # one of them may know the address of an earlier server
     try:
         boto3.client("s3").create_bucket(Bucket=BUCKET)
         yield server
@@ -57,4 +59,5 @@ def s3_server() -> Iterator[Server]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+        S3FileSystem.clear_instance_cache()
         moto.stop()

@@ -25,6 +25,7 @@ OUT = replace(GOOD, available=False, devices=(), architectures=())
 NODE = node.Facts(
     gpu=True,
     infiniband=True,
+    file=None,
     locked=None,
     shared=8 << 30,
     free=100 << 30,
@@ -86,6 +87,8 @@ def test_which_builds_a_device_can_run(capability: tuple[int, int], architecture
 @pytest.mark.parametrize(
     ("facts", "name", "verdict", "remedy"),
     [
+        (replace(NODE, file=1 << 20), "size of a file (ulimit -f)", "FAIL", "ulimit -f unlimited"),
+        (replace(NODE, file=1 << 40), "size of a file (ulimit -f)", "SKIPPED", "more ranks"),
         (replace(NODE, locked=64 << 10), "memory that can be locked (ulimit -l)", "FAIL", "LimitMEMLOCK"),
         (replace(NODE, shared=64 << 20), "/dev/shm", "FAIL", "--shm-size"),
         (replace(NODE, free=9 << 30), "room on the disk", "FAIL", "job.dir"),

@@ -122,7 +122,7 @@ class ForgeConverter:
         self.weights = weights
 
     def read(self, path: Path | str) -> ForgeWeights:
-        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given, itself or by a mark; or by a URL."""
+        """Opens a run's newest checkpoint, the newest of a directory, or the one that is given, by name, mark or URL."""
         return ForgeWeights(locate(path), Registry(), self.weights)
 
     def write(self, path: Path, weights: Weights) -> None:

@@ -15,8 +15,8 @@ FOREIGN = "config.json"
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
-    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or safetensors that Forge
-    wrote.
+    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or safetensors that
+    Forge wrote.
 
     Args:
         weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from forge_ckpt.background.background import Background, Outcome
 from forge_ckpt.errors import Superseded
 from forge_ckpt.ranks.world import Group
+from forge_ckpt.saving.room import check_room
 from forge_ckpt.saving.saver import draft_of
 from forge_ckpt.saving.write import Order, write
 from forge_core.errors import CheckpointError
@@ -126,11 +127,16 @@ class Saves:
 
 
 def saves_of(job: Job, checkpoints: Checkpoints, run: Run) -> Saves:
-    """Collective: the saves of a run; what they need in memory is taken now.
+    """Collective: the saves of a run. What they need on the disk is compared with what is left; what in memory, is taken now.
 
     Raises:
-        CheckpointError: on every rank, when a host has too little memory for copies of its ranks' state.
+        CheckpointError: on every rank, when not even one checkpoint has room, or a host has too little memory for copies of its
+            ranks' state.
     """
+    with checkpoints.state_of(run) as state:
+        missing = check_room(checkpoints.store, state, checkpoints.world, job.checkpoint.most_kept(job.train.max_steps))
+    if missing:
+        run.health.warn(missing)
     if job.checkpoint.mode == "sync":
         return Saves(checkpoints)
     world = checkpoints.world

@@ -65,3 +65,13 @@ class Checkpoint:
         from forge_ckpt.store.policy import Policy
 
         return Policy(self.keep, self.keep_every, self.keep_log_spaced, self.keep_hours)
+
+    def most_kept(self, steps: int) -> int:
+        """How many checkpoints a run of so many steps keeps in the end, which is when it keeps most; what `keep_hours` adds is not
+        known before."""
+        from forge_ckpt.format.names import Committed, step_name
+        from forge_ckpt.store.policy import judge
+
+        saved = {steps, *(range(self.every, steps, self.every) if self.every else ()), *((0,) if self.first else ())}
+        entries = [Committed(step, 1, step_name(step)) for step in sorted(saved, reverse=True)]
+        return sum(bool(verdict.kept_by) for verdict in judge(entries, self.policy()))

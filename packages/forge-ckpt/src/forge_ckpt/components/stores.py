@@ -32,13 +32,17 @@ class Local(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Remote(Component):
-    """Object storage that every rank reaches, through fsspec: `pip install 'forge-ckpt[remote]'`. Credentials and addresses of servers
-    are given to fsspec and its packages as environment or files, such as `AWS_ENDPOINT_URL`."""
+    """Object storage that every rank reaches, through fsspec: `pip install 'forge-ckpt[remote]'`.
+
+    Credentials and addresses of servers are given to fsspec and its packages in the environment or in their files, such as
+    `AWS_ENDPOINT_URL`.
+    """
 
     key_class: ClassVar = FREE
 
     url: str
-    """Where runs live, such as `s3://bucket/runs`; the checkpoints of the run in `runs/NAME` are in `s3://bucket/runs/NAME/checkpoints`."""
+    """Where checkpoints of runs live, such as `s3://bucket/runs`: those of the run whose directory is called NAME are in
+    `s3://bucket/runs/NAME/checkpoints`."""
 
     def __post_init__(self) -> None:
         from forge_ckpt.remote.urls import check_url

@@ -47,8 +47,8 @@ def write_average(sources: Sequence[StoredTensors], shares: Sequence[float], out
     """Writes a checkpoint of weights alone: `sum of share * weights`, rounded to the dtype that they have.
 
     What is not a floating-point number, such as a counter, is that of the newest. So are the facts, such as the recipe;
-    `averaged` says what was averaged. The result waits on the disk next to `output`, or in the temporary directory where that is a URL,
-    so that memory holds a few copies of the largest tensor.
+    `averaged` says what was averaged. The result waits on the disk, next to `output` or where temporary files are, so that memory
+    holds a few copies of the largest tensor.
 
     Args:
         sources: opened with the tensors of `SECTION`.

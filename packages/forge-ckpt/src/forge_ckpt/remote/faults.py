@@ -8,7 +8,8 @@ from typing import TypeVar
 from forge_core.errors import CheckpointError
 from forge_core.redact import redacted_text
 
-ATTEMPTS = 5
+ATTEMPTS = 3
+"""In addition to what a file system repeats by itself: s3fs and the library below it do so several times."""
 
 _PASSING = {
     *(errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.EPIPE, None),

@@ -74,8 +74,8 @@ class Objects:
         """Puts a small object by one request, in place of the one that is there.
 
         Args:
-            new: never in place of another one. S3 and Google's storage see to that; elsewhere this looks first, and of two writers
-                in the same moment the later one would win.
+            new: never in place of another one. S3 and Google's storage see to that; elsewhere this looks first, and of two
+                writers in the same moment the later one would win.
 
         Raises:
             FileExistsError: `new`, and another one is there.
@@ -134,7 +134,7 @@ class Objects:
         buffer[:] = memoryview(kept.data)[at : at + wanted]
 
     def size(self, key: str) -> int:
-        """Bytes of an object.
+        """Bytes of an object; what this thread has read ahead is forgotten.
 
         Raises:
             FileNotFoundError: there is none.
@@ -145,6 +145,7 @@ class Objects:
             system, path = self._fresh(key)
             return system.info(path)
 
+        self._ahead.key = ""
         found = self._repeat(once)
         if found["type"] != "file":
             raise IsADirectoryError(errno.EISDIR, "not an object", key)

@@ -24,8 +24,8 @@ FILES, DATA, NAMES = "files", "data", "names"
 class RemoteStore:
     """Checkpoint files below a URL, through fsspec: `s3://bucket/runs/x/checkpoints`.
 
-    A file is sent in parts, and is there when the last one has arrived. What a server has acknowledged is trusted to be durable, and
-    to be listed and read by all from then on, as S3, Google's and Microsoft's storage promise.
+    A file is sent in parts, and is there when the last one has arrived. What a server has acknowledged is trusted to be durable,
+    and to be listed and read by all from then on, as S3, Google's and Microsoft's storage promise.
 
     Args:
         url: of the folder.
@@ -69,7 +69,7 @@ class RemoteStore:
                 self._objects.put(f"{FILES}/{MARKER}", b"forge-ckpt removes what it wrote here and no longer needs.\n")
         except OSError as cause:
             raise CheckpointError(
-                f"checkpoints cannot be written to {self.root}: {cause}; check that the bucket exists and that you may write to it"
+                f"checkpoints cannot be written to {self.root}: {cause}; does the bucket exist, and may you write there?"
             ) from cause
         self._prepared = True
 

@@ -16,6 +16,7 @@ from forge_train.doctor.steps.build import sees_gpu
 
 _SHARED = 1 << 30
 _ROOM = 1 << 30
+_FILE = 1 << 30
 _EXTRAS = {"torchao": "forge-parallel[float8]", "tensorboard": "forge-train[tensorboard]", "wandb": "forge-train[wandb]"}
 
 
@@ -26,6 +27,7 @@ class Facts:
     Attributes:
         gpu: whether the system shows a GPU.
         infiniband: whether it shows network cards that read memory by themselves.
+        file: bytes that one file may have; None is without a limit.
         locked: bytes of memory that a process may lock; None is without a limit.
         shared: bytes of /dev/shm; None where there is none.
         free: bytes free where the run writes.
@@ -39,6 +41,7 @@ class Facts:
 
     gpu: bool
     infiniband: bool
+    file: int | None
     locked: int | None
     shared: int | None
     free: int
@@ -62,6 +65,7 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
     return Facts(
         gpu=sees_gpu(root),
         infiniband=cards.is_dir() and any(cards.iterdir()),
+        file=None if (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) == resource.RLIM_INFINITY else largest,
         locked=None if locked == resource.RLIM_INFINITY else locked,
         shared=shutil.disk_usage(shared).total if shared.is_dir() else None,
         free=shutil.disk_usage(settings.directory).free,
@@ -77,17 +81,15 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
 def checkpoints(settings: Settings) -> int:
     """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes;
     which ones `keep_hours` adds is not known before. Weights and both moments of AdamW, 4 bytes each."""
-    from forge_ckpt.format.names import Committed, step_name
-    from forge_ckpt.store.policy import judge
+    from forge_ckpt.components.stores import Local
     from forge_models.flops import count
     from forge_train.recipe.load import load
 
     job = load(settings.recipe, settings.overrides).job
-    shape, section, steps = getattr(job.model, "shape", None), job.checkpoint, job.train.max_steps
-    saved = {steps, *range(section.every, steps, section.every)} if section.every else {steps}
-    entries = [Committed(step, 1, step_name(step)) for step in sorted(saved | ({0} if section.first else set()), reverse=True)]
-    kept = sum(bool(verdict.kept_by) for verdict in judge(entries, section.policy()))
-    return _ROOM if shape is None else _ROOM + (kept + 1) * 12 * count(shape).parameters
+    shape = getattr(job.model, "shape", None)
+    if shape is None or not isinstance(job.checkpoint.store, Local):  # another store takes its room elsewhere
+        return _ROOM
+    return _ROOM + (job.checkpoint.most_kept(job.train.max_steps) + 1) * 12 * count(shape).parameters
 
 
 def _compiler() -> str | None:
@@ -101,6 +103,7 @@ def judge(found: Facts) -> Iterator[Check]:
     if found.slow_bf16:
         yield Check("bf16 on the processor", "SKIPPED", found.slow_bf16, remedy="precision.compute = 'fp32' on this machine")
     yield _room(found)
+    yield _file(found)
     yield _shared(found)
     yield _locked(found)
     yield _triton(found)
@@ -118,6 +121,14 @@ def _room(found: Facts) -> Check:
         return Check(name, "PASS", told, expected=expected)
     remedy = "free some, or point job.dir (here: --directory) at a larger disk, or set checkpoint.keep lower"
     return Check(name, "FAIL", told, expected=expected, remedy=remedy)
+
+
+def _file(found: Facts) -> Check:
+    name, expected = "size of a file (ulimit -f)", "unlimited: a checkpoint has one file for each rank"
+    if found.file is None:
+        return Check(name, "PASS", "unlimited", expected=expected)
+    remedy = "ulimit -f unlimited, or more ranks: a start refuses a limit that is smaller than the file of a rank"
+    return Check(name, "FAIL" if found.file < _FILE else "SKIPPED", size(found.file), expected=expected, remedy=remedy)
 
 
 def _shared(found: Facts) -> Check:
