@@ -15,6 +15,7 @@ from forge_ckpt.saving.room import check_room
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
+from forge_core.terminal.quantities import size
 
 ALONE = SingleProcessWorld()
 FULL = torch.zeros(1 << 18, 4)
@@ -41,7 +42,7 @@ def test_fault_15_a_disk_with_no_room_for_one_is_refused_on_every_rank(tmp_path:
     refused = on_ranks(ranks, look(ONE - 1))
     assert {type(found) for found in refused} == {CheckpointError}
     assert len({str(found) for found in refused}) == 1
-    assert f"one checkpoint takes 4.0 MiB, but {tmp_path} has 4.0 MiB left" in str(refused[0])
+    assert f"one checkpoint takes 4.00 MiB, but {tmp_path} has 4.00 MiB left" in str(refused[0])
     assert on_ranks(ranks, look(ONE)) == [""] * ranks
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
@@ -55,7 +56,7 @@ def test_fault_15_what_retention_will_hold_is_compared_with_what_is_left(
     assert check_room(Small(tmp_path, fits * ONE), whole({"w": FULL}), ALONE, keep) == ""
     if fits > 1:
         said = check_room(Small(tmp_path, fits * ONE - 1), whole({"w": FULL}), ALONE, keep)
-        assert f"up to {4 * fits}.0 MiB more: {fits} of 4.0 MiB" in said and "checkpoint.keep" in said
+        assert f"up to {size(fits * ONE)} more: {fits} of {size(ONE)}" in said and "checkpoint.keep" in said
 
 
 def test_a_store_that_cannot_tell_is_not_asked(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_fault_15_a_limit_on_files_is_named(tmp_path: Path, monkeypatch: pytest.
         if not refused:
             assert check_room(Small(tmp_path, ONE), whole({"w": FULL}), ALONE, 0) == ""
             continue
-        with pytest.raises(CheckpointError, match=r"rank 0 writes a file of 4.0 MiB .* may write 4.0 MiB.*ulimit -f"):
+        with pytest.raises(CheckpointError, match=r"rank 0 writes a file of 4.00 MiB .* may write 4.00 MiB.*ulimit -f"):
             check_room(Small(tmp_path, ONE), whole({"w": FULL}), ALONE, 0)
 
 

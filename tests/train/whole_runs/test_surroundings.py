@@ -5,12 +5,17 @@ import io
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from forge_ckpt.store.store import LocalStore
+from forge_core.terminal.quantities import size
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
+from forge_train.doctor.step import Settings
+from forge_train.doctor.steps.node import checkpoints
 from forge_train.process.logs import logging_of
 from forge_train.trackers.jsonl import read
 from train.runs import TINY, train
@@ -93,6 +98,32 @@ def test_fault_15_checkpoints_of_another_user_are_refused_before_anything_is_set
     assert "model:" not in said, "before the model is built"
     assert sorted(path.name for path in place.iterdir()) == before
     assert forge("--checkpoint.store.allow_foreign_owner=true")[0] == 0
+
+
+def test_fault_15_a_disk_that_is_too_small_is_said_before_the_first_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one checkpoint takes is what one that was written has; three are kept, and a fourth one is written meanwhile."""
+    assert forge("--job.dir=before", "--checkpoint.keep=0")[0] == 0
+    one = sum(file.stat().st_size for file in (here / "before/checkpoints/step-00000003").glob("rank-*"))
+    left = one - 1
+    monkeypatch.setattr(LocalStore, "free", lambda self: left)
+    code, said = forge("--job.dir=after")
+    assert code == 2 and "one checkpoint takes" in said and "--job.dir" in said and "Traceback" not in said
+    assert not (here / "after").exists(), "nothing was begun"
+    left = 4 * one - 1
+    code, said = forge("--job.dir=after", "--train.stop_at=3")
+    assert code == 0 and f"up to {size(4 * one)} more: 4 of {size(one)}" in said
+    code, said = forge("--job.dir=after")
+    assert code == 0 and "more:" not in said, "one of them is there by now"
+
+
+def test_room_for_checkpoints_of_a_recipe_is_asked_by_doctor(here: Path) -> None:
+    """Of those that stay and the one that is written; behind a URL, none is asked for here."""
+    settings = Settings("tiny.toml", directory=str(here))
+    whole = checkpoints(settings)
+    keeps_one = checkpoints(replace(settings, overrides=("--checkpoint.keep=1",)))
+    behind = ("--checkpoint.store.name=remote", "--checkpoint.store.url=memory://bucket/runs")
+    nothing = checkpoints(replace(settings, overrides=behind))
+    assert (whole - nothing) * 2 == (keeps_one - nothing) * 4 > 0
 
 
 def test_fault_48_what_the_environment_holds_reaches_no_file_of_a_run_that_falls(

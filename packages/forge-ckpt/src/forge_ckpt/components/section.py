@@ -67,8 +67,8 @@ class Checkpoint:
         return Policy(self.keep, self.keep_every, self.keep_log_spaced, self.keep_hours)
 
     def most_kept(self, steps: int) -> int:
-        """How many checkpoints a run of so many steps keeps in the end, which is when it keeps most; what `keep_hours` adds is not
-        known before."""
+        """How many checkpoints a run of so many steps keeps in the end, when it keeps most; what `keep_hours` adds is not known
+        before."""
         from forge_ckpt.format.names import Committed, step_name
         from forge_ckpt.store.policy import judge
 

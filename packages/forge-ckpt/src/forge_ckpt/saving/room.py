@@ -46,8 +46,8 @@ def check_room(store: Store, pieces: Iterable[Piece], world: World, keep: int) -
     if free >= more * one:
         return ""
     return (
-        f"{place} has {size(free)} left, and checkpoints will take up to {size(more * one)} more: {more} of {size(one)}, of which one "
-        "is being written. Free some, or keep fewer (checkpoint.keep): a save that finds no room is left out"
+        f"{place} has {size(free)} left, and checkpoints will take up to {size(more * one)} more: {more} of {size(one)}, one of "
+        "them while it is written. Free some, or keep fewer (checkpoint.keep): a save that finds no room is left out"
     )
 
 
