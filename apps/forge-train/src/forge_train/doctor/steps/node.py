@@ -17,7 +17,12 @@ from forge_train.doctor.steps.build import sees_gpu
 _SHARED = 1 << 30
 _ROOM = 1 << 30
 _FILE = 1 << 30
-_EXTRAS = {"torchao": "forge-parallel[float8]", "tensorboard": "forge-train[tensorboard]", "wandb": "forge-train[wandb]"}
+_EXTRAS = {
+    "torchao": "forge-parallel[float8]",
+    "s3fs": "forge-ckpt[remote]",
+    "tensorboard": "forge-train[tensorboard]",
+    "wandb": "forge-train[wandb]",
+}
 
 
 @dataclass(frozen=True)
