@@ -96,3 +96,9 @@ def test_what_will_be_kept_is_what_a_run_keeps(tmp_path: Path, rules: Checkpoint
         save(store, whole({"w": torch.zeros(2)}), {}, step, ALONE, keep=rules.policy())
         most = max(most, len(committed(store.list())))
     assert rules.most_kept(100) == most
+
+
+def test_a_limit_on_files_is_of_the_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (ONE // 2, ONE // 2))
+    pieces = shards("w", FULL, 0, 2)
+    assert on_ranks(2, lambda world: check_room(Small(tmp_path, ONE), [pieces[world.rank]], world, 0)) == ["", ""]

@@ -307,3 +307,53 @@ def test_checksums_are_of_what_was_sent() -> None:
         start, length = int(manifest.pieces.start[piece]), int(manifest.pieces.length[piece])
         found = rank_file.checksum(opened(), "step-00000001/rank-00000.bin", start, length, buffer)
         assert found == manifest.pieces.checksum[16 * piece : 16 * piece + 16]
+
+
+def test_reads_go_back_and_see_what_has_changed_once_the_size_was_asked() -> None:
+    store, data = opened(), bytes(range(200))
+    store.write("draft/file", [data])
+
+    def read(start: int) -> bytes:
+        buffer = bytearray(10)
+        store.read_into("draft/file", start, memoryview(buffer))
+        return bytes(buffer)
+
+    for start in (50, 60, 70, 5, 65, 190, 0):
+        assert read(start) == data[start : start + 10]
+    put_back({path: content[::-1] if path.endswith("draft/file") else content for path, content in objects().items()})
+    assert store.size("draft/file") == 200 and read(0) == data[::-1][:10]
+
+
+def test_a_whole_file_of_several_mib_is_read() -> None:
+    data = bytes(range(256)) * (10 << 10)
+    opened().write("draft/file", [data])
+    assert opened().read("draft/file") == data and opened().read("draft/file", 3 << 19) == data[3 << 19 :]
+
+
+def test_fault_12_a_name_that_cannot_be_read_is_not_a_missing_file(system: type[Dying]) -> None:
+    save(opened(), whole(sample(1)), {}, 1, ALONE)
+    system.fails = failing(1000, ConnectionResetError, "get", part="/names/")
+    with pytest.raises(ConnectionResetError):
+        opened().size("step-00000001/manifest.json")
+
+
+def test_another_rank_that_prepares_the_store_at_the_same_time_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, store = opened(), opened()
+    other.write("draft/rank-00000.bin", [b"x"])
+    looks = iter([False, True])
+    monkeypatch.setattr(store, "_is_marked", lambda: next(looks))
+    store.prepare()
+    assert next(looks, None) is None
+
+
+def test_what_was_renamed_is_gone_under_its_first_name() -> None:
+    store = opened()
+    store.write("draft/file", [b"x"])
+    store.write("latest", [b"y"])
+    with pytest.raises(FileExistsError):
+        store.rename("draft", "latest")
+    store.rename("draft", "step")
+    with pytest.raises(FileNotFoundError):
+        store.rename("draft", "other")
+    store.remove("draft")
+    assert store.read("step/file") == b"x" and "other" not in store.list()

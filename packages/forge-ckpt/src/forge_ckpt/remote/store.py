@@ -143,14 +143,10 @@ class RemoteStore:
         data = names.pop(at, None)
         if data is not None:
             self._objects.delete(f"{NAMES}/{at}")  # first: what has no name is not a checkpoint
-        elif at in names.values():  # it has another name by now
-            return
-        folder = f"{DATA}/{data or at}"
-        if (data or at) not in names.values():
-            kept = tuple(f"{DATA}/{other}/" for other in names.values())
-            self._objects.delete(*(key for key in self._objects.below(folder) if not key.startswith(kept)))
-            if left := [key for key in self._objects.below(folder) if not key.startswith(kept)]:
-                raise OSError(errno.EACCES, f"{len(left)} objects could not be deleted", f"{self.root}/{left[0]}")
+        folder, kept = f"{DATA}/{data or at}", tuple(f"{DATA}/{other}/" for other in names.values())  # what other names lead to
+        self._objects.delete(*(found for found in self._objects.below(folder) if not found.startswith(kept)))
+        if left := [found for found in self._objects.below(folder) if not found.startswith(kept)]:
+            raise OSError(errno.EACCES, f"{len(left)} objects could not be deleted", f"{self.root}/{left[0]}")
         if data is None and self._is_object(key):
             self._objects.delete(key)
 
