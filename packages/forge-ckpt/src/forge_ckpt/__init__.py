@@ -7,6 +7,7 @@ from forge_core.lazy import lazily
 if TYPE_CHECKING:
     from forge_ckpt.background.background import Background as Background
     from forge_ckpt.ranks.world import SingleProcessWorld as SingleProcessWorld
+    from forge_ckpt.remote.store import RemoteStore as RemoteStore
     from forge_ckpt.saving.resume import load as load
     from forge_ckpt.saving.resume import newest as newest
     from forge_ckpt.saving.saver import save as save
@@ -19,6 +20,7 @@ __getattr__, __dir__ = lazily(
         "Background": "background.background",
         "SingleProcessWorld": "ranks.world",
         "LocalStore": "store.store",
+        "RemoteStore": "remote.store",
         "load": "saving.resume",
         "newest": "saving.resume",
         "save": "saving.saver",
