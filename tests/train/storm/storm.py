@@ -101,7 +101,7 @@ name = "ema"
 [[hooks]]
 name = "save"
 """
-WAYS = (("sync", "thread"), ("async", "thread"), ("async", "process"))
+WAYS = (("sync", ""), ("async", "thread"), ("async", "process"))
 """How a life of the run saves: drawn anew for each."""
 
 
@@ -238,7 +238,8 @@ class Storm:
 
     def _start(self, until: int | None) -> "subprocess.Popen[bytes]":
         mode, saver = self.draw.choice(WAYS)
-        options = [f"--checkpoint.every={self.every}", f"--checkpoint.mode={mode}", f"--checkpoint.saver={saver}"]
+        options = [f"--checkpoint.every={self.every}", f"--checkpoint.mode={mode}"]
+        options += [f"--checkpoint.saver={saver}"] if saver else []
         if until is not None and until > 0:
             options.append(f"--train.stop_at={until}")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", FOLDER: str(self.folder), PACE: str(self.pace)}

@@ -64,7 +64,7 @@ class Run:
         elapsed: seconds of training that earlier starts of the run took.
         resumed: whether the state is that of a checkpoint.
         recipe_micro_batch: what the recipe asks for, where a smaller one is used since it did not fit; else 0.
-        left_out: whether the last step was not saved, since there was no time for it.
+        left_out: whether the last step was not saved, as the time did not suffice.
         wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
         good_step: collective; step of the newest verified checkpoint with the loss in its band, if there is one.
         trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.

@@ -1,5 +1,5 @@
 """When and how a run's checkpoints are written: while training waits, or in the background. A save that fails does not end a run:
-the next one tries again, and only the last one must succeed, unless the run was asked to stop and there is no time for it."""
+the next one tries again, and only the last one must succeed, unless the run was asked to stop and the time does not suffice."""
 
 import os
 import time

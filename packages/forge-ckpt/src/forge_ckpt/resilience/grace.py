@@ -21,7 +21,7 @@ class Grace:
     """Of one process.
 
     Args:
-        seconds: that lie between a signal and the end of this process; None where nobody has said.
+        seconds: that lie between a signal and the end of this process; None where it is not known.
         environment: may have SLURM's end of the job. One that has passed, as where clocks differ, is not believed.
         since: seconds since the first signal; 0 without one.
         clock: seconds since 1970.
