@@ -22,7 +22,7 @@ SMALL = TINY.replace("layers = 2", "layers = 1")
 
 
 class Sleeps(Hook):
-    """Rank 1 is slow in every step until one: inside of a forward, or before it."""
+    """Rank 1 is slow in every step until one: inside of a forward, before it, or in what a hook does after it."""
 
     def __init__(self, where: str, until: int, seconds: float = 0.2) -> None:
         self.where, self.until, self.seconds = where, until, seconds
@@ -37,6 +37,11 @@ class Sleeps(Hook):
     def before_step(self, run: Any) -> None:
         time.sleep(0.02)  # of every rank, so that there is a time to compare with
         if self.where == "data":
+            self._sleep()
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if self.where == "hook":
+            run.watch.enter("hook sleeps", "sleeps")
             self._sleep()
 
     def _sleep(self) -> None:
@@ -83,6 +88,12 @@ def test_fault_36_a_rank_that_is_fast_again_is_said_and_clean_ranks_are_never_na
     assert len(warned) == 2 and warned[1].endswith("is as fast as the others again")
     (warned, clean), _ = world.run(_named, 2, recipe, tmp_path / "b", ["--train.max_steps=39"], "forward", 0, timeout=90)
     assert warned == [] and slow == clean, "bits of the run are those without it"
+
+
+@pytest.mark.slow
+def test_what_a_hook_takes_names_no_rank(world: World, recipe: Path, tmp_path: Path) -> None:
+    for warned, _ in world.run(_named, 2, recipe, tmp_path / "run", ["--train.max_steps=15"], "hook", 100, timeout=90):
+        assert warned == []
 
 
 def test_own_time_leaves_out_what_does_not_count_and_ends() -> None:

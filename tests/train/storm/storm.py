@@ -309,7 +309,8 @@ def main() -> None:
             sys.exit(f"storm of seed {seed}: {cause}")
         for count, kind in sorted(((count, kind) for kind, count in storm.did.items()), reverse=True):
             print(f"{count:5}  {kind.replace('_', ' ')}")
-        print(f"{sum(storm.did.values())} faults struck; lives of the run: {dict(storm.lives)}")
+        within = (storm.folder / "said").read_bytes().count(b"; restart ")
+        print(f"{sum(storm.did.values())} faults struck; starts: {dict(storm.lives)}, and {within} by the launcher itself")
         if found:
             sys.exit(f"storm of seed {seed}: the run has other bits than a clean one: {'; '.join(found)}")
         print(f"{end.name}: the same bits as a run without faults")
