@@ -80,6 +80,14 @@ def machines(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def storm(session: nox.Session) -> None:
+    """A run of four ranks in half an hour of random faults, against the bits of a clean one; `-- --minutes 5 --seed 1`."""
+    _workshop(session)
+    variables = {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    session.run(_tool("python"), "-m", "train.storm.storm", *session.posargs, external=True, env=variables)
+
+
+@nox.session(venv_backend="none")
 def newest(session: nox.Session) -> None:
     """Tests and isolation with the newest Python on the path and the newest torch, as users get them; downloads gigabytes."""
     place, interpreter = ROOT / ".nox" / "newest", _interpreter(session, newest=True)

@@ -22,6 +22,7 @@ from forge_train.hooks.evaluation.best import BestHook
 from forge_train.hooks.evaluation.early_stop import EarlyStopHook
 from forge_train.hooks.evaluation.results import Improvement
 from forge_train.hooks.save import SaveHook
+from forge_train.process.stop import Stop
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -188,6 +189,7 @@ def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:
         paused=0.0,
         judge=lambda: None,
         topology=SimpleNamespace(device=torch.device("cpu")),
+        stop=Stop(10),
         save=lambda: saves.append(run.state.step),
         finish_saves=lambda: None,
     )

@@ -99,6 +99,9 @@ class ScriptedRun:
     def save(self) -> None:
         self.saved.append(self.state.step)
 
+    def may_save(self) -> bool:
+        return True
+
     def finish_saves(self) -> None:
         pass
 

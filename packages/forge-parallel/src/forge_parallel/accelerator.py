@@ -18,6 +18,8 @@ COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}
 """Kinds of devices that Forge computes on, and the backend of their collectives. Others, such as those of a Mac, are left alone:
 fp64, which proofs are made in, does not exist there."""
 
+_NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
 FLOAT8 = (8, 9)
 """Compute capability from which GPUs of NVIDIA multiply float8 numbers: Ada, Hopper and later."""
 
@@ -149,6 +151,16 @@ def take_peaks(device: torch.device) -> dict[str, int]:
         "device_memory_retries": "num_alloc_retries",
     }
     return {said: int(stats[key]) for said, key in keys.items() if key in stats}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is that memory could not be had: of an accelerator, or of the host."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError) or (isinstance(seen, RuntimeError) and _NO_HOST_MEMORY in str(seen)):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def notes_allocations(device: torch.device) -> bool:

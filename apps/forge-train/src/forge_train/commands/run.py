@@ -155,7 +155,8 @@ def _train(
     process_group.stop()
     if reason != STOPPED:
         return 0
-    tell_launcher(f"{reason} after step {run.state.step}, and saved; start it again", REQUEUE)
+    saved = "without the time to save it" if run.left_out else "and saved"
+    tell_launcher(f"{reason} after step {run.state.step}, {saved}; start it again", REQUEUE)
     return REQUEUE
 
 

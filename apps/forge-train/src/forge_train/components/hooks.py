@@ -189,6 +189,23 @@ class Replicas(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stragglers(Component):
+    """Names ranks, with their hosts, that are slower than those which do the same work, and which all others wait for."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(1)] = 20
+    """Optimizer steps of a window; times of all ranks are compared after each. Three slow windows of five make a straggler."""
+    ratio: Annotated[float, Gt(1)] = 1.5
+    """How many times as long as the median of the others a slow rank takes for its own work in a step."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.stragglers import StragglersHook
+
+        return StragglersHook(every=self.every, ratio=self.ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Norms(Component):
     """Logs norms of gradients, updates and parameters, by group of parameters or by tensor."""
 

@@ -3,14 +3,17 @@
 from forge_core.protocols.run import Run, StepResult
 from forge_train.hooks.clock import pause
 from forge_train.hooks.periodic import Periodic
+from forge_train.process.stop import STOPPED
 
 
 class SaveHook(Periodic):
     """Saves every `checkpoint.every` steps, at step 0 with `checkpoint.first`, when another hook says that a step is due, and
-    when the run ends; a step that is saved is not saved again, unless it became due since."""
+    when the run ends; a step that is saved is not saved again, unless it became due since. A run that was asked to stop saves
+    nothing more where the time that is left is too short for it."""
 
     def __init__(self) -> None:
         super().__init__(every=0)
+        self.left_out = False
 
     def start(self, run: Run) -> None:
         """What was restored is saved already. Step 0 is what seed and recipe give back, so it is saved only on request."""
@@ -29,13 +32,16 @@ class SaveHook(Periodic):
         """Saves the last step, and waits until it is durable."""
         super().finish(run)
         self._save_due(run)
-        with pause(run):
-            run.finish_saves()
+        if not self.left_out:
+            with pause(run):
+                run.finish_saves()
 
     def act(self, run: Run) -> None:
-        """Writes a checkpoint of this step, or begins to."""
+        """Writes a checkpoint of this step, or begins to; not in too little time."""
         run.due = False
-        run.save()
+        self.left_out = run.stop.reason(run.state) == STOPPED and not run.may_save()
+        if not self.left_out:
+            run.save()
 
     def _save_due(self, run: Run) -> None:
         if run.due:

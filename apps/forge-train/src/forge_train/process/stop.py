@@ -77,6 +77,11 @@ class Signals:
         """Inside, signals are noted; in the main thread."""
         return heard(self._note)
 
+    @property
+    def since(self) -> float:
+        """Seconds since the first signal; 0 while there was none."""
+        return time.monotonic() - self._when if self.asked else 0.0
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Inside there is nothing to save yet, so a signal ends what is done.

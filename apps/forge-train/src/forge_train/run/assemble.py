@@ -42,6 +42,7 @@ from forge_train.process.stop import Stop
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
 from forge_train.report.matrix_speed import bf16_remark
+from forge_train.resilience.memory import remembered
 from forge_train.resilience.rollback import Back
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.directory import CHECKPOINTS, keep_recipe, probe
@@ -104,6 +105,9 @@ def assemble(
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 
+    asked = job.train.micro_batch
+    with ranks.together("the micro-batch that fits", collective=True):
+        job, fits = remembered(directory, job, world) if not fresh else (job, "")
     with ranks.together("the directory and the data"), rank_zero_first(world):
         refuse_fresh(job, fresh)
         if world.rank == 0 or directory.is_dir():  # one that is missing is tried out by one rank
@@ -186,6 +190,7 @@ def assemble(
         config=resolved.as_json(),
         phases=phases,
         lag=0 if device.type == "cpu" else 1,
+        recipe_micro_batch=asked if fits else 0,
     )
     with ranks.together("the hooks"):
         trackers = [tracker.build(run) for tracker in job.trackers] if topology.rank == 0 else []
@@ -224,6 +229,8 @@ def assemble(
         tracker.rewind(state.step)
     if "health" in meta:
         run.health.load(meta["health"], state.step)
+    if fits:
+        run.health.warn(fits)
     if back:
         back.take(run)
     if later or found:
@@ -243,7 +250,7 @@ def assemble(
         saves.background.store, saves.background.fence = checkpoints.store, run.stop.fence
     saves.first = lambda: forget(directory)
     run.save, run.finish_saves, run.close = lambda: saves.save(run), lambda: saves.finish(run), saves.close
-    run.check = lambda: checkpoints.check(run)
+    run.may_save, run.check = lambda: saves.may_begin(run), lambda: checkpoints.check(run)
 
     def advice() -> str:
         saves.settle(run, wait=True)  # it may be the one to go back to

@@ -14,6 +14,7 @@ from forge_ckpt.resilience.progress import FILE, REASON
 from forge_core.errors import ForgeError
 from forge_core.redact import redacted_text
 from forge_train.recipe.schema import Job
+from forge_train.resilience import memory
 
 RECIPE = "config.toml"
 """The resolved recipe; its presence marks a directory as a run's."""
@@ -28,7 +29,7 @@ SAMPLES = "samples.json"
 
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, "tensorboard"),
-    *("profiles", "wandb", "wandb-id", FILE, REASON),
+    *("profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 

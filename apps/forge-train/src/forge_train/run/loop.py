@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from forge_parallel.launch.deterministic import same_bits
+from forge_train.resilience.memory import noted_when_full
 from forge_train.run.run import Run
 
 
@@ -13,6 +14,7 @@ def fit(run: Run) -> str:
 
     Raises:
         TrainingError: too many steps had a loss or gradient that is not finite, or the state after the last one is not.
+        OutOfMemory: a step did not fit; the next start takes smaller micro-batches.
         Superseded: another job has started in the run's directory.
     """
     for hook in run.hooks:
@@ -24,7 +26,8 @@ def fit(run: Run) -> str:
             run.begin_step(batches)
             for hook in run.hooks:
                 hook.before_step(run)
-            result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)
+            with noted_when_full(run):
+                result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)
             for hook in run.hooks:
                 hook.before_update(run, result)
             with run.phases("optimizer"):

@@ -63,6 +63,8 @@ class Run:
         unjudged: the newest steps, each with its number.
         elapsed: seconds of training that earlier starts of the run took.
         resumed: whether the state is that of a checkpoint.
+        recipe_micro_batch: what the recipe asks for, where a smaller one is used since it did not fit; else 0.
+        left_out: whether the last step was not saved, as the time did not suffice.
         wants_trace: whether this rank asks for a profile; the step's numbers carry it to all.
         good_step: collective; step of the newest verified checkpoint with the loss in its band, if there is one.
         trace_wanted_at: the newest step, of those with a verdict, in which some rank asked; 0 for none. Alike on all ranks.
@@ -84,6 +86,8 @@ class Run:
     elapsed: float = 0.0
     started: float = field(default_factory=time.monotonic)
     resumed: bool = False
+    left_out: bool = False
+    recipe_micro_batch: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     paused: float = 0.0
     measured: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -92,6 +96,7 @@ class Run:
     wants_trace: bool = False
     trace_wanted_at: int = 0
     save: Callable[[], Any] = field(default=lambda: None)
+    may_save: Callable[[], bool] = field(default=lambda: True)
     finish_saves: Callable[[], Any] = field(default=lambda: None)
     close: Callable[[], Any] = field(default=lambda: None)
     check: Callable[[], Any] = field(default=lambda: None)

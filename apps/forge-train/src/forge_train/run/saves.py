@@ -1,12 +1,15 @@
 """When and how a run's checkpoints are written: while training waits, or in the background. A save that fails does not end a run:
-the next one tries again, and only the last one must succeed."""
+the next one tries again, and only the last one must succeed, unless the run was asked to stop and the time does not suffice."""
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forge_ckpt.background.background import Background, Outcome
 from forge_ckpt.errors import Superseded
 from forge_ckpt.ranks.world import Group
+from forge_ckpt.resilience.grace import Grace
 from forge_ckpt.saving.room import check_room
 from forge_ckpt.saving.saver import draft_of
 from forge_ckpt.saving.write import Order, write
@@ -22,6 +25,7 @@ class Saves:
 
     Attributes:
         background: writes them while training goes on; None where training waits.
+        grace: how much time there is for the last one, if a signal asks for it.
         first: called when the first one is durable.
         asked: the newest step that was to be saved; -1 while there was none.
         durable: the newest step that is.
@@ -30,6 +34,7 @@ class Saves:
 
     checkpoints: Checkpoints
     background: Background | None = None
+    grace: Grace = field(default_factory=lambda: Grace(None, {}))
     first: Callable[[], object] = lambda: None
     asked: int = -1
     durable: int = -1
@@ -74,6 +79,22 @@ class Saves:
         for outcome in self.background.settled(wait) if self.background is not None else ():
             self._ended(run, outcome)
 
+    def may_begin(self, run: Run) -> bool:
+        """Collective: whether a run that was asked to stop has the time to save; where some rank has not, all say so.
+
+        A save that is under way in the background is not asked about: it is finished.
+        """
+        replies = self.checkpoints.world.all_gather(f"{self.grace.lacks()} {self.grace.needed} {self.grace.left()}".encode())
+        lacks, needed, left = max(tuple(map(float, reply.split())) for reply in replies)
+        if not lacks:
+            return True
+        run.left_out = True
+        run.health.warn(
+            f"step {run.state.step} is not saved: a save takes {needed:.3g} s, and {max(left, 0):.3g} s are left until the "
+            "scheduler ends this job. Started again, the run goes on from its newest checkpoint"
+        )
+        return False
+
     def finish(self, run: Run) -> None:
         """Collective: returns when the newest step that was to be saved is durable.
 
@@ -99,17 +120,18 @@ class Saves:
     def _write(self, run: Run, order: Order) -> None:
         fence = self.checkpoints.fence
         assert fence is not None, "a run owns its store before it trains"
+        since = time.monotonic()
         try:
             with self.checkpoints.state_of(run) as state:
                 write(self.checkpoints.store, draft_of(state), order, self.checkpoints.world, fence.may_write)
         except CheckpointError:
             fence.check()  # a newer job may be why
             raise
-        self._saved(run, order.step)
+        self._saved(run, order.step, time.monotonic() - since)
 
     def _ended(self, run: Run, outcome: Outcome) -> None:
         if outcome.error is None:
-            self._saved(run, outcome.step)
+            self._saved(run, outcome.step, outcome.seconds)
             return
         assert self.checkpoints.fence is not None, "a run owns its store before it trains"
         self.checkpoints.fence.check()
@@ -119,11 +141,18 @@ class Saves:
         self.inside.pop(step, None)
         run.health.warn(f"{error}. Training goes on and saves again when the next checkpoint is due")
 
-    def _saved(self, run: Run, step: int) -> None:
-        if self.durable < 0 and run.topology.rank == 0:
-            self.first()
+    def _saved(self, run: Run, step: int, seconds: float) -> None:
+        self.grace.took(seconds)
+        if self.durable < 0:
+            self._first(run)
         self.durable = step
         run.health.saved(step, self.inside.pop(step, False))
+
+    def _first(self, run: Run) -> None:
+        if run.topology.rank == 0:
+            self.first()
+        if short := self.grace.too_short():
+            run.health.warn(short)
 
 
 def saves_of(job: Job, checkpoints: Checkpoints, run: Run) -> Saves:
@@ -137,11 +166,12 @@ def saves_of(job: Job, checkpoints: Checkpoints, run: Run) -> Saves:
         missing = check_room(checkpoints.store, state, checkpoints.world, job.checkpoint.most_kept(job.train.max_steps))
     if missing:
         run.health.warn(missing)
+    grace = Grace(job.checkpoint.grace, os.environ, since=lambda: run.stop.signals.since)
     if job.checkpoint.mode == "sync":
-        return Saves(checkpoints)
+        return Saves(checkpoints, grace=grace)
     world = checkpoints.world
     apart = Group.apart() if world.size > 1 else world
     background = Background(checkpoints.store, world, apart, by=job.checkpoint.saver, busy=job.checkpoint.busy)
     with checkpoints.state_of(run) as state:
         background.reserve(state)
-    return Saves(checkpoints, background)
+    return Saves(checkpoints, background, grace)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 
 from forge_core.component import FREE, Component, Slot
 
@@ -48,6 +48,11 @@ class Checkpoint:
     busy: Literal["wait", "skip", "queue"] = "wait"
     """What an `async` save does while the one before is still being written: training waits for it (`wait`), nothing is saved
     (`skip`), or it is written next (`queue`, which takes the memory of a second copy)."""
+
+    grace: Annotated[float, Gt(0)] | None = None
+    """Seconds that a scheduler leaves between a signal that asks for a stop and the end of the processes. A save that would take
+    longer, as those before it did, is left out then, and the run ends in time. Unset (`"none"`), only the end of a job that SLURM
+    gives (`SLURM_JOB_END_TIME`) counts."""
 
     store: Annotated[Component, Slot("forge.stores", default="local")] = Slot.unset()
     """Where the files live."""

@@ -5,9 +5,13 @@ from types import FrameType
 
 from forge_ckpt.resilience.local_ranks import FOLLOWS, Ended, run
 
-AGAIN = (1, FOLLOWS)
-"""Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, and the
-loss of another rank. Others say that the same would happen again, or that the end was asked for."""
+FULL = 8
+"""Exit code of a rank that ran out of memory, and has noted what may fit."""
+
+AGAIN = (1, FOLLOWS, FULL)
+"""Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, the
+loss of another rank, and a step that did not fit and will be cut into smaller parts. Others say that the same would happen again,
+or that the end was asked for."""
 
 
 class Passed:

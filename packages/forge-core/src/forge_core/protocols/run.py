@@ -89,7 +89,13 @@ class Stop(Protocol):
 
 
 class Watch(Protocol):
-    """Is told what the rank is doing, so that a rank that hangs can be named."""
+    """Is told what the rank is doing, so that a rank that hangs can be named.
+
+    Attributes:
+        section: what the rank is doing now.
+    """
+
+    section: str
 
     def enter(self, doing: str, section: str = "") -> None:
         """Every rank passes the same marks in the same order. What lies between two marks may take ten times as long as usual for
@@ -102,6 +108,10 @@ class Health(Protocol):
 
     def summary(self) -> Sequence[str]:
         """Warnings so far, one sentence each."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """Says something now, on one rank, and again in the report; all ranks say the same."""
         ...
 
 
@@ -181,6 +191,11 @@ class Run(Protocol):
     @property
     def save(self) -> Callable[[], Any]:
         """Collective: saves a checkpoint of the current step, or begins to."""
+        ...
+
+    @property
+    def may_save(self) -> Callable[[], bool]:
+        """Collective: whether a run that was asked to stop has the time for a save; says so where it has not."""
         ...
 
     @property

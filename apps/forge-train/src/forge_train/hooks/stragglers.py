@@ -1,0 +1,143 @@
+"""Names ranks that keep the others waiting."""
+
+import json
+import logging
+import socket
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from forge_ckpt.ranks.world import Group
+from forge_ckpt.resilience.stragglers import Slow, Stragglers, Time
+from forge_core.errors import LayoutError
+from forge_core.protocols.run import Hook, Run, StepResult
+from forge_parallel.accelerator import timed_event
+from forge_parallel.launch.own_time import SECONDS, OwnTime
+
+_log = logging.getLogger(__name__)
+
+_COUNTED = ("step of", "update", "data")
+"""Sections of the watch that are a step; the first step of a start, which compiles, and what hooks do are others."""
+
+_PRODUCTS, _ROWS = 8, 2048
+"""Of the piece of work that an accelerator is timed with: some milliseconds."""
+
+
+class StragglersHook(Hook):
+    """Compares what ranks take for the same work, every N steps, and says which one is slower.
+
+    Times are those that a rank works by itself in a step, from reading its data to the update: not what it waits for others, nor
+    what hooks take. The times of all ranks go through the host, in one exchange every N steps. An accelerator does not show where
+    it waits, so a fixed piece of work is timed on it, which the host does not wait for.
+    """
+
+    def __init__(self, every: int = 20, ratio: float = 1.5) -> None:
+        self.every, self.ratio = every, ratio
+        self.own: OwnTime | None = None
+        self.steps: list[tuple[float, float]] = []
+        self.hosts: list[str] = []
+        self.device: _Device | None = None
+
+    def check(self, run: Run) -> None:
+        """Raises a LayoutError where no two ranks do the same work."""
+        layout = run.topology.layout
+        if layout.world > 1 and layout.pp == layout.world:
+            raise LayoutError(
+                f"hook 'stragglers' compares ranks that do the same work, and each of the {layout.pp} ranks has another pipeline "
+                "stage; leave the hook out, or give each stage several ranks"
+            )
+
+    def start(self, run: Run) -> None:
+        """Begins to look at this rank, where there are others."""
+        topology = run.topology
+        if topology.size == 1:
+            return
+        self.world = Group()
+        self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
+        self.by_host, self.by_device = (Stragglers(self.ratio, resolution=seconds) for seconds in (4 * SECONDS, 0.0))
+        self.own = OwnTime(lambda: run.watch.section.startswith(_COUNTED))
+        self.own.start()
+        if topology.device.type != "cpu":
+            self.device = _Device(topology.device)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Notes the step's time, and compares when due."""
+        if self.own is None:
+            return
+        own, waited = self.own.take()
+        self.steps.append((own, own + waited))
+        if run.state.step % self.every == 0:
+            self._compare(run)
+
+    def finish(self, run: Run) -> None:
+        """Ends the thread."""
+        self.leave(run)
+
+    def leave(self, run: Run) -> None:
+        """Ends the thread."""
+        if self.own is not None:
+            self.own.stop()
+
+    def _compare(self, run: Run) -> None:
+        """Collective: what all ranks have measured."""
+        mine = [median(column) for column in zip(*self.steps, strict=True)]
+        self.steps.clear()
+        asked = self.device.seconds() if self.device else None
+        told = [json.loads(each) for each in self.world.all_gather(json.dumps([*mine, asked]).encode())]
+        stages = [run.topology.layout.coordinates(rank)["pp"] for rank in range(run.topology.size)]
+        work = [Time(own, step, stage) for (own, step, _), stage in zip(told, stages, strict=True)]
+        found = [(slow, "of a step by itself") for slow in self.by_host.take(work)]
+        products = [seconds for _, _, seconds in told if seconds is not None]
+        if len(products) == len(told):
+            found += [(slow, "for the same products") for slow in self.by_device.take([Time(each, each) for each in products])]
+        for slow, what in found:
+            self._say(run, slow, what)
+        if self.device:
+            self.device.work()
+        if run.topology.rank == 0:
+            run.log(_numbers([time.own for time in work], self.by_host.named | self.by_device.named))
+
+    def _say(self, run: Run, slow: Slow, what: str) -> None:
+        who = f"rank {slow.rank} on {self.hosts[slow.rank]}"
+        if slow.over:
+            text = f"after step {run.state.step}, {who} is as fast as the others again"
+        else:
+            text = (
+                f"after step {run.state.step}, {who} is slower than the others: {_told(slow.own)} {what}, where their median "
+                f"is {_told(slow.others)}; all ranks wait for it. Look at what else runs there, at its clocks and its storage"
+            )
+        run.health.warn(text)
+
+
+class _Device:
+    """Times a fixed piece of work on an accelerator, between two events in its queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.left = torch.ones(_ROWS, _ROWS, dtype=torch.bfloat16, device=device)
+        self.into = torch.empty_like(self.left)
+        self.between: tuple[Any, Any] | None = None
+
+    def work(self) -> None:
+        """Queues it."""
+        before = timed_event(self.device)
+        for _ in range(_PRODUCTS):
+            torch.mm(self.left, self.left, out=self.into)
+        self.between = before, timed_event(self.device)
+
+    def seconds(self) -> float | None:
+        """What the work that was queued last took; its step has long had its verdict. None before there was any."""
+        return None if self.between is None else self.between[0].elapsed_time(self.between[1]) / 1000
+
+
+def _numbers(own: Sequence[float], named: set[int]) -> dict[str, float]:
+    """What is logged: the slowest rank and how it compares to the median of all, and how many are named."""
+    usual, most = median(own), max(own)
+    slowest = {"stragglers/slowest_rank": float(own.index(most)), "stragglers/named": float(len(named))}
+    return slowest | ({"stragglers/slowest_ratio": most / usual} if usual > 0 else {})
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
