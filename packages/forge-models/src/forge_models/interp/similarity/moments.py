@@ -64,14 +64,30 @@ class Moments:
         if x.shape[:-1] != y.shape[:-1] or x.dim() < 2:
             raise InterpError(f"x {tuple(x.shape)} and y {tuple(y.shape)} are not of the same tokens")
         x, y = (value.detach().reshape(-1, value.shape[-1]).double() for value in (x, y))
-        means = [one.mean(0) if len(one) else one.new_zeros(one.shape[1]) for one in (x, y)]
-        x, y = x - means[0], y - means[1]
+        x_mean, y_mean = (one.mean(0) if len(one) else one.new_zeros(one.shape[1]) for one in (x, y))
+        x, y = x - x_mean, y - y_mean
         a, b = x.square().sum(1), y.square().sum(1)
         if not bool((a.sum() + b.sum()).isfinite()):
             raise InterpError("activations hold values that are not finite, and so would every similarity")
-        n = torch.full((), len(x), dtype=torch.float64, device=x.device)
-        scalars = (a.sum(), b.sum(), a @ a, b @ b, a @ b)
-        return cls(*means, n, x.sum(0), y.sum(0), x.T @ x, y.T @ y, x.T @ y, *scalars, a @ x, b @ x, a @ y, b @ y)
+        return cls(
+            x_origin=x_mean,
+            y_origin=y_mean,
+            n=torch.full((), len(x), dtype=torch.float64, device=x.device),
+            x=x.sum(0),
+            y=y.sum(0),
+            xx=x.T @ x,
+            yy=y.T @ y,
+            xy=x.T @ y,
+            a=a.sum(),
+            b=b.sum(),
+            aa=a @ a,
+            bb=b @ b,
+            ab=a @ b,
+            ax=a @ x,
+            bx=b @ x,
+            ay=a @ y,
+            by=b @ y,
+        )
 
     def __add__(self, other: "Moments") -> "Moments":
         """Of the rows of both."""
