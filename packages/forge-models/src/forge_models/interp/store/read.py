@@ -90,3 +90,11 @@ class ActivationStore:
             return torch.empty(0, dtype=torch.int64)
         one = self.manifest["taps"][path]
         return torch.empty(0, *one["shape"], dtype=getattr(torch, one["dtype"]))
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder says that it holds activations, finished or not."""
+    try:
+        return "taps" in read_manifest(folder / MANIFEST)
+    except InterpError:
+        return False
