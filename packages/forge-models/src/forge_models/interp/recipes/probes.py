@@ -73,5 +73,5 @@ def linear_probe(
 
 
 def steering_vector(positive: Tensor, negative: Tensor) -> Tensor:
-    """(width,): mean of the activations of one kind of text minus that of another (Rimsky et al., 2024), for `edit` with `add`."""
+    """(width,) fp64: mean activation of one kind of text minus that of another (Rimsky et al., 2024), for `edit` with `add`."""
     return positive.detach().flatten(0, -2).double().mean(0) - negative.detach().flatten(0, -2).double().mean(0)
