@@ -68,8 +68,8 @@ def linear_probe(
         right = (standard @ weight.T + bias).argmax(1) == labels
         plain = weight / spread
         chance = labels[outside].bincount().max() / outside.sum()
-        shares = [float(right[side].double().mean()) for side in (~outside, outside)]
-        return LinearProbe(plain, bias - plain @ mean, *shares, float(chance))
+        inside, beyond = (float(right[side].double().mean()) for side in (~outside, outside))
+        return LinearProbe(plain, bias - plain @ mean, inside, beyond, float(chance))
 
 
 def steering_vector(positive: Tensor, negative: Tensor) -> Tensor:
