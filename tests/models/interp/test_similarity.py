@@ -147,7 +147,7 @@ def test_what_cannot_be_compared_is_refused():
         Moments.of(x, y[:9])
     with pytest.raises(InterpError, match="cannot be added"):
         Moments.zero(3, 3) + Moments.zero(3, 2)
-    with pytest.raises(InterpError, match="no rows"):
+    with pytest.raises(InterpError, match="of no rows"):
         cka(Moments.zero(3, 3))
     with pytest.raises(InterpError, match="needs 4 rows, and there are 3"):
         unbiased_cka(Moments.of(x[:3], y[:3]))

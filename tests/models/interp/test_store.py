@@ -180,7 +180,7 @@ def test_damage_and_wrong_questions_are_named(make, inputs, tmp_path):
 def test_inputs_are_looked_at_before_the_first_forward(make, inputs, tmp_path):
     model = make()
     for wrong, match, options in (
-        ([], "no inputs", {}),
+        ([], "inputs is empty", {}),
         ([torch.tensor([], dtype=torch.int64)], "input 0 has 0 tokens", {}),
         ([torch.zeros(65, dtype=torch.int64)], "input 0 has 65 tokens; 1 to 64", {}),
         ([torch.tensor([97])], "input 0 holds token 97; the vocabulary has 97", {}),

@@ -32,7 +32,7 @@ def rows_of_text(
         limit: inputs at most.
 
     Raises:
-        ForgeError: the file cannot be read or holds nothing, there is no tokenizer, or no such length.
+        ForgeError: the file cannot be read or holds nothing, no tokenizer is found, or the length does not fit.
     """
     try:
         content = file.read_bytes()

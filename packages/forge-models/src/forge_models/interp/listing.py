@@ -95,7 +95,7 @@ def choose(found: Mapping[str, TapInfo], names: str | Sequence[str], layers: Seq
         layers: blocks, negative ones from the end; None = all.
 
     Raises:
-        InterpError: a pattern matches nothing, with the nearest names; or there is no such layer.
+        InterpError: a pattern matches nothing, with the nearest names; or a layer does not exist.
     """
     allowed = None if layers is None else _layers(found, layers)
     within = {name: one for name, one in found.items() if allowed is None or layer_of(name) in allowed}

@@ -24,7 +24,7 @@ class Known(NamedTuple):
         says: what it is.
         dims: in the order in which a block passes it; "tokens" are rows and positions in one.
         alias: what TransformerLens calls it, behind `blocks.N.` inside of a block; empty where it has none.
-        why: why there is no alias.
+        why: why it has none.
         editable: False for what a block only shows.
     """
 
@@ -79,7 +79,7 @@ INSIDE = {
 
 
 def known(name: str) -> Known | None:
-    """What a full name stands for; None for one of somebody's own block."""
+    """What a full name stands for; None for one of a plugin's block."""
     place, _, rest = _parts(name)
     return (INSIDE if place else OUTSIDE).get(rest)
 

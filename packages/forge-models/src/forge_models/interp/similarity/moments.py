@@ -146,10 +146,10 @@ class Moments:
         """Xc'Xc, Yc'Yc and Xc'Yc of the rows without their mean; not divided by n.
 
         Raises:
-            InterpError: there are no rows.
+            InterpError: without rows.
         """
         if not float(self.n):
-            raise InterpError("there are no rows to compare")
+            raise InterpError("sums of no rows compare nothing")
         outer = ((self.x, self.x), (self.y, self.y), (self.x, self.y))
         sums = (self.xx, self.yy, self.xy)
         xx, yy, xy = (one - torch.outer(u, v) / self.n for one, (u, v) in zip(sums, outer, strict=True))

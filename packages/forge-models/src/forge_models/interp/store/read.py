@@ -55,7 +55,7 @@ class ActivationStore:
         """Rows start to stop - 1 of an inner value; the others are not read.
 
         Raises:
-            InterpError: it was not captured, or there are no such rows.
+            InterpError: it was not captured, or these rows do not exist.
         """
         path, stop = self._path(name), self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:

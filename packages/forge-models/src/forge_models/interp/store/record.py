@@ -78,7 +78,7 @@ def check_inputs(model: Any, inputs: Sequence[Tensor], positions: Positions) -> 
         InterpError: no inputs, one that is empty or too long, ids outside of the vocabulary, positions beyond an input.
     """
     if not inputs:
-        raise InterpError("there are no inputs")
+        raise InterpError("inputs is empty; give at least one row of tokens")
     shape = model.shape
     listed = [positions] if isinstance(positions, int) else positions if isinstance(positions, Sequence) else []
     if not isinstance(positions, str):
