@@ -96,6 +96,11 @@ def test_patching_every_value_of_a_layer_restores_the_clean_run(make, tokens):
     torch.testing.assert_close(found["blocks.0.residual"][2], cleaned.detach(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found["blocks.0.residual"][[0, 1, 3, 4, 5]], broken.detach().expand(5), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found["residual"][5], cleaned.detach(), rtol=1e-4, atol=1e-4)
+    twice, one = corrupted.clone(), corrupted.clone()
+    twice[0, 0] = one[0, 0] = 51
+    one[0, 2] = clean[0, 2]  # each position is patched alone
+    alone = activation_patching(model, clean, twice, difference, "blocks.0.residual")["blocks.0.residual"][2]
+    torch.testing.assert_close(alone, difference(model(one)).detach(), rtol=1e-4, atol=1e-4)
     with pytest.raises(InterpError, match="must have one shape"):
         activation_patching(model, clean, corrupted[:, :5], difference, "residual")
 
