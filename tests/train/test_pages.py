@@ -149,7 +149,7 @@ def test_python_blocks_run_in_their_order(page: Path, tmp_path, monkeypatch) -> 
 
 
 def test_the_pages_of_concepts_have_python_that_runs() -> None:
-    assert {page.stem for page in RUNNABLE} >= {"models", "training", "data", "checkpoints", "parallelism"}
+    assert {page.stem for page in RUNNABLE} >= {"models", "interpretability", "training", "data", "checkpoints", "parallelism"}
 
 
 def test_plugin_files_import_nothing_heavy(plugins) -> None:
@@ -180,7 +180,7 @@ def shell(page: Path, directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["models", "data", "data-formats", "checkpoints", "parallelism", "sweeps"])
+@pytest.mark.parametrize("name", ["models", "interpretability", "data", "data-formats", "checkpoints", "parallelism", "sweeps"])
 def test_commands_of_a_page_run_as_written(name: str, tmp_path) -> None:
     shell(ROOT / f"docs/concepts/{name}.md", tmp_path)
 

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from forge_models.decoder import Decoder as Decoder
     from forge_models.generation.generate import generate as generate
     from forge_models.generation.sampling import Sampling as Sampling
+    from forge_models.interp.capture import capture as capture
+    from forge_models.interp.edit import edit as edit
     from forge_models.interp.tap import listening as listening
     from forge_models.interp.tap import tap as tap
 
@@ -16,6 +18,8 @@ __getattr__, __dir__ = lazily(
     {
         "Decoder": "decoder",
         "Sampling": "generation.sampling",
+        "capture": "interp.capture",
+        "edit": "interp.edit",
         "generate": "generation.generate",
         "listening": "interp.tap",
         "tap": "interp.tap",

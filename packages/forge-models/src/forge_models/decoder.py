@@ -94,11 +94,15 @@ class Decoder(nn.Module):
         stream = x
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.head is None:
-            return x
-        terms = self.head(x, labels, objective)
+        with scope("", self):
+            if self.norm is not None:
+                x = tap("norm", self.norm(x))
+            if self.head is None:
+                return x
+            terms = self.head(x, labels, objective)
+        if isinstance(terms, Tensor):
+            with scope("", self):
+                return tap("logits", terms)
         if mtp_targets is None or not depths:
             return terms
         return self._add_mtp(terms, stream, mtp_targets, rotations, masks, token_mask, objective)
@@ -129,7 +133,8 @@ class Decoder(nn.Module):
         rotations = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
         token_mask = None if documents is None else documents != PADDING
         if self.embed is not None:
-            tokens, x = x, self._embedded(self.embed, x)
+            with scope("", self):
+                tokens, x = x, tap("embeddings", self._embedded(self.embed, x))
         masks = self._attention_masks(blocks, documents, starts, length, x, cache)
         return (
             self._run_blocks(x, rotations, masks, cache, {"token_mask": token_mask, "tokens": tokens}),
@@ -162,7 +167,9 @@ class Decoder(nn.Module):
         positions = cache.advance(positions, tokens.shape[1])
         rotation = self._rotary(module.block)(positions)
         attention_mask = self._attention_masks([module.block], None, None, tokens.shape[1], x, cache).get(_window(module.block))
-        x, hidden, _ = module(x, self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
+        given = (self._embedded(self.embed, tokens), rotation, attention_mask, cache.layers[depth], None, tokens)
+        with scope(f"mtp.depths.{depth}.", self):
+            x, hidden, _ = module(x, *given)
         return x, hidden
 
     def _add_mtp(
@@ -187,7 +194,7 @@ class Decoder(nn.Module):
             token = token.clamp(min=0)  # places without a token have no label, and nothing that has one sees them
             given = (self._embedded(mtp.embed, token), rotations[self._rotary(depth.block)], masks.get(_window(depth.block)))
             routing = {"token_mask": here, "tokens": token} if depth.block.sparse else {}
-            with scope(f"mtp.depths.{name}."):
+            with scope(f"mtp.depths.{name}.", self):
                 x, hidden, router_stats = depth(x, *given, **routing)
             if router_stats is not None:
                 depth.block.mlp.observe(router_stats)
@@ -216,7 +223,7 @@ class Decoder(nn.Module):
         observed: list[tuple[Any, Tensor]] = []
         for name, block in self.blocks.items():
             rotation = rotations[self._rotary(block)]
-            with scope(f"blocks.{name}."):
+            with scope(f"blocks.{name}.", self):
                 mine = None if cache is None else cache.layers[name]
                 if not getattr(block, "sparse", False):
                     x = block(x, rotation, masks.get(_window(block)), mine)
@@ -225,7 +232,7 @@ class Decoder(nn.Module):
             if router_stats is not None:
                 observed.append((block.mlp, router_stats))
         x = observe_all(x, observed)  # out here, where recomputation does not come by again
-        with scope(""):
+        with scope("", self):
             return tap("residual", x) if self.head is not None else x
 
     def _attention_masks(

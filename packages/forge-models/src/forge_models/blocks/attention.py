@@ -59,9 +59,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None = None) -> Tensor:
         """(B, T, dim) -> (B, T, dim). `attention_mask` is what the core prepared for this batch."""
-        q = self._normed(self.q_proj(x), self.q_norm)
-        k = self._normed(self.k_proj(x), self.k_norm)
-        v = self._heads(self.v_proj(x))
+        q = self._normed(tap("attention.q_projected", self._heads(self.q_proj(x))), self.q_norm)
+        k = self._normed(tap("attention.k_projected", self._heads(self.k_proj(x))), self.k_norm)
+        v = tap("attention.v", self._heads(self.v_proj(x)))
         q, k = tap("attention.q", rotate(q, rotation)), tap("attention.k", rotate(k, rotation))
         if cache is not None:
             k, v = cache.update(k, v)
@@ -69,12 +69,12 @@ class Attention(nn.Module):
         out = (
             self.core(q, k, v, attention_mask, self.scale) if cap is None else self.core(q, k, v, attention_mask, self.scale, cap)
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(tap("attention.heads", out).transpose(1, 2).flatten(2))
 
     def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is None:
-            return self._heads(x)
-        return self._heads(norm(x)) if self.qk_norm == "full" else norm(self._heads(x))
+            return x
+        return self._heads(norm(x.transpose(1, 2).flatten(2))) if self.qk_norm == "full" else norm(x)
 
     def _heads(self, x: Tensor) -> Tensor:
         # The number of heads is left open: a strategy may have split the projections.

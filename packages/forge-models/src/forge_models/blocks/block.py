@@ -56,17 +56,21 @@ class Block(nn.Module):
             tokens: ids, for routers that look at them.
         """
         x = tap("residual", x)
-        inner = self.attention(_normed(x, self.attention_norm), rotation, attention_mask, cache)
-        x = self._added(x, tap("attention.output", inner), self.attention_post_norm)
+        inner = tap("attention.output", self.attention(_normed(x, self.attention_norm), rotation, attention_mask, cache))
+        x = tap("residual_mid", x + tap("attention.added", self._scaled(inner, self.attention_post_norm)))
         inner = _normed(x, self.mlp_norm)
         if not self.sparse:
-            return self._added(x, self.mlp(inner), self.mlp_post_norm)
+            return self._end(x, self.mlp(inner))
         inner, router_stats = self.mlp(inner, token_mask, tokens, cache is not None)
-        return self._added(x, inner, self.mlp_post_norm), router_stats
+        return self._end(x, inner), router_stats
 
-    def _added(self, x: Tensor, inner: Tensor, norm: nn.Module | None) -> Tensor:
+    def _end(self, x: Tensor, inner: Tensor) -> Tensor:
+        added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm))
+        return tap("residual_after", x + added)
+
+    def _scaled(self, inner: Tensor, norm: nn.Module | None) -> Tensor:
         inner = _normed(inner, norm)
-        return x + (inner if self.multiplier == 1 else inner * self.multiplier)
+        return inner if self.multiplier == 1 else inner * self.multiplier
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Layout of the norms, which strategies may split along the sequence."""

@@ -64,15 +64,15 @@ class LatentAttention(nn.Module):
         q = self._queries(x).unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim)).transpose(1, 2)
         q_still, q_turning = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         latent, key = self.kv_a_proj(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        latent, key = self.kv_a_norm(latent).unsqueeze(1), rotate(key.unsqueeze(1), rotation)
+        latent, key = tap("attention.latent", self.kv_a_norm(latent)).unsqueeze(1), rotate(key.unsqueeze(1), rotation)
         if cache is not None:
             key, latent = cache.update(key, latent)
         made = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         k_still, v = made.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         q = tap("attention.q", torch.cat((q_still, rotate(q_turning, rotation)), dim=-1))
         k = tap("attention.k", torch.cat((k_still, key.expand(-1, k_still.shape[1], -1, -1)), dim=-1))
-        out = self.core(q, k, v, attention_mask, self.scale)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        out = self.core(q, k, tap("attention.v", v), attention_mask, self.scale)
+        return self.o_proj(tap("attention.heads", out).transpose(1, 2).flatten(2))
 
     def _queries(self, x: Tensor) -> Tensor:
         if self.q_a_proj is not None and self.q_a_norm is not None and self.q_b_proj is not None:

@@ -33,12 +33,14 @@ class MLP(nn.Module):
         super().__init__()
         self.context = context
         self.activation = activation
+        self.tapped = "mlp."  # what names of inner values begin with; experts that are shared have another
         self.up_proj = Linear(context.dim, context.ffn_dim, bias)
         self.down_proj = Linear(context.ffn_dim, context.dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
-        return self.down_proj(ACTIVATIONS[self.activation](tap("mlp.pre_activation", self.up_proj(x))))
+        hidden = ACTIVATIONS[self.activation](tap(self.tapped + "pre_activation", self.up_proj(x)))
+        return self.down_proj(tap(self.tapped + "hidden", hidden))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Parameters by name relative to this module."""
@@ -63,8 +65,8 @@ class GatedMLP(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
-        gate = ACTIVATIONS[self.activation](tap("mlp.pre_activation", self.gate_proj(x)))
-        return self.down_proj(gate * self.up_proj(x))
+        gate = ACTIVATIONS[self.activation](tap(self.tapped + "pre_activation", self.gate_proj(x)))
+        return self.down_proj(tap(self.tapped + "hidden", gate * tap(self.tapped + "linear", self.up_proj(x))))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Parameters by name relative to this module."""

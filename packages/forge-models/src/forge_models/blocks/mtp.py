@@ -25,6 +25,7 @@ from forge_models.blocks.block import Block
 from forge_models.blocks.layers import Embedding, Linear, linear_specs
 from forge_models.blocks.rope import Rotation
 from forge_models.generation.cache import LayerCache
+from forge_models.interp.tap import tap
 from forge_models.shape import DecoderShape
 
 STREAM: tuple[Dim, ...] = ("batch", "sequence", "embed")
@@ -63,7 +64,7 @@ class MTPModule(nn.Module):
             x, router_stats = self.block(x, rotation, attention_mask, cache, token_mask, tokens)
         else:
             x = self.block(x, rotation, attention_mask, cache)
-        return x, self.norm(x), router_stats
+        return x, tap("norm", self.norm(x)), router_stats
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The projection; norms and block have their own."""

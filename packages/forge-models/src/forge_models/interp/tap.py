@@ -1,9 +1,4 @@
-"""Names for the inner values of a model, and the one function through which blocks pass them.
-
-Names: `blocks.3.residual` (input of the block), `blocks.3.attention.q` and `.k` (after norm and rotation, (B, heads, T,
-head_dim)), `blocks.3.attention.output` and `blocks.3.mlp.pre_activation`, with experts `blocks.3.router.logits` (N, experts);
-`residual` is the stream after the last block.
-"""
+"""The one function through which blocks pass inner values, and who listens. `forge_models.interp.names` has the names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,28 +10,31 @@ from torch import Tensor
 Listener = Callable[[str, Tensor], Tensor | None]
 """Called with a full name and a value; returns a replacement, or None to leave the value as it is."""
 
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
-_scope: ContextVar[str | None] = ContextVar("scope", default=None)
+_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
+_scope: ContextVar[tuple[str, object] | None] = ContextVar("scope", default=None)
 
 
 def tap(name: str, x: Tensor) -> Tensor:
     """`x` itself without a listener. A compiled graph never holds a tap: see `listening`."""
     if torch.compiler.is_compiling():
         return x
-    listener, scope = _listener.get(), _scope.get()
-    if listener is None or scope is None:
+    listeners = _listeners.get()
+    if not listeners or (place := _scope.get()) is None:
         return x
-    replacement = listener(scope + name, x)
-    return x if replacement is None else replacement
+    for listener in listeners:
+        replacement = listener(place[0] + name, x)
+        x = x if replacement is None else replacement
+    return x
 
 
 @contextmanager
-def scope(path: str) -> Iterator[None]:
-    """Names inside begin with `path`. Recomputation in a backward runs outside of any scope and is not heard twice."""
-    if torch.compiler.is_compiling() or _listener.get() is None:
+def scope(path: str, model: object) -> Iterator[None]:
+    """Names inside begin with `path` and are of `model`. Recomputation in a backward runs outside of any scope: it is not heard
+    twice."""
+    if torch.compiler.is_compiling() or not _listeners.get():
         yield
         return
-    token = _scope.set(path)
+    token = _scope.set((path, model))
     try:
         yield
     finally:
@@ -44,11 +42,26 @@ def scope(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Passes every tapped value of the forwards inside to `listener`. Compiled blocks run eagerly meanwhile."""
-    token = _listener.set(listener)
+def listening(listener: Listener, alone: bool = False) -> Iterator[None]:
+    """Passes every tapped value of the forwards inside to `listener`. Compiled blocks run eagerly meanwhile.
+
+    Contexts nest: the outer listener hears a value first, and the inner one hears what the outer one made of it. Outer listeners
+    do not hear what runs inside of one that is `alone`.
+    """
+    token = _listeners.set((listener,) if alone else (*_listeners.get(), listener))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        _listener.reset(token)
+        _listeners.reset(token)
+
+
+def speaks(model: object) -> bool:
+    """Whether the value that a listener is given is one of `model`: others may run inside of a context."""
+    place = _scope.get()
+    return place is not None and place[1] is model
+
+
+def hears(listener: Listener) -> bool:
+    """Whether `listener` listens in this thread: a forward of another one is none of its business."""
+    return any(one is listener for one in _listeners.get())

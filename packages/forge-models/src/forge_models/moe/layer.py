@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from forge_core.protocols.model import ExpertDispatcher
 from forge_core.specs import Init, ModuleSpec, TensorSpec
-from forge_models.blocks.mlp import STREAM
+from forge_models.blocks.mlp import MLP, STREAM
 from forge_models.context import BlockContext, RouterContext
+from forge_models.interp.tap import tap
 from forge_models.moe.capacity import limited
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
@@ -63,6 +64,8 @@ class ExpertLayer(nn.Module):
         # N experts that see every token are one of N times the width: their outputs are added anyway.
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
+        if isinstance(self.shared, MLP):
+            self.shared.tapped = "shared."
         self.dispatch: ExpertDispatcher = LocalDispatch()
         if shape.losses.global_batch:
             self.register_buffer("load", torch.full((shape.experts,), -1))
@@ -84,6 +87,8 @@ class ExpertLayer(nn.Module):
         shape = self.shape
         flat, mask = x.flatten(0, -2), None if token_mask is None else token_mask.flatten()
         routing = self.router(flat, None if tokens is None else tokens.flatten())
+        tap("router.experts", routing.experts)  # to be read: who chooses otherwise edits the logits
+        routing = routing._replace(weights=tap("router.weights", routing.weights))
         experts = routing.experts if mask is None else routing.experts.where(mask.unsqueeze(1), -1)
         drops = shape.capacity is not None and not cached
         kept = limited(experts, routing.weights, shape.capacity or 0, shape.experts) if drops else experts

@@ -1,0 +1,149 @@
+"""`forge-train probe MODEL`: lists what can be looked at inside of a model, and stores it over a text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
+
+
+def probe(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="A run, a checkpoint or a Hugging Face folder; with --list also a recipe.", show_default=False)
+    ],
+    listing: Annotated[
+        bool, typer.Option("--list", help="List inner values: name, alias, shape, dtype, bytes of a token.")
+    ] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--names", help="A name, an alias or a pattern such as 'blocks.*.residual'; may be given several times."),
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Blocks, such as 0,3,-1. Default: all.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads, such as 0,5, of values that have heads. Default: all.")] = None,
+    positions: Annotated[str, typer.Option(help="Tokens of an input: all, last, mean, or places such as 0,5.")] = "all",
+    text: Annotated[Path | None, typer.Option(help="A text file to run the model over.")] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Each line of the text is an input.")] = False,
+    length: Annotated[int | None, typer.Option(help="Tokens of an input at most. Default: 512, or the model's longest.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Inputs at most.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Inputs in one forward.")] = 8,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the stored values; that of a capture that stopped goes on.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="GiB that may be stored without --yes.")] = 1.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Store more than --budget.")] = False,
+    export: Annotated[Path | None, typer.Option(help="Write the stored values as this .npz or .parquet file, too.")] = None,
+    weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Look inside of a model: list what it computes between tokens and logits, and store chosen values over a text.
+
+    forge-train probe 7b --list
+    forge-train probe runs/demo --names 'blocks.*.residual_after' --positions last --text book.txt --output acts
+
+    Stores safetensors and a manifest that says where they come from. A capture that was killed goes on when the same command is
+    started again. Runs on one process.
+    """
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
+    from forge_train.commands.single_process import require_single_process
+
+    require_single_process("probe")
+    console, registry = Console(as_json=as_json), Registry()
+    if listing:
+        if names or text or output:
+            raise ForgeError("--list runs nothing; leave out --names, --text and --output")
+        _list(model, context.args, registry, console)
+        return
+    if context.args:
+        raise ForgeError(f"{context.args[0]}: stored weights have their recipe; overrides go with --list of a recipe")
+    if not names or text is None or output is None:
+        raise ForgeError("a capture needs --names, --text FILE and --output FOLDER; --list shows the names")
+    selection = {"names": list(names), "layers": layers, "heads": heads, "positions": positions}
+    source = {"file": text, "lines": lines, "length": length, "limit": limit, "tokenizer": tokenizer}
+    limits = {"budget": None if yes else budget, "batch": batch}
+    found = _capture(Path(model), weights, selection, source, output, limits, registry, console)
+    if export is not None:
+        from forge_models.interp.store.convert import convert
+        from forge_models.interp.store.read import ActivationStore
+
+        convert(ActivationStore(output), export)
+        console.note(f"wrote {export}")
+    if as_json:
+        console.document(found)
+
+
+def _list(model: str, overrides: list[str], registry: "Registry", console: "Console") -> None:
+    import torch
+
+    from forge_core.errors import ForgeError
+    from forge_models.interp.listing import taps
+    from forge_models.interp.names import known
+    from forge_train.inference.open import open_weights
+    from forge_train.recipe.load import load
+
+    if Path(model).exists() and Path(model).suffix != ".toml":
+        if overrides:
+            raise ForgeError(f"{overrides[0]}: stored weights have their recipe; overrides go with a recipe")
+        component: Any = open_weights(Path(model), registry).model
+    else:
+        component = load(model, overrides, None, registry).job.model
+    with torch.device("meta"):
+        built = component.build()
+    found = taps(built)
+    if console.as_json:
+        console.document([_row(one) for one in found.values()])
+        return
+    rows = [
+        (one["name"], one["alias"] or "-", " x ".join(map(str, one["shape"])), one["dtype"], f"{one['bytes_per_token']:,}")
+        for one in map(_row, found.values())
+    ]
+    console.table(("name", "TransformerLens", "shape of a token", "dtype", "bytes a token"), rows)
+    reasons = {entry.why for name in found if (entry := known(name)) is not None and entry.why}
+    console.text("without an alias: " + "; ".join(sorted(reasons)))
+
+
+def _row(one: Any) -> dict[str, Any]:
+    dtype = str(one.dtype).removeprefix("torch.")
+    return {"name": one.name, "alias": one.alias, "shape": one.shape, "dtype": dtype, "bytes_per_token": one.bytes_per_token}
+
+
+def _capture(
+    model: Path,
+    weights: str,
+    selection: dict[str, Any],
+    source: dict[str, Any],
+    output: Path,
+    limits: dict[str, Any],
+    registry: "Registry",
+    console: "Console",
+) -> dict[str, Any]:
+    from forge_core.errors import ForgeError
+    from forge_models.interp.capture import checked
+    from forge_models.interp.store.record import record, row_bytes
+    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inspection.inputs import integers, positions_of, row_count, rows_of_text
+
+    opened = open_weights(model, registry, weights)
+    layers, heads = (integers(f"--{name}", selection[name]) for name in ("layers", "heads"))
+    positions = positions_of(selection["positions"])
+    rows, facts = rows_of_text(opened, registry=registry, note=console.note, **source)
+    loaded = load_model(opened)
+    infos = checked(loaded, selection["names"], layers, heads)
+    count = row_count(rows, positions)
+    size = count * row_bytes(infos, heads)
+    console.note(f"{len(infos)} inner values of {count:,} tokens in {len(rows):,} inputs: {size / 2**20:,.1f} MiB in {output}")
+    if limits["budget"] is not None and size > limits["budget"] * 2**30:
+        raise ForgeError(
+            f"{size / 2**30:.2f} GiB are more than --budget {limits['budget']:g}; add --yes, or take fewer names, layers, heads "
+            "or positions"
+        )
+    facts |= {"model": opened.facts.origin, "step": opened.facts.step, "set": weights}
+    chosen = {"layers": layers, "heads": heads, "positions": positions, "batch": limits["batch"]}
+    record(loaded, rows, output, selection["names"], facts=facts, **chosen)
+    return {"store": str(output), "names": list(infos), "inputs": len(rows), "rows": count, "bytes": size}

@@ -1,0 +1,123 @@
+"""`forge-train similarity PLACE...`: how alike layers are, of one model, of two, or over the checkpoints of a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
+    from forge_models.interp.store.read import ActivationStore
+
+
+def similarity(
+    places: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Folders that `probe` wrote, or runs, checkpoints and Hugging Face folders with --text.", show_default=False
+        ),
+    ],
+    names: Annotated[
+        str, typer.Option("--names", help="Inner values of models: a name, an alias or a pattern.")
+    ] = "blocks.*.residual_after",
+    text: Annotated[Path | None, typer.Option(help="A text file to run models over.")] = None,
+    positions: Annotated[str, typer.Option(help="Tokens of an input: all, last, mean, or places such as 0,5.")] = "all",
+    length: Annotated[int | None, typer.Option(help="Tokens of an input at most. Default: 512, or the model's longest.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Inputs at most.")] = 32,
+    steps: Annotated[bool, typer.Option("--steps", help="Of a run: each checkpoint, against the last one.")] = False,
+    measure: Annotated[str, typer.Option(help="cka (unbiased), biased_cka, cca, svcca or rsa.")] = "cka",
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write a heat map to this .svg file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+) -> None:
+    """Compare what layers compute: all pairs within one model or between two, or over many against the last.
+
+    forge-train similarity runs/demo --text book.txt --output layers.svg
+    forge-train similarity runs/demo --steps --text book.txt --measure svcca
+
+    Sums are made in one pass in fp64, so the values depend on neither batches nor their order. Activations of models lie in a
+    temporary folder meanwhile; of a layer, tokens x width x bytes.
+    """
+    from forge_core.durable import replace_file
+    from forge_core.errors import ForgeError
+    from forge_core.registry import Registry
+    from forge_core.terminal.console import Console
+    from forge_models.interp.similarity.linear import MEASURES
+    from forge_train.commands.single_process import require_single_process
+    from forge_train.inspection.heat_map import heat_map
+    from forge_train.inspection.similarities import between, to_the_last
+
+    require_single_process("similarity")
+    console, registry = Console(as_json=as_json), Registry()
+    if measure not in MEASURES:
+        raise ForgeError(f"--measure {measure}: one of {', '.join(MEASURES)}")
+    if output is not None and output.suffix != ".svg":
+        raise ForgeError(f"--output {output}: heat maps are .svg files; --json prints the numbers")
+    wanted = _checkpoints(places) if steps else [(place.name, place) for place in places]
+    options = {"file": text, "length": length, "limit": limit, "tokenizer": tokenizer}
+    with _stores(wanted, names, positions, options, registry, console) as stores:
+        if len(stores) <= 2 and not steps:
+            left, right = stores[0], stores[-1]
+            values, rows, columns = between(left, right, measure), left.names, right.names
+        else:
+            values, rows, columns = to_the_last(stores, measure), stores[-1].names, tuple(label for label, _ in wanted)
+    if output is not None:
+        title = f"{measure}: {' and '.join(dict.fromkeys(place.name for place in places))}"
+        try:
+            replace_file(output, heat_map(title, values, rows, columns).encode())
+        except OSError as cause:
+            raise ForgeError(f"{output} cannot be written: {cause.strerror}; choose another --output") from cause
+        console.note(f"wrote {output}")
+    if as_json:
+        console.document({"measure": measure, "rows": rows, "columns": columns, "values": values})
+    else:
+        body = [(name, *(f"{value:.3f}" for value in line)) for name, line in zip(rows, values, strict=True)]
+        console.table((measure, *columns), body)
+
+
+def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
+    """(name, folder) of each checkpoint of one run, the oldest first."""
+    from forge_ckpt.format.names import committed
+    from forge_ckpt.saving.locate import store_of
+    from forge_core.errors import ForgeError
+
+    if len(places) != 1:
+        raise ForgeError("--steps takes one run, or one directory of checkpoints")
+    store, one = store_of(places[0])
+    newest = {entry.step: entry.name for entry in reversed(committed(path.name for path in store.iterdir()))}
+    if one is not None or len(newest) < 2:
+        raise ForgeError(f"{places[0]} has fewer than two checkpoints; keep more with checkpoint.keep")
+    return [(name, store / name) for _, name in sorted(newest.items())]
+
+
+@contextmanager
+def _stores(
+    wanted: list[tuple[str, Path]], names: str, positions: str, options: dict[str, Any], registry: "Registry", console: "Console"
+) -> "Iterator[list[ActivationStore]]":
+    """Of each place the stored activations, or those that its model has over the text."""
+    from tempfile import TemporaryDirectory
+
+    from forge_core.errors import ForgeError
+    from forge_models.interp.store.read import ActivationStore, is_store
+    from forge_models.interp.store.record import record
+    from forge_train.inference.open import load_model, open_weights
+    from forge_train.inspection.inputs import positions_of, rows_of_text
+
+    with TemporaryDirectory() as scratch:
+        found = []
+        for number, (label, place) in enumerate(wanted):
+            if is_store(place):
+                found.append(ActivationStore(place))
+                continue
+            if options["file"] is None:
+                raise ForgeError(f"{place} is not a folder that `probe` wrote; a model needs --text FILE to run over")
+            opened = open_weights(place, registry)
+            rows, facts = rows_of_text(opened, registry=registry, note=console.note, **options)
+            console.note(f"{label}: {sum(map(len, rows)):,} tokens")
+            folder = Path(scratch) / str(number)
+            record(load_model(opened), rows, folder, names, positions=positions_of(positions), facts=facts)
+            found.append(ActivationStore(folder))
+        yield found

@@ -1,0 +1,147 @@
+"""Encoding models: ridge regression from activations to recordings, with a penalty for each voxel."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge_models.interp.listing import InterpError
+
+ALPHAS = tuple(10.0**power for power in range(-2, 7))
+"""Penalties that are tried."""
+
+
+class Ridge(NamedTuple):
+    """y = x @ weight + bias, the penalty of each voxel chosen by cross-validation.
+
+    Attributes:
+        weight: (features, voxels).
+        bias: (voxels,).
+        alpha: (voxels,) the chosen penalties.
+        errors: (alphas, voxels) mean squared error of held-out rows, averaged over folds.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    alpha: Tensor
+    errors: Tensor
+
+    def predict(self, x: Tensor) -> Tensor:
+        """(n, features) -> (n, voxels)."""
+        return x.double() @ self.weight + self.bias
+
+
+def folds_of(rows: int, folds: int) -> list[Tensor]:
+    """Indices of each held-out fold: contiguous, as neighbors in time are alike; sizes differ by one at most.
+
+    Raises:
+        InterpError: fewer than two folds, or than two rows in one.
+    """
+    if folds < 2 or rows < 2 * folds:
+        raise InterpError(f"{rows} rows cannot be cut into {folds} folds of two rows at least; take 2 to {max(rows // 2, 2)}")
+    return list(torch.arange(rows).tensor_split(folds))
+
+
+def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: int | Sequence[Tensor] = 5) -> Ridge:
+    """Minimizes |y - x w - b|^2 + alpha |w|^2 for each voxel (Hoerl and Kennard, 1970), with the alpha of least held-out error.
+
+    One decomposition of each fold serves all penalties and voxels: with x = U S V', w = V S / (S^2 + alpha) U' y.
+
+    Args:
+        x: (n, features).
+        y: (n, voxels) of the same times.
+        folds: their number, or the held-out rows of each.
+
+    Raises:
+        InterpError: rows that do not fit, values that are not finite, or penalties that are not positive.
+    """
+    x, y = _checked(x, y)
+    if not alphas or min(alphas) <= 0:
+        raise InterpError("alphas must be positive, and at least one")
+    held_out = folds_of(len(x), folds) if isinstance(folds, int) else list(folds)
+    errors = torch.stack([_fold_errors(x, y, rows, alphas) for rows in held_out]).mean(0)
+    chosen = errors.argmin(0)
+    left, sizes, right, y_mean, x_mean = _decomposed(x, y)
+    penalties = torch.tensor(alphas, dtype=torch.float64)[chosen]
+    weight = right.T @ (left * (sizes[:, None] / (sizes[:, None].square() + penalties)))
+    return Ridge(weight, y_mean - x_mean @ weight, penalties, errors)
+
+
+def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: int = 5) -> Tensor:
+    """(voxels,) correlation of predicted and recorded rows that neither weights nor penalties have seen, averaged over folds.
+
+    In each outer fold, penalties are chosen by `folds` inner ones. A voxel that does not vary has 0.
+    """
+    x, y = _checked(x, y)
+    scores = []
+    for rows in folds_of(len(x), folds):
+        inside = _others(len(x), rows)
+        fitted = ridge(x[inside], y[inside], alphas=alphas, folds=folds)
+        scores.append(correlations(fitted.predict(x[rows]), y[rows]))
+    return torch.stack(scores).mean(0)
+
+
+def correlations(a: Tensor, b: Tensor) -> Tensor:
+    """(columns,) Pearson correlations over rows; 0 for a column that does not vary."""
+    a, b = a.double() - a.double().mean(0), b.double() - b.double().mean(0)
+    norms = a.norm(dim=0) * b.norm(dim=0)
+    return torch.where(norms > 1e-12, (a * b).sum(0) / norms.clamp(min=1e-300), 0.0)
+
+
+def noise_ceiling(repeats: Tensor) -> Tensor:
+    """(voxels,) correlation that a perfect model of the signal would reach with the mean of `repeats` (k, n, voxels) (Schoppe et
+    al., 2016): sqrt of the share of the mean's variance that is not noise; 0 where all is noise.
+
+    Raises:
+        InterpError: fewer than two repeats.
+    """
+    if len(repeats) < 2:
+        raise InterpError(f"a noise ceiling needs two recordings of the same rows, and there is {len(repeats)}")
+    repeats = repeats.double()
+    noise = repeats.var(0).mean(0) / len(repeats)
+    whole = repeats.mean(0).var(0)
+    return torch.where(whole > 0, ((whole - noise) / whole.clamp(min=1e-300)).clamp(min=0).sqrt(), 0.0)
+
+
+def lagged(x: Tensor, lags: Sequence[int]) -> Tensor:
+    """(n, features * lags): the rows of some steps before, side by side, zeros before the first: a recording follows with delay.
+
+    Raises:
+        InterpError: a lag that looks ahead, or beyond the rows.
+    """
+    if wrong := [lag for lag in lags if not 0 <= lag < len(x)]:
+        raise InterpError(f"lag {wrong[0]}: lags are 0 to {len(x) - 1} rows")
+    return torch.cat([torch.cat([x.new_zeros(lag, x.shape[1]), x[: len(x) - lag]]) for lag in lags], 1)
+
+
+def _fold_errors(x: Tensor, y: Tensor, rows: Tensor, alphas: Sequence[float]) -> Tensor:
+    inside = _others(len(x), rows)
+    left, sizes, right, y_mean, x_mean = _decomposed(x[inside], y[inside])
+    scores = (x[rows] - x_mean) @ right.T
+    errors = []
+    for alpha in alphas:
+        predicted = (scores * (sizes / (sizes.square() + alpha))) @ left + y_mean
+        errors.append((predicted - y[rows]).square().mean(0))
+    return torch.stack(errors)
+
+
+def _decomposed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """U'y, S, V', and the means, which are not penalized."""
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    left, sizes, right = torch.linalg.svd(x - x_mean, full_matrices=False)
+    return left.T @ (y - y_mean), sizes, right, y_mean, x_mean
+
+
+def _others(count: int, rows: Tensor) -> Tensor:
+    mask = torch.ones(count, dtype=torch.bool)
+    mask[rows] = False
+    return mask
+
+
+def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
+        raise InterpError(f"features {tuple(x.shape)} and recordings {tuple(y.shape)} are (n, ...) of the same n times")
+    if not bool(x.isfinite().all()) or not bool(y.isfinite().all()):
+        raise InterpError("features and recordings must be finite; leave out what was not recorded")
+    return x.detach().double(), y.detach().double()

@@ -1,0 +1,1 @@
+"""Methods of interpretability as functions of a decoder and tokens, made of `capture` and `edit`."""

@@ -1,0 +1,77 @@
+"""Linear probes with accuracy on rows that they were not fitted to, and directions to steer with."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge_models.interp.listing import InterpError
+
+
+class LinearProbe(NamedTuple):
+    """logits = x @ weight.T + bias.
+
+    Attributes:
+        weight: (classes, width) fp64; `bias` (classes,).
+        train_accuracy: on the rows that it was fitted to.
+        accuracy: on the rows that were held out.
+        chance: share of the most frequent class among the held-out rows: what a constant answer reaches.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    train_accuracy: float
+    accuracy: float
+    chance: float
+
+
+def linear_probe(
+    x: Tensor, labels: Tensor, *, held_out: float = 0.2, decay: float = 1e-2, groups: Tensor | None = None, seed: int = 0
+) -> LinearProbe:
+    """Multinomial logistic regression (Alain and Bengio, 2017): minimizes mean nll + decay / 2 |weight|^2 on standardized rows.
+
+    Args:
+        x: (n, width) activations.
+        labels: (n,) classes 0, 1, ...
+        held_out: share of the groups that are not fitted.
+        groups: (n,) rows of one group, such as a document, are held out together; None = each row by itself.
+        seed: of the choice.
+
+    Raises:
+        InterpError: rows and labels do not fit, or one side of the split has no rows or one class only.
+    """
+    if len(x) != len(labels) or (groups is not None and len(groups) != len(x)):
+        raise InterpError(f"{len(x)} rows, {len(labels)} labels and their groups must be as many")
+    members, group = torch.unique(torch.arange(len(x)) if groups is None else groups.cpu(), return_inverse=True)
+    order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))
+    outside = torch.isin(group, order[: round(held_out * len(members))])
+    rows, labels = x.detach().cpu().double(), labels.cpu().long()
+    if not bool(outside.any()) or len(labels[~outside].unique()) < 2:
+        raise InterpError("a probe needs rows of two classes to be fitted to, and rows that are held out; change held_out")
+    mean, spread = rows[~outside].mean(0), rows[~outside].std(0).clamp(min=1e-12)
+    standard, classes = (rows - mean) / spread, int(labels.max()) + 1
+    fitted, answers = standard[~outside], labels[~outside]
+    weight = torch.zeros(classes, rows.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found = F.cross_entropy(fitted @ weight.T + bias, answers) + decay / 2 * weight.square().sum()
+        found.backward()
+        return found
+
+    with torch.enable_grad():
+        optimizer.step(loss)  # type: ignore[arg-type]
+    with torch.no_grad():
+        right = (standard @ weight.T + bias).argmax(1) == labels
+        plain = weight / spread
+        chance = labels[outside].bincount().max() / outside.sum()
+        inside, beyond = (float(right[side].double().mean()) for side in (~outside, outside))
+        return LinearProbe(plain, bias - plain @ mean, inside, beyond, float(chance))
+
+
+def steering_vector(positive: Tensor, negative: Tensor) -> Tensor:
+    """(width,) fp64: mean activation of one kind of text minus that of another (Rimsky et al., 2024), for `edit` with `add`."""
+    return positive.detach().flatten(0, -2).double().mean(0) - negative.detach().flatten(0, -2).double().mean(0)

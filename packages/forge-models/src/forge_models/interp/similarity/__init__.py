@@ -1,0 +1,1 @@
+"""How alike two sets of activations are, from sums that are made in one pass."""

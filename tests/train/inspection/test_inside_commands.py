@@ -1,0 +1,174 @@
+"""`forge-train probe` and `similarity`, against the model itself."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.registry import Registry
+from forge_models.interp.capture import capture
+from forge_models.interp.similarity.linear import cca, unbiased_cka
+from forge_models.interp.similarity.moments import Moments
+from forge_models.interp.store.read import ActivationStore
+from forge_train.cli import main
+from forge_train.inference.open import load_model, open_weights
+from forge_train.inspection.heat_map import heat_map
+from train.runs import TINY, train
+
+BYTES = TINY.replace("vocab_size = 61", "vocab_size = 257") + '\n[data.tokenizer]\nname = "bytes"\n'
+TEXT = "Some words that a model reads,\nand a second line of them.\n" * 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints, and a text next to it."""
+    folder = tmp_path_factory.mktemp("inside")
+    (folder / "tiny.toml").write_text(BYTES)
+    (folder / "text.txt").write_text(TEXT)
+    overrides = ["--train.max_steps=4", "--optimizer.lr=0.1", "--checkpoint.every=2", '--hooks=[{name="save"}]']
+    train(folder / "tiny.toml", [f"--job.dir={folder / 'run'}", *overrides])
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
+    """The JSON document of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments), "--json"])
+    captured = capsys.readouterr()
+    assert not ended.value.code, captured
+    return json.loads(captured.out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    return captured.err + captured.out
+
+
+def values(model: Any, length: int, name: str) -> torch.Tensor:
+    """(tokens, width) of the text cut into inputs, one at a time."""
+    ids = torch.tensor(list(TEXT.encode()))
+    with torch.no_grad(), capture(model, name) as seen:
+        for row in ids.split(length):
+            model(row[None])
+    return torch.cat([value[0] for value in seen.each(name)])
+
+
+def test_a_recipe_is_listed_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {one["name"]: one for one in said(capsys, "probe", "7b", "--list", "--model.layers=2")}
+    assert found["blocks.1.residual"] == {
+        "name": "blocks.1.residual",
+        "alias": "blocks.1.hook_resid_pre",
+        "shape": [4096],
+        "dtype": "float32",
+        "bytes_per_token": 4096 * 4,
+    }
+    assert "blocks.2.residual" not in found
+
+
+def test_a_checkpoint_is_listed_as_a_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["probe", str(trained / "run"), "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "blocks.0.attention.q\tblocks.0.attn.hook_rot_q\t4 x 4\tfloat32\t64" in lines
+    assert lines[-1].startswith("without an alias: ")
+
+
+def test_a_capture_stores_what_the_model_computes(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, table = tmp_path / "acts", tmp_path / "acts.npz"
+    arguments = ("probe", trained / "run", "--text", trained / "text.txt", "--names", "blocks.*.residual_after", "--length", 20)
+    found = said(capsys, *arguments, "--output", store, "--export", table)
+    model = load_model(open_weights(trained / "run", Registry()))
+    kept = ActivationStore(store)
+    assert (found["rows"], found["inputs"]) == (len(TEXT), -(-len(TEXT) // 20))
+    assert found["bytes"] == len(TEXT) * 2 * 16 * 4
+    assert table.is_file()
+    for name in ("blocks.0.residual_after", "blocks.1.residual_after"):
+        torch.testing.assert_close(kept.read(name), values(model, 20, name), rtol=1e-5, atol=1e-5)
+    assert bytes(kept.read("token").tolist()).decode() == TEXT
+    facts = kept.manifest["facts"]
+    assert (facts["step"], facts["length"], facts["set"]) == (4, 20, "model")
+    lines = said(capsys, *arguments, "--output", tmp_path / "lines", "--lines", "--positions", "last", "--limit", 3)
+    assert (lines["inputs"], lines["rows"]) == (3, 3)
+    assert "is complete already" in refused(capsys, *arguments, "--output", store)
+
+
+def test_a_capture_beyond_the_budget_needs_yes(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("probe", trained / "run", "--text", trained / "text.txt", "--names", "*", "--budget", 1e-6)
+    said_ = refused(capsys, *arguments, "--output", tmp_path / "acts")
+    assert "GiB are more than --budget 1e-06; add --yes" in said_
+    assert not (tmp_path / "acts").exists()
+    assert said(capsys, *arguments, "--output", tmp_path / "acts", "--yes", "--limit", 1)["inputs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("--names", "blocks.0.resid"), "'blocks.0.resid' matches no inner value.*blocks.0.residual"),
+        (("--names", "norm", "--heads", "0"), "norm has no heads"),
+        (("--names", "norm", "--layers", "x"), "--layers x: integers with commas"),
+        (("--names", "norm", "--positions", "first"), "--positions first: all, last, mean"),
+        (("--names", "norm", "--positions", "900"), "position 900 is beyond input 0"),
+        (("--names", "norm", "--length", "33"), "--length 33: an input of .* has 1 to 32 tokens"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(trained, tmp_path, capsys, arguments, match) -> None:
+    import re
+
+    options = ("--text", trained / "text.txt", "--output", tmp_path / "acts")
+    assert re.search(match, refused(capsys, "probe", trained / "run", *options, *arguments).replace("\n", " "))
+    assert not (tmp_path / "acts").exists()
+
+
+def test_options_that_do_not_go_together_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--list runs nothing" in refused(capsys, "probe", trained / "run", "--list", "--names", "norm")
+    assert "a capture needs --names" in refused(capsys, "probe", trained / "run")
+    assert "overrides go with a recipe" in refused(capsys, "probe", trained / "run", "--list", "--model.layers=2")
+    assert "overrides go with --list" in refused(capsys, "probe", trained / "run", "--model.layers=2")
+    assert "needs --text" in refused(capsys, "similarity", trained / "run")
+    assert "--measure cosine: one of" in refused(capsys, "similarity", trained / "run", "--measure", "cosine")
+    assert "heat maps are .svg" in refused(capsys, "similarity", trained / "run", "--output", "x.png")
+    assert "--steps takes one run" in refused(capsys, "similarity", trained, trained, "--steps")
+
+
+def test_layers_of_one_model_and_of_its_checkpoints_are_compared(trained, tmp_path, capsys) -> None:
+    options = ("--text", trained / "text.txt", "--length", 20, "--limit", 100)
+    found = said(capsys, "similarity", trained / "run", *options, "--output", tmp_path / "layers.svg")
+    assert found["rows"] == found["columns"] == ["blocks.0.residual_after", "blocks.1.residual_after"]
+    model = load_model(open_weights(trained / "run", Registry()))
+    first, second = (values(model, 20, name) for name in found["rows"])
+    expected = float(unbiased_cka(Moments.of(first, second)))
+    assert found["values"][0][1] == pytest.approx(expected, abs=1e-6)
+    assert found["values"][0][0] == pytest.approx(1)
+    assert len(ET.parse(tmp_path / "layers.svg").getroot().findall(".//{*}rect")) == 4
+    steps = said(capsys, "similarity", trained / "run", "--steps", *options, "--measure", "cca")
+    names = sorted(path.name for path in (trained / "run" / "checkpoints").glob("step*"))
+    assert steps["columns"] == names
+    earlier = load_model(open_weights(trained / "run" / "checkpoints" / names[0], Registry()))
+    for row, name in enumerate(steps["rows"]):
+        pair = Moments.of(values(earlier, 20, name), values(model, 20, name))
+        assert steps["values"][row][0] == pytest.approx(float(cca(pair)), abs=1e-5)
+        assert steps["values"][row][-1] == pytest.approx(1)
+
+
+def test_stores_of_other_tokens_are_not_compared(trained, tmp_path, capsys) -> None:
+    arguments = ("probe", trained / "run", "--text", trained / "text.txt", "--names", "norm")
+    for name, more in (("a", ()), ("b", ()), ("short", ("--length", 10))):
+        said(capsys, *arguments, "--output", tmp_path / name, *more)
+    same = said(capsys, "similarity", tmp_path / "a", tmp_path / "b")
+    assert same["values"][0][0] == pytest.approx(1)
+    assert "are of different tokens" in refused(capsys, "similarity", tmp_path / "a", tmp_path / "short")
+
+
+def test_a_heat_map_is_svg_with_a_cell_for_each_number() -> None:
+    root = ET.fromstring(heat_map("a < b", [[0.0, 1.0], [-0.5, 0.25]], ["x", "y"], ["1", "2"]))
+    cells = root.findall(".//{*}rect")
+    assert [cell.get("fill") for cell in cells[:3]] == ["rgb(247,251,255)", "rgb(8,48,107)", "rgb(247,251,255)"]
+    assert [title.text for title in root.findall(".//{*}title")][3] == "y, 2: 0.2500"
+    with pytest.raises(ValueError, match="zip"):
+        heat_map("", [[0.0]], ["x", "y"], ["1"])
