@@ -1,0 +1,82 @@
+"""What a fusion is to the model around it."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from forge_models.generation.cache import KVCache
+from forge_models.shape import DecoderShape
+from forge_vlm.modality import Modalities
+
+
+@dataclass(frozen=True)
+class FusionContext:
+    """What a fusion is built with.
+
+    Attributes:
+        shape: of the decoder.
+        modalities: of its tokens.
+        image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
+        per_image: placeholders of an image: one for each of its vectors, or one where images stay beside the stream.
+    """
+
+    shape: DecoderShape
+    modalities: Modalities
+    image_token: int | None
+    per_image: int
+
+
+class Inputs(NamedTuple):
+    """What a forward tells a fusion.
+
+    Attributes:
+        tokens: (B, T) ids.
+        documents: (B, T), or None when each row is one document.
+        visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder.
+        image_rows: (B, M) number of each image of a row, -1 where it has fewer; None with `visual`.
+        cache: of a generation.
+    """
+
+    tokens: Tensor
+    documents: Tensor | None
+    visual: Tensor | None
+    image_rows: Tensor | None
+    cache: KVCache | None
+
+
+class Fusion(Protocol):
+    """Gives a decoder its blocks. `in_stream`: vectors of images take the places of their placeholders in the stream."""
+
+    in_stream: bool
+
+    def block(self, shape: DecoderShape, layer: int) -> nn.Module:
+        """A block; its `reads` are keys of what `shared` returns."""
+        ...
+
+    def shared(self, inputs: Inputs) -> dict[str, Any]:
+        """What the blocks of a forward share."""
+        ...
+
+    def seen(self, mask: Any, inputs: Inputs, window: int | None, x: Tensor) -> Any:
+        """What an attention core is given in the place of its `mask`."""
+        ...
+
+
+class Plain:
+    """A fusion that shares nothing and leaves attention causal."""
+
+    in_stream = True
+
+    def __init__(self, context: FusionContext) -> None:
+        self.context = context
+
+    def shared(self, inputs: Inputs) -> dict[str, Any]:
+        """See `Fusion`."""
+        del inputs
+        return {}
+
+    def seen(self, mask: Any, inputs: Inputs, window: int | None, x: Tensor) -> Any:
+        """See `Fusion`."""
+        del inputs, window, x
+        return mask
