@@ -88,18 +88,18 @@ def test_a_token_of_an_image_sees_all_of_its_image_and_no_other() -> None:
     tokens = torch.tensor([row(component, 3, "1", "2", 4)[0]])
     from forge_vlm.fusion.fusion import Inputs
 
-    seen = layers.seen(None, Inputs(tokens, None, None, None, None), None, torch.zeros(1, 10, 16))[0, 0]
+    seen = layers.seen(None, Inputs(tokens, None, None, None), None, torch.zeros(1, 10, 16))[0, 0]
     wanted = torch.ones(10, 10).tril().bool()
     wanted[1:5, 1:5] = True
     wanted[5:9, 5:9] = True
     assert torch.equal(seen, wanted)
     prefix = build(MODELS["joint-prefix"]).fusion
-    seen = prefix.seen(None, Inputs(tokens, None, None, None, None), None, torch.zeros(1, 10, 16))[0, 0]
+    seen = prefix.seen(None, Inputs(tokens, None, None, None), None, torch.zeros(1, 10, 16))[0, 0]
     wanted = torch.ones(10, 10).tril().bool()
     wanted[:9, :9] = True
     assert torch.equal(seen, wanted)
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    seen = prefix.seen(None, Inputs(tokens, documents, None, None, None), None, torch.zeros(1, 10, 16))[0, 0]
+    seen = prefix.seen(None, Inputs(tokens, documents, None, None), None, torch.zeros(1, 10, 16))[0, 0]
     wanted = torch.ones(10, 10).tril().bool()
     wanted[:5, :5] = True
     wanted[5:9, 5:9] = True

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from forge_core.protocols.model import LossTerms
 from forge_core.specs import Specs
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
@@ -26,7 +27,7 @@ class VisionLanguageModel(Decoder):
     forward without gradients and images leaves them out.
     """
 
-    inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows"})
+    inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows", "prefix"})
 
     def __init__(
         self,
@@ -42,6 +43,14 @@ class VisionLanguageModel(Decoder):
         self.encoder: nn.Module | None = encoder
         self.adapter: nn.Module | None = adapter
 
+    def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
+        """See `Decoder`. With a cache the placeholder has the logit -inf: no image could come with it."""
+        out = super().forward(x, **given)
+        token = self.context.image_token
+        if given.get("cache") is None or token is None or self.head is None or not isinstance(out, Tensor):
+            return out
+        return out.index_fill(-1, torch.tensor([token], device=out.device), -torch.inf)
+
     def enter(
         self,
         x: Tensor,
@@ -51,7 +60,8 @@ class VisionLanguageModel(Decoder):
         cache: KVCache | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, n >= 1, and `image_rows` (B, M) int64, the number of
-        each row's images in their order, -1 where a row has fewer.
+        each row's images in their order, -1 where a row has fewer. `prefix` (B, T) bool marks tokens, such as a prompt's, that see
+        each other where the fusion's mask has a prefix.
 
         Raises:
             ValueError: one of them is missing, or a row has other placeholders than its images need.
@@ -71,7 +81,7 @@ class VisionLanguageModel(Decoder):
             places = feature_places(tokens, token, image_rows, self.context.per_image)
             vectors = visual.flatten(0, 1)[places.clamp(min=0)]
             x = torch.where((places >= 0).unsqueeze(-1), vectors, x)
-        told = Inputs(tokens, documents, visual, image_rows, cache)
+        told = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"))
         return x, {"inputs": told, **self.fusion.shared(told)}
 
     def _run_blocks(

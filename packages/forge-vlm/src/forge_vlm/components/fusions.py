@@ -28,8 +28,8 @@ class JointDecoder(Component):
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
-    """What a token of an image sees: tokens before it; also all of its image (Gemma 3, 2025); or everything up to the last image
-    of its document sees all of that (PaliGemma, Beyer et al., 2024)."""
+    """What a token of an image sees: tokens before it; also all of its image (Gemma 3, 2025); or the prompt, and where a batch does
+    not tell it everything up to the last image of its document, sees all of itself (PaliGemma, Beyer et al., 2024)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[JointDecoder]":

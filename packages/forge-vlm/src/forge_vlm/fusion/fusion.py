@@ -36,13 +36,15 @@ class Inputs(NamedTuple):
         visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder.
         image_rows: (B, M) number of each image of a row, -1 where it has fewer; None with `visual`.
         cache: of a generation.
+        prefix: (B, T) bool, what sees each other under a mask with a prefix; None: all up to the last image of a document.
     """
 
     tokens: Tensor
     documents: Tensor | None
     visual: Tensor | None
     image_rows: Tensor | None
-    cache: KVCache | None
+    cache: KVCache | None = None
+    prefix: Tensor | None = None
 
 
 class Fusion(Protocol):

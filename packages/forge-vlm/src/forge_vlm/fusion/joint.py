@@ -15,8 +15,8 @@ ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 
 
 def seen_with_images(mask: Any, kind: ImageAttention, context: FusionContext, inputs: Inputs, window: int | None, x: Tensor) -> Any:
-    """The mask of a core, widened: tokens of an image see all of it (Gemma 3, 2025), or all up to the last image of their
-    document sees itself (PaliGemma, Beyer et al., 2024). (B, 1, T, S) bool, True = visible."""
+    """The mask of a core, widened: tokens of an image see all of it (Gemma 3, 2025), or what is marked as the prefix,
+    and else all up to the last image of a document, sees itself (PaliGemma, Beyer et al., 2024). (B, 1, T, S) bool, True = visible."""
     if kind == "causal" or context.image_token is None:
         return mask
     tokens, documents, cache = inputs.tokens, inputs.documents, inputs.cache
@@ -30,7 +30,7 @@ def seen_with_images(mask: Any, kind: ImageAttention, context: FusionContext, in
         both = here[:, :, None] & (images[:, :, None] == images[:, None, :])
     else:
         rest = here if documents is None else here & (documents >= 0)
-        prefix = _up_to_last(rest, documents)
+        prefix = _up_to_last(rest, documents) if inputs.prefix is None else inputs.prefix
         both = prefix[:, :, None] & prefix[:, None, :]
     if documents is not None:
         both &= documents[:, :, None] == documents[:, None, :]
