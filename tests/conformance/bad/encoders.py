@@ -21,7 +21,7 @@ def made(work, kind=Bad, **options):
 
 def pixels(weight, x):
     """(N, 1, 4, 4) -> (N, 4, 5)."""
-    return x.flatten(1)[:, None] .repeat(1, 4, 1) @ weight.T
+    return x.flatten(1)[:, None].repeat(1, 4, 1) @ weight.T
 
 
 def of_all(weight, x):
@@ -59,7 +59,9 @@ BAD = {
         (bad(pixels, kind=Nowhere), "blocks names modules that are not there: layers.0"),
     ],
     "check_features": [(Part(make=made(pixels), says=(("tokens", 3), *SAYS[1:])), "tokens and width mean")],
-    "check_statistics": [(Part(make=made(pixels), says=(*SAYS[:4], ("mean", (0.0,)), ("std", ()))), r"\(1, 0\) numbers for 1 channels")],
+    "check_statistics": [
+        (Part(make=made(pixels), says=(*SAYS[:4], ("mean", (0.0,)), ("std", ()))), r"\(1, 0\) numbers for 1 channels")
+    ],
     "check_images": [(bad(of_all), "image 0 alone and with others")],
     "check_weights": [
         (stored(shape=(5, 15)), r"weights\(\) has"),

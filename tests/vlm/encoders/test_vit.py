@@ -39,8 +39,14 @@ def test_it_is_the_vit_of_transformers() -> None:
     component = ViT(**SMALL, class_token=True)
     ours = built(component)
     config = transformers.ViTConfig(
-        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
-        **{"image_size": 12, "patch_size": 4, "layer_norm_eps": 1e-6, "hidden_act": "gelu"},
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=12,
+        patch_size=4,
+        layer_norm_eps=1e-6,
+        hidden_act="gelu",
     )
     theirs = transformers.ViTModel(config, add_pooling_layer=False).double().eval()
     mine = dict(ours.named_parameters())
@@ -101,7 +107,9 @@ def test_every_patch_sees_every_other() -> None:
 
 
 def test_sizes_that_it_says() -> None:
-    component = ViT(size=32, patch=8, channels=1, dim=24, layers=1, heads=3, class_token=True, pixel_mean=(0.1,), pixel_std=(0.3,))
+    component = ViT(
+        size=32, patch=8, channels=1, dim=24, layers=1, heads=3, class_token=True, pixel_mean=(0.1,), pixel_std=(0.3,)
+    )
     assert (component.tokens, component.width, component.image_size) == (17, 24, 32)
     assert (component.mean, component.std) == ((0.1,), (0.3,))
     assert ViT().mean == (0.5, 0.5, 0.5)

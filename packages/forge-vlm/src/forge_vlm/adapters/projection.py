@@ -1,5 +1,7 @@
 """From one width to another, token by token: a matrix, or a feed-forward network of a few."""
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,7 +16,7 @@ class Projection(nn.Module):
         super().__init__()
         widths = (inputs, *[hidden_dim] * hidden, outputs)
         self.std = std
-        self.layers = nn.ModuleDict({str(at): Linear(*widths[at : at + 2], bias) for at in range(hidden + 1)})
+        self.layers = nn.ModuleDict({str(at): Linear(*sizes, bias) for at, sizes in enumerate(pairwise(widths))})
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs)."""

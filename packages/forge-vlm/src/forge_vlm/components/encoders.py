@@ -4,7 +4,7 @@ A component says, without torch, what it makes of an image: `tokens` features of
 and `std` are what images have to be made into.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -62,14 +62,16 @@ class ViT(Component):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ViT]":
         """Small ones: both kinds of positions, with and without a class token."""
-        small = {"size": 8, "patch": 4, "dim": 16, "layers": 2, "heads": 2}
-        return (cls(**small), cls(**small, channels=1, positions="sincos", class_token=True))
+        small = cls(size=8, patch=4, dim=16, layers=2, heads=2)
+        return (small, replace(small, channels=1, positions="sincos", class_token=True))
 
     def __post_init__(self) -> None:
         _ = self.shape  # it refuses sizes that do not go together
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) not in (1, self.channels):
-                raise ValueError(f"{name} has {len(getattr(self, name))} numbers; give one, or one for each of {self.channels} channels")
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} numbers; give one, or one for each of {self.channels} channels"
+                )
 
     @property
     def shape(self) -> VisionShape:
@@ -142,7 +144,7 @@ class Published(Component):
     """Height and width of an image in pixels; those of the preprocessor when absent. For another size than that of the tower, its
     positions are resized once, when the weights are read."""
     feature_layers: tuple[int, ...] = ()
-    """Hidden states that are the features, side by side: 0 is before the first block, -1 behind the last one, before the last norm.
+    """Hidden states that are the features, side by side: 0 is before the first block, -1 behind the last one and before its norm.
     When absent they are the tower's outputs (`last_hidden_state`). Blocks behind the last one that is named are not built."""
     class_feature: bool = False
     """The token of the class, where the tower has one, is the first of the features; otherwise it is left out."""
@@ -233,7 +235,7 @@ class SigLIP(Published):
 
 @dataclass(frozen=True, kw_only=True)
 class SigLIP2(Published):
-    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder: of a fixed size, or that of NaFlex for square images."""
+    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder: fixed size, or NaFlex on square images."""
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ("siglip2", "siglip")

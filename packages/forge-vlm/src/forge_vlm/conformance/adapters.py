@@ -40,8 +40,6 @@ def check_all_features(component: Any) -> None:
     """Every feature has a say: none is dropped."""
     import torch
 
-    from forge_models.conformance import trial
-
     adapter, x = _built(component)
     with torch.no_grad():
         whole = adapter(x)

@@ -76,7 +76,9 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
-        raise ForgeError(f"{path} cannot be read: {cause.strerror}; without it mean and std of the encoder are not known") from cause
+        raise ForgeError(
+            f"{path} cannot be read: {cause.strerror}; without it mean and std of the encoder are not known"
+        ) from cause
     except ValueError as cause:
         raise ForgeError(f"{path} is not valid JSON: {cause}") from cause
     if not isinstance(values, dict):
