@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+from forge_models.shape import DecoderShape
+from forge_vlm.modality import Modalities
+
+WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
+"""Why the residual stream of such a model is not cut along the sequence."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterContext:
@@ -18,3 +24,20 @@ class AdapterContext:
     tokens: int
     dim: int
     init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class FusionContext:
+    """What a fusion is built with.
+
+    Attributes:
+        shape: of the decoder.
+        modalities: of its tokens.
+        image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
+        per_image: placeholders of an image: one for each of its vectors, or one where images stay beside the stream.
+    """
+
+    shape: DecoderShape
+    modalities: Modalities
+    image_token: int | None
+    per_image: int

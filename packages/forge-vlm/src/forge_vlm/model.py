@@ -7,17 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from forge_core.batch import Batch
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Specs
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
-from forge_vlm.fusion.fusion import Fusion, FusionContext, Inputs
+from forge_vlm.context import WHOLE_STREAM, FusionContext
+from forge_vlm.fusion.fusion import Fusion, Inputs
+from forge_vlm.made_up import with_images
 from forge_vlm.places import feature_places, misplaced
-
-WHOLE_STREAM = "model.fusion, which looks at the tokens of whole rows"
-"""Why the residual stream is not cut along the sequence."""
-
 
 class VisionLanguageModel(Decoder):
     """A decoder whose blocks, masks and embedded stream are those of a `Fusion`.
@@ -116,6 +115,11 @@ class VisionLanguageModel(Decoder):
             if fault := misplaced(tokens, token, rows, self.context.per_image):
                 raise ValueError(fault)
         return images, rows
+
+    def with_extras(self, batch: Batch) -> Batch:
+        """The batch with images that are a function of each row: for checks, see `forge_core.protocols.model.Model`."""
+        token = self.context.image_token
+        return batch if token is None else with_images(batch, token, self.context.per_image, self.blank)
 
     @property
     def _dtype(self) -> torch.dtype:

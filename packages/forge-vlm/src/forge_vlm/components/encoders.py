@@ -88,6 +88,7 @@ class ViT(Component):
             positions=self.positions,
             class_token=self.class_token,
             class_feature=self.class_token,
+            qkv_bias=False,  # a bias of keys has no effect without rotation, and its gradient is nothing but rounding
             init_std=self.init_std,
         )
 

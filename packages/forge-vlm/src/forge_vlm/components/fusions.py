@@ -1,7 +1,7 @@
 """Fusions, chosen inside `[model]` of a model with `name = "vlm"`: `fusion = { name = "mot" }`.
 
-`takes_images` says whether placeholders stand for vectors of an encoder in the stream (one for each), or beside it (one for each
-image). `check(model)` refuses, with a `ValueError`, a model whose keys do not go with it.
+`in_stream` says whether placeholders stand for vectors of an encoder in the stream (one for each), or beside it (one for each
+image); `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do not go with it.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from forge_vlm.fusion.fusion import Fusion, FusionContext
+    from forge_vlm.context import FusionContext
+    from forge_vlm.fusion.fusion import Fusion
 
 ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 
@@ -25,6 +26,7 @@ class JointDecoder(Component):
     """Images are tokens of the sequence, in one decoder with one set of weights (LLaVA, Liu et al., 2023)."""
 
     key_class: ClassVar = IDENTITY
+    feature: ClassVar[str] = "fusion_joint"
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
@@ -48,6 +50,7 @@ class CrossAttention(Component):
     Llama 3, 2024, section 7.3). Text without images has exactly the text model's logits."""
 
     key_class: ClassVar = IDENTITY
+    feature: ClassVar[str] = "fusion_cross"
     in_stream: ClassVar[bool] = False
 
     every: Annotated[int, Gt(0)] = 4
@@ -75,6 +78,7 @@ class MixtureOfTransformers(Component):
     """
 
     key_class: ClassVar = IDENTITY
+    feature: ClassVar[str] = "fusion_mot"
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
@@ -118,6 +122,11 @@ class MoMa(Component):
             )
         if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopK":
             raise ValueError(f"fusion.routing = {self.routing!r} has a router already; remove moe.router")
+
+    @property
+    def feature(self) -> str:
+        """What has to be proven in a layout: each way of routing alone."""
+        return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[self.routing]
 
     def build(self, context: "FusionContext") -> "Fusion":
         from forge_vlm.fusion.moma import MoMa

@@ -1,6 +1,6 @@
 """The vision-language model, chosen by `[model] name = "vlm"`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
@@ -13,14 +13,13 @@ from forge_models.outline import outline
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
-from forge_vlm.context import AdapterContext
+from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext
 from forge_vlm.modality import Modalities
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from forge_vlm.fusion.fusion import FusionContext
     from forge_vlm.model import VisionLanguageModel
 
 IMAGE = "image"
@@ -118,12 +117,12 @@ class VLM(Decoder):
 
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""
-        return replace(outline(self.shape), matrices=None, experts=None, whole_stream=(_whole_stream(),))
+        found = outline(self.shape)
+        return found._replace(matrices=None, experts=None, whole_stream=(*found.whole_stream, WHOLE_STREAM))
 
-    def context(self) -> "FusionContext":
+    def context(self) -> FusionContext:
         """What the fusion is built with."""
-        from forge_vlm.fusion.fusion import FusionContext
-
+    
         return FusionContext(self.shape, self.modality_ids, self.placeholder, self.per_image)
 
     def build(self) -> "VisionLanguageModel":
@@ -138,6 +137,3 @@ class VLM(Decoder):
         blank = (encoder.channels, size, size) if size else (encoder.tokens, encoder.width)
         return VisionLanguageModel(context, fusion, encoder.build(), self._adapter.build(self._adapter_context), blank)
 
-
-def _whole_stream() -> str:
-    return "model.fusion, which looks at the tokens of whole rows"

@@ -16,7 +16,8 @@ from forge_models.context import BlockContext
 from forge_models.generation.cache import LayerCache
 from forge_models.interp.tap import tap
 from forge_models.shape import DecoderShape
-from forge_vlm.fusion.fusion import FusionContext, Inputs, Plain
+from forge_vlm.context import FusionContext
+from forge_vlm.fusion.fusion import Inputs, Plain
 from forge_vlm.places import seen_images
 
 

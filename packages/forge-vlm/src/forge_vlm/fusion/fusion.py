@@ -1,30 +1,12 @@
 """What a fusion is to the model around it."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from forge_models.generation.cache import KVCache
 from forge_models.shape import DecoderShape
-from forge_vlm.modality import Modalities
-
-
-@dataclass(frozen=True)
-class FusionContext:
-    """What a fusion is built with.
-
-    Attributes:
-        shape: of the decoder.
-        modalities: of its tokens.
-        image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
-        per_image: placeholders of an image: one for each of its vectors, or one where images stay beside the stream.
-    """
-
-    shape: DecoderShape
-    modalities: Modalities
-    image_token: int | None
-    per_image: int
+from forge_vlm.context import FusionContext
 
 
 class Inputs(NamedTuple):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from forge_models.blocks.block import Block
 from forge_models.blocks.visible import mask as causal_mask
 from forge_models.shape import DecoderShape
-from forge_vlm.fusion.fusion import FusionContext, Inputs, Plain
+from forge_vlm.context import FusionContext
+from forge_vlm.fusion.fusion import Inputs, Plain
 from forge_vlm.places import image_blocks
 
 ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
