@@ -286,12 +286,12 @@ class Features(Component):
 
     @property
     def image_size(self) -> int:
-        """0: there are no images."""
+        """0: features come in the place of images."""
         return 0
 
     @property
     def channels(self) -> int:
-        """0: there are no images."""
+        """0: features come in the place of images."""
         return 0
 
     @property

@@ -16,7 +16,7 @@ def write_tower(folder: Path, name: str) -> None:
     """Writes the folder's files: two blocks of width 16 over 2 x 2 patches.
 
     Raises:
-        ForgeError: there is no such family.
+        ForgeError: the family is not known.
     """
     import numpy as np
     from safetensors.numpy import save_file
