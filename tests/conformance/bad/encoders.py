@@ -42,7 +42,7 @@ class Weights:
         return torch.full(tuple(extent), 1.0 + self._box)
 
 
-SAYS = (("tokens", 4), ("width", 5), ("image_size", 4), ("channels", 1), ("mean", (0.0,)), ("std", (1.0,)))
+SAYS = (("tokens", 4), ("width", 5), ("input_shape", (1, 4, 4)), ("channels", 1), ("mean", (0.0,)), ("std", (1.0,)))
 
 
 def bad(work, **options):

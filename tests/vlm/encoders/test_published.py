@@ -11,6 +11,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_models.conformance import trial
 from forge_models.hf.config import Unsupported
 from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP, SigLIP2
+from forge_vlm.encoders.hf.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,7 +70,7 @@ def stored(folder: Path, theirs: Any, seed: int = 0, **preprocessor: Any) -> Any
         for parameter in theirs.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2 + (parameter.dim() < 2))
     theirs.eval().save_pretrained(folder)
-    statistics = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    statistics = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3}
     (folder / "preprocessor_config.json").write_text(json.dumps({**statistics, **preprocessor}))
     return theirs
 
@@ -166,6 +167,30 @@ def test_keys_that_are_not_understood_are_refused_by_name(tmp_path: Path) -> Non
     changed(tmp_path, "config.json", attention_dropout=0.1)
     with pytest.raises(ConfigError, match=r"attention_dropout: 0\.1 is not implemented"):
         _ = SigLIP(path=str(tmp_path), ignore=("rotary",)).tokens
+
+
+def test_dropout_is_refused(tmp_path: Path) -> None:
+    stored(tmp_path, dinov2())
+    for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate"):
+        changed(tmp_path, "config.json", **{key: 0.1})
+        with pytest.raises(ConfigError, match=rf"{key}: 0\.1 is not implemented"):
+            _ = DINOv2(path=str(tmp_path)).tokens
+        changed(tmp_path, "config.json", **{key: 0.0})
+    assert DINOv2(path=str(tmp_path)).tokens == 16
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_that_are_absent_have_the_defaults_of_transformers(name: str) -> None:
+    kinds = {
+        "siglip": "SiglipVisionConfig",
+        "siglip2": "Siglip2VisionConfig",
+        "clip": "CLIPVisionConfig",
+        "dinov2": "Dinov2Config",
+    }
+    config = getattr(transformers, kinds[name])()
+    known = {key: value for key, value in FAMILIES[name].defaults.items() if hasattr(config, key)}
+    assert known == {key: getattr(config, key) for key in known}
+    assert set(FAMILIES[name].defaults) - set(known) <= {"image_size"}, "NaFlex has no size"
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:

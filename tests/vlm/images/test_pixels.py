@@ -73,7 +73,7 @@ def test_channels_that_do_not_fit_are_refused() -> None:
 
 
 def written(folder: Path, **values: Any) -> Path:
-    (folder / FILE).write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **values}))
+    (folder / FILE).write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3, **values}))
     return folder
 
 
@@ -102,6 +102,7 @@ def test_the_filter_is_pils(tmp_path: Path) -> None:
         ({"size": {"shortest_edge": 8}}, "a crop of at most that size is"),
         ({"size": {"shortest_edge": 8}, "crop_size": 9, "do_center_crop": True}, "a crop of at most that size is"),
         ({"size": {"height": 8, "width": 8}, "crop_size": 6, "do_center_crop": True}, "crop_size 6 of a square of 8"),
+        ({"resample": None}, "resample None is not a filter of PIL"),
         ({"resample": 6}, "resample 6 is not a filter of PIL"),
         ({"rescale_factor": 0}, "rescale_factor 0 is not a positive number"),
         ({"do_color_quantize": True}, "do_color_quantize True is not implemented"),

@@ -40,6 +40,20 @@ def test_anyres_is_llava_next(width: int, height: int) -> None:
     assert tiles.count == len(wanted) == 1 + tiles.rows * tiles.columns
 
 
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8),
+)
+def test_anyres_chooses_the_grid_of_llava_next(width: int, height: int, grids: list[tuple[int, int]]) -> None:
+    """Also where several keep as many pixels."""
+    utils = pytest.importorskip("transformers.image_processing_utils")
+    best = utils.select_best_resolution((height, width), [(rows * 100, columns * 100) for rows, columns in grids])
+    tiles = Tiling(name="anyres", grids=tuple(grids)).tiles(width, height, 100)
+    # An image so thin that not one row of it is left has no best grid there.
+    assert best is None or (tiles.rows * 100, tiles.columns * 100) == best
+
+
 @pytest.mark.parametrize(("width", "height"), SHAPES)
 @pytest.mark.parametrize("most", [1, 3, 4])
 def test_grid_is_idefics3(width: int, height: int, most: int) -> None:

@@ -108,6 +108,11 @@ class ViT(Component):
         return self.size
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return self.shape.input_shape
+
+    @property
     def mean(self) -> tuple[float, ...]:
         """Of each channel."""
         return self.pixel_mean * (self.channels // len(self.pixel_mean))
@@ -162,6 +167,11 @@ class Published(Component):
         write_tower(folder, cls.families[0])
         return (cls(path=str(folder)), cls(path=str(folder), feature_layers=(0, -2), class_feature=True, size=12))
 
+    @property
+    def flexible(self) -> int:
+        """Patches that an image of any proportions has at most; 0: images are square."""
+        return 0
+
     @cached_property
     def tower(self) -> Tower:
         """What the folder says."""
@@ -169,6 +179,7 @@ class Published(Component):
             Path(self.path),
             self.families,
             size=self.size,
+            flexible=self.flexible,
             feature_layers=self.feature_layers,
             class_feature=self.class_feature,
             ignore=self.ignore,
@@ -205,6 +216,11 @@ class Published(Component):
         return self.shape.channels
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return self.shape.input_shape
+
+    @property
     def mean(self) -> tuple[float, ...]:
         """Of each channel."""
         return self.processing.mean
@@ -236,10 +252,23 @@ class SigLIP(Published):
 
 @dataclass(frozen=True, kw_only=True)
 class SigLIP2(Published):
-    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder: fixed size, or NaFlex on square images."""
+    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder: of a fixed size, or NaFlex."""
 
     key_class: ClassVar = IDENTITY
     families: ClassVar[tuple[str, ...]] = ("siglip2", "siglip")
+
+    patches: Annotated[int, Gt(0)] | None = None
+    """Patches of an image at most: images keep their proportions, as NaFlex was trained (`forge_vlm.images.native`). When absent
+    images are square."""
+
+    def __post_init__(self) -> None:
+        if self.patches is not None and self.size is not None:
+            raise ValueError("size and patches exclude each other: images are square, or keep their proportions; remove one")
+
+    @property
+    def flexible(self) -> int:
+        """Patches that an image of any proportions has at most; 0: images are square."""
+        return self.patches or 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +322,11 @@ class Features(Component):
     def channels(self) -> int:
         """0: features come in the place of images."""
         return 0
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return (self.count, self.dim)
 
     @property
     def mean(self) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ def check_specs(component: Any) -> None:
 
 
 def check_features(component: Any) -> None:
-    """Images (N, channels, image_size, image_size) -> features (N, tokens, width), as the component says."""
+    """Images (N, *input_shape) -> features (N, tokens, width), as the component says."""
     encoder, images = _built(component)
     found, said = tuple(encoder(images).shape), (IMAGES, component.tokens, component.width)
     assert found == said, f"features have the shape {found}, and tokens and width mean {said}"
@@ -83,6 +83,4 @@ def check_gradients(component: Any) -> None:
 def _built(component: Any) -> Any:
     from forge_models.conformance import trial
 
-    size = component.image_size
-    shape = (component.channels, size, size) if size else (component.tokens, component.width)
-    return trial.part(component.build), trial.drawn(IMAGES, *shape)
+    return trial.part(component.build), trial.drawn(IMAGES, *component.input_shape)

@@ -34,11 +34,11 @@ class ImageAttention(nn.Module):
         self.v_proj = Linear(shape.dim, shape.dim, shape.qkv_bias)
         self.o_proj = Linear(shape.dim, shape.dim, True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, T, dim) -> (N, T, dim)."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(N, T, dim) -> (N, T, dim). `seen` (N, 1, 1, T) is False for padding; None = there is none."""
         q, k, v = (self._heads(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = tap("attention.q", q), tap("attention.k", k)
-        out = F.scaled_dot_product_attention(q, k, v, scale=1 / sqrt(q.shape[-1]))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1 / sqrt(q.shape[-1]))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -109,10 +109,10 @@ class ImageBlock(nn.Module):
         self.mlp = ImageMLP(shape)
         self.mlp_scale: LayerScale | None = LayerScale(shape.dim) if shape.layer_scale else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, T, dim) -> (N, T, dim)."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(N, T, dim) -> (N, T, dim). `seen` (N, 1, 1, T) is False for padding; None = there is none."""
         x = tap("residual", x)
-        inner = tap("attention.output", self.attention(self.attention_norm(x)))
+        inner = tap("attention.output", self.attention(self.attention_norm(x), seen))
         x = x + (inner if self.attention_scale is None else self.attention_scale(inner))
         inner = self.mlp(self.mlp_norm(x))
         return x + (inner if self.mlp_scale is None else self.mlp_scale(inner))

@@ -14,7 +14,7 @@ Positions = Literal["learned", "sincos"]
 
 @dataclass(frozen=True, kw_only=True)
 class VisionShape:
-    """A vision transformer over square images.
+    """A vision transformer over square images, or over patches of images of any proportions.
 
     Attributes:
         image_size: height and width of an image in pixels, a multiple of `patch_size`.
@@ -36,6 +36,7 @@ class VisionShape:
         layer_scale: each part of a block is multiplied by a learned vector.
         outputs: the stream behind how many blocks is a feature, in order; empty: that behind the last one, normed.
         final_norm: there is a norm behind the last block.
+        flexible: patches that an image of any proportions has at most (NaFlex); 0: images are square, of `image_size`.
         init_std: standard deviation of matrices at the start.
     """
 
@@ -58,6 +59,7 @@ class VisionShape:
     layer_scale: bool = False
     outputs: tuple[int, ...] = ()
     final_norm: bool = True
+    flexible: int = 0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -65,6 +67,8 @@ class VisionShape:
             raise ValueError(f"patch size {self.patch_size} must divide the image size {self.image_size}")
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}")
+        if self.flexible and (self.class_token or self.positions != "learned"):
+            raise ValueError("images of any proportions need learned positions, and no class token")
         if self.positions == "sincos" and self.dim % 4:
             raise ValueError(f"dim {self.dim} must be a multiple of 4 for positions 'sincos': sine and cosine of row and column")
 
@@ -79,14 +83,19 @@ class VisionShape:
         return self.channels * self.patch_size**2
 
     @property
-    def sequence(self) -> int:
-        """Tokens that blocks see of one image."""
+    def table(self) -> int:
+        """Rows of the table of positions: of a square of patches, and of the class token."""
         return self.grid**2 + self.class_token
 
     @property
     def tokens(self) -> int:
-        """Features of one image."""
-        return self.grid**2 + (self.class_token and self.class_feature)
+        """Features of one image; where it may have any proportions, those of padding included."""
+        return self.flexible or self.grid**2 + (self.class_token and self.class_feature)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image: channels, height and width, or patches and numbers in a patch."""
+        return (self.flexible, self.patch_dim) if self.flexible else (self.channels, self.image_size, self.image_size)
 
     @property
     def width(self) -> int:

@@ -7,6 +7,7 @@ from forge_core.specs import Init, ModuleSpec, TensorSpec
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.norm import LayerNorm
 from forge_models.interp.tap import scope
+from forge_vlm.encoders.flexible import present, resized
 from forge_vlm.encoders.layers import ImageBlock
 from forge_vlm.encoders.shape import VisionShape
 
@@ -22,24 +23,35 @@ class VisionTransformer(nn.Module):
         self.layers = nn.ModuleDict({str(layer): ImageBlock(shape) for layer in range(shape.blocks)})
         self.norm: LayerNorm | None = LayerNorm(shape.dim, shape.eps) if shape.last_norm else None
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, grids: Tensor | None = None) -> Tensor:
         """Images (N, channels, image_size, image_size), normalized -> features (N, tokens, width).
 
+        A flexible encoder takes patches (N, tokens, patch_dim), row by row and padded, and `grids` (N, 2) int, their rows and
+        columns; its features of padding are 0.
+
         Raises:
-            ValueError: images of another size.
+            ValueError: images of another size, or grids where there should be none.
         """
-        x = self.embed(images)
+        if (grids is not None) != bool(self.shape.flexible):
+            raise ValueError(
+                "grids (rows and columns of patches) go with an encoder of images of any proportions, and with no other"
+            )
+        x = self.embed(images, grids)
+        here = None if grids is None else present(grids, x.shape[1])
+        seen = None if here is None else here[:, None, None]
         if self.entry_norm is not None:
             x = self.entry_norm(x)
         wanted = {0: x} if 0 in self.shape.outputs else {}
         for index, (name, block) in enumerate(self.layers.items(), 1):
             with scope(f"encoder.layers.{name}."):
-                x = block(x)
+                x = block(x, seen)
             if index in self.shape.outputs:
                 wanted[index] = x
         if self.norm is not None:
             x = self.norm(x)
         features = torch.cat([wanted[index] for index in self.shape.outputs], -1) if self.shape.outputs else x
+        if here is not None:
+            return features.masked_fill(~here[..., None], 0)
         return features[:, 1:] if self.shape.class_token and not self.shape.class_feature else features
 
     @property
@@ -60,18 +72,21 @@ class PatchEmbedding(nn.Module):
         self.shape = shape
         self.proj = Linear(shape.patch_dim, shape.dim, shape.patch_bias)
         self.class_token: nn.Parameter | None = unfilled(shape.dim) if shape.class_token else None
-        self.positions: nn.Parameter | None = unfilled(shape.sequence, shape.dim) if shape.positions == "learned" else None
+        self.positions: nn.Parameter | None = unfilled(shape.table, shape.dim) if shape.positions == "learned" else None
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(N, channels, image_size, image_size) -> (N, sequence, dim), patches row by row."""
+    def forward(self, images: Tensor, grids: Tensor | None = None) -> Tensor:
+        """(N, channels, image_size, image_size), with grids (N, T, patch_dim) -> (N, T, dim), patches row by row."""
         shape = self.shape
-        side = shape.image_size
-        if images.shape[1:] != (shape.channels, side, side):
+        if images.shape[1:] != shape.input_shape:
+            what = "channels, height, width" if grids is None else "patches, numbers in a patch"
             raise ValueError(
-                f"images have the shape {tuple(images.shape[1:])}, and the encoder takes ({shape.channels}, {side}, {side}): "
-                "channels, height, width"
+                f"images have the shape {tuple(images.shape[1:])}, and the encoder takes {shape.input_shape}: {what}"
             )
-        x = self.proj(patches(images, shape.patch_size).to(self.proj.weight.dtype))
+        flat = patches(images, shape.patch_size) if grids is None else images
+        x = self.proj(flat.to(self.proj.weight.dtype))
+        if grids is not None:
+            assert self.positions is not None
+            return x + resized(self.positions, grids, x.shape[1])
         if self.positions is None:
             x = x + sincos(shape.grid, shape.dim, x.device).to(x.dtype)
         if self.class_token is not None:

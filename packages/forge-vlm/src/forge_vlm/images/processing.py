@@ -91,7 +91,7 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
         if values.get(key, True) is not True:
             raise ForgeError(f"{path}: {key} {values[key]!r} is not implemented; only true is")
     shortest, size = _sizes(values, size, str(path))
-    number = values.get("resample", 3)
+    number = values.get("resample")
     if type(number) is not int or not 0 <= number < len(_RESAMPLES):
         raise ForgeError(f"{path}: resample {number!r} is not a filter of PIL; give a number from 0 to {len(_RESAMPLES) - 1}")
     scale = values.get("rescale_factor", 1 / 255)

@@ -38,11 +38,12 @@ def read_tower(
     families: Sequence[str],
     *,
     size: int | None = None,
+    flexible: int = 0,
     feature_layers: tuple[int, ...] = (),
     class_feature: bool = False,
     ignore: Sequence[str] = (),
 ) -> Tower:
-    """What the folder holds, for images of `size` pixels (by default those of its preprocessor).
+    """What the folder holds, for images of `size` pixels (by default those of its preprocessor), or of up to `flexible` patches.
 
     Raises:
         ConfigError, Unsupported, ForgeError: a key that is not understood, or a model that is none of `families`.
@@ -74,7 +75,13 @@ def read_tower(
     keys.finish()
     processing = read_processing(folder, positions, channels)
     processing = processing if size is None else processing.at(size)
-    shape = VisionShape(**fields, image_size=processing.size, outputs=hidden_states(feature_layers, layers))
+    if flexible:
+        if not family.columns:
+            raise Unsupported(
+                f"{where}: model_type {family.tower!r} was not trained on images of any proportions; remove patches"
+            )
+        processing = processing.at(positions)  # the table is that of the folder; it is resized for every image
+    shape = VisionShape(**fields, flexible=flexible, image_size=processing.size, outputs=hidden_states(feature_layers, layers))
     return Tower(family, shape, positions // patch, processing)
 
 

@@ -33,7 +33,7 @@ def write_tower(folder: Path, name: str) -> None:
         **({"num_patches": GRID**2} if "num_patches" in family.defaults else {"image_size": GRID * PATCH}),
         **({"mlp_ratio": FFN // DIM} if "mlp_ratio" in family.defaults else {"intermediate_size": FFN}),
     }
-    preprocessor = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS}
+    preprocessor = {"image_mean": [0.5] * CHANNELS, "image_std": [0.5] * CHANNELS, "resample": 3}
     draw = np.random.default_rng(0)
     tensors = {theirs: draw.normal(0, 0.1, shape).astype(np.float32) for theirs, shape in _shapes(name).items()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ class TowerWeights:
                 return lambda stored: stored.reshape(cut).permute(0, 3, 1, 2).flatten(1)
             return lambda stored: stored.flatten(1)
         if name == "embed.positions":
-            return lambda stored: resized(stored.reshape(-1, shape.dim), self._tower.grid, shape.grid, family.antialias)
+            return lambda stored: interpolated(stored.reshape(-1, shape.dim), self._tower.grid, shape.grid, family.antialias)
         if name == "embed.class_token":
             return torch.flatten
         if shape.gated and name.startswith(("mlp.gate_proj", "mlp.up_proj")):
@@ -153,7 +153,7 @@ class TowerWeights:
             yield f"positions of {grid} x {grid} patches were resized to {shape.grid} x {shape.grid}"
 
 
-def resized(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
+def interpolated(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
     """The table (old * old or one more, dim) for a grid of new x new patches; a first row, of the class token, stays."""
     if old == new:
         return positions
