@@ -46,7 +46,10 @@ CROSS = {
     "mlp_gate": "cross_attn_mlp_gate",
     "attention_norm.weight": "input_layernorm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
-    **{f"attention.{name}.weight": f"cross_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+    **{
+        f"attention.{name}.weight": f"cross_attn.{name}.weight"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    },
     **{f"mlp.{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 

@@ -217,7 +217,9 @@ def test_every_parameter_has_a_gradient_with_images_and_with_text_alone(name: st
     model = build(component).train()
     for pieces in ((3, "1", 4), (), ("1", "2", "3", "4")):
         model.zero_grad()
-        inputs = batch(longest(component, *pieces, length=16)) if pieces != ("1", "2", "3", "4") else batch(row(component, *pieces))
+        inputs = (
+            batch(longest(component, *pieces, length=16)) if pieces != ("1", "2", "3", "4") else batch(row(component, *pieces))
+        )
         model(**inputs).square().sum().backward()
         for path, parameter in model.named_parameters():
             assert parameter.grad is not None, path

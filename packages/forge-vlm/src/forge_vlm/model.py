@@ -18,6 +18,7 @@ from forge_vlm.fusion.fusion import Fusion, Inputs
 from forge_vlm.made_up import with_images
 from forge_vlm.places import feature_places, misplaced
 
+
 class VisionLanguageModel(Decoder):
     """A decoder whose blocks, masks and embedded stream are those of a `Fusion`.
 
@@ -95,9 +96,7 @@ class VisionLanguageModel(Decoder):
         masks = {window: self.fusion.seen(mask, told, window, x) for window, mask in masks.items()}
         return super()._run_blocks(x, rotations, masks, cache, shared)
 
-    def _images(
-        self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
         """Images and their rows; a blank image that belongs to no row where a step must not leave the encoder out."""
         token = self.context.image_token
         if token is None or self.embed is None:

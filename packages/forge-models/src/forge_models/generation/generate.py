@@ -78,7 +78,9 @@ def stream(
     """
     check(model, prompts, max_tokens, prefill)
     if inputs and prefill is not None:
-        raise GenerationError(f"prefill {prefill} takes a prompt in portions, and {', '.join(sorted(inputs))} come whole; leave it out")
+        raise GenerationError(
+            f"prefill {prefill} takes a prompt in portions, and {', '.join(sorted(inputs))} come whole; leave it out"
+        )
     ends = ends_of(eos, stop, decode)
     rows = [list(prompt) for prompt in prompts]
     return _steps(model, rows, max_tokens, Sampler(sampling), ends, prefill, agree, inputs or {})
@@ -129,9 +131,7 @@ def _steps(
         logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
 
 
-def _prefill(
-    model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int, inputs: Mapping[str, Tensor]
-) -> Tensor:
+def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int, inputs: Mapping[str, Tensor]) -> Tensor:
     """Runs the prompts through the cache; returns the logits (B, vocab) at the last token of each row."""
     last: Tensor | None = None
     for start in range(0, tokens.shape[1], chunk):

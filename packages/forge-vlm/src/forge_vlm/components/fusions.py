@@ -126,7 +126,9 @@ class MoMa(Component):
     @property
     def feature(self) -> str:
         """What has to be proven in a layout: each way of routing alone."""
-        return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[self.routing]
+        return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[
+            self.routing
+        ]
 
     def build(self, context: "FusionContext") -> "Fusion":
         from forge_vlm.fusion.moma import MoMa

@@ -50,7 +50,15 @@ class VLM(Decoder):
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[VLM]":
         """Each fusion, and one whose images are discrete tokens."""
-        small: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "vocab_size": 40, "max_length": 64}
+        small: dict[str, Any] = {
+            "dim": 16,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn_dim": 24,
+            "vocab_size": 40,
+            "max_length": 64,
+        }
         vision = small | {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
         experts = MoE(experts=4, kernel="loop")
         return (
@@ -122,7 +130,7 @@ class VLM(Decoder):
 
     def context(self) -> FusionContext:
         """What the fusion is built with."""
-    
+
         return FusionContext(self.shape, self.modality_ids, self.placeholder, self.per_image)
 
     def build(self) -> "VisionLanguageModel":
@@ -136,4 +144,3 @@ class VLM(Decoder):
         size = encoder.image_size
         blank = (encoder.channels, size, size) if size else (encoder.tokens, encoder.width)
         return VisionLanguageModel(context, fusion, encoder.build(), self._adapter.build(self._adapter_context), blank)
-

@@ -42,7 +42,11 @@ class ModalityExperts(nn.Module):
         parts = groups.apart(x)
         masks = [None] * len(parts) if token_mask is None else groups.apart(token_mask)
         ids = [None] * len(parts) if tokens is None else groups.apart(tokens)
-        sequences = groups.apart(_sequences(x, documents)) if any(hasattr(layer, "takes_sequences") for layer in self.layers.values()) else [None] * len(parts)
+        sequences = (
+            groups.apart(_sequences(x, documents))
+            if any(hasattr(layer, "takes_sequences") for layer in self.layers.values())
+            else [None] * len(parts)
+        )
         made, found = [], []
         for layer, part, mask, known, rows in zip(self.layers.values(), parts, masks, ids, sequences, strict=True):
             more = {} if rows is None else {"sequences": rows}

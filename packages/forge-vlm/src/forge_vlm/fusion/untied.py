@@ -72,5 +72,8 @@ class UntiedAttention(Attention):
         specs |= {f"{part}.{name}": ModuleSpec((a,), (b,)) for part, (a, b) in MATRICES.items() for name in names}
         if self.qk_norm == "full":
             for name in names:
-                specs |= {f"q_norm.{name}": ModuleSpec((HEADS,), (HEADS,)), f"k_norm.{name}": ModuleSpec((KV_HEADS,), (KV_HEADS,))}
+                specs |= {
+                    f"q_norm.{name}": ModuleSpec((HEADS,), (HEADS,)),
+                    f"k_norm.{name}": ModuleSpec((KV_HEADS,), (KV_HEADS,)),
+                }
         return specs
