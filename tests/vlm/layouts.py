@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python -m vlm.layouts
 
-What a fusion is in no row with is refused: sequences that are cut (tp with sequence parallelism, cp), float8, other pipeline schedules,
-experts under tp, and for cross blocks pipelines, whose later stages have no images.
+What a fusion is in no row with is refused: sequences that are cut (tp with sequence parallelism, cp), float8, other schedules of
+pipelines, experts under tp, and for cross blocks pipelines, whose later stages have no images.
 """
 
 import json

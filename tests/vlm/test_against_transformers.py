@@ -79,7 +79,7 @@ def text_names(layers: dict[int, str], prefix: str) -> dict[str, str]:
 
 
 def test_the_joint_decoder_has_the_logits_of_llava(tmp_path: Path) -> None:
-    """Rows with one image, with two and with none; a tower of SigLIP, its last hidden state before the norm, a projector of two."""
+    """Rows with one image, two and none; a tower of SigLIP, its last hidden state before the norm, a projector of two."""
     stored(tmp_path, siglip())
     encoder = SigLIP(path=str(tmp_path), feature_layers=(-1,))
     config = transformers.LlavaConfig(
@@ -189,8 +189,8 @@ def test_experts_by_modality_are_those_of_ernie() -> None:
 
 def test_a_row_before_its_image_is_right_where_transformers_is_not() -> None:
     """The text model's logits stand before an image, whatever the image: in Mllama they move (issue 39379)."""
-    from vlm.tiny import MODELS, TEXT, batch, build, row
     from vlm.test_fusions import copied
+    from vlm.tiny import MODELS, TEXT, batch, build, row
 
     component = replace(MODELS["cross"])
     model, text = build(component), build(TEXT)

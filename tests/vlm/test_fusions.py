@@ -178,7 +178,7 @@ def test_numbers_of_placeholders_and_images_that_differ_are_refused(name: str) -
     inputs = batch(longest(component, 3, "1", 4, length=16), longest(component, 5, "2", 6, length=16))
     tokens = inputs["x"].clone()
     tokens[1, (tokens[1] == IMAGE).nonzero()[0]] = 2
-    with pytest.raises(ValueError, match="row 1 has .* placeholders"):
+    with pytest.raises(ValueError, match=r"row 1 has .* placeholders"):
         model(**{**inputs, "x": tokens})
     with pytest.raises(ValueError, match="row 0 has"):
         model(inputs["x"])
@@ -240,7 +240,7 @@ def test_bad_keys_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"fusion": CrossAttention(every=9)}, "gives no cross block"),
         ({"fusion": MoMa()}, "needs experts"),
-        ({"fusion": MoMa(routing="threshold"), "moe": replace(EXPERTS, capacity=1.0)}, "needs no moe.capacity"),
+        ({"fusion": MoMa(routing="threshold"), "moe": replace(EXPERTS, capacity=1.0)}, "takes no moe.capacity"),
         ({"modalities": {"image": (1, 2)}}, "that of the encoder"),
         ({"modalities": {"text": (1, 2)}}, "others do not claim"),
         ({"modalities": {"a": (1, 5), "b": (4, 8)}}, "share ids"),

@@ -63,7 +63,9 @@ def _is_as_near_as(exact: Measurement, alone: Measurement, found: Measurement) -
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / a.double().norm())
+    whole = float(a.double().norm())
+    difference = float((a.double() - b.double()).norm())
+    return difference / whole if whole else difference  # closed gates let nothing through
 
 
 def _name(row: frozenset[str]) -> str:

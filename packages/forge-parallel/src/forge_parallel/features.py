@@ -2,8 +2,8 @@
 
 A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each component of
 the model that names one (`feature`), each transform, each pipeline schedule, each optimizer whose update of an element depends on
-others, gradient accumulation, and each part of the model or the objective that another package brings. What another package brings
-is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
+others, gradient accumulation, and each part of the model or the objective that another package brings. What another package
+brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
 """
 
 import dataclasses

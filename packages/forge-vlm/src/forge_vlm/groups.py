@@ -1,4 +1,4 @@
-"""One copy of a module for each modality: tokens are sorted by modality, each copy runs on its own, and all return to their places."""
+"""A copy of a module for each modality: tokens are sorted by modality, each copy runs on its own, all return to their places."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -21,7 +21,7 @@ def with_images(batch: Batch, image_token: int, per_image: int, shape: tuple[int
     images: list[torch.Tensor] = []
     rows: list[list[int]] = []
     for row, ids in enumerate(batch.tokens.tolist()):
-        seed = sum(place * id for place, id in enumerate(ids))
+        seed = sum(place * token for place, token in enumerate(ids))
         documents = [0] * len(ids) if batch.documents is None else batch.documents[row].tolist()
         found: list[int] = []
         place = seed % 3
@@ -39,7 +39,7 @@ def with_images(batch: Batch, image_token: int, per_image: int, shape: tuple[int
     before = torch.zeros_like(tokens, dtype=torch.bool)
     before[:, :-1] = tokens[:, 1:] == image_token
     labels[(tokens == image_token) | before] = IGNORE
-    numbers = torch.full((len(rows), max(1, *map(len, rows)) if len(rows) > 1 else max(1, len(rows[0]))), -1)
+    numbers = torch.full((len(rows), max(1, max(map(len, rows)))), -1)
     for row, found in enumerate(rows):
         numbers[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
     images = images or [torch.zeros(shape)]

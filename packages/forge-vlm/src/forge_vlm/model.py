@@ -59,9 +59,9 @@ class VisionLanguageModel(Decoder):
         extras: Mapping[str, Tensor],
         cache: KVCache | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, n >= 1, and `image_rows` (B, M) int64, the number of
-        each row's images in their order, -1 where a row has fewer. `prefix` (B, T) bool marks tokens, such as a prompt's, that see
-        each other where the fusion's mask has a prefix.
+        """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, n >= 1, and `image_rows` (B, M) int64, the numbers
+        of each row's images in their order, -1 where a row has fewer. `prefix` (B, T) bool marks tokens, such as a prompt's, that
+        see each other where the fusion's mask has a prefix.
 
         Raises:
             ValueError: one of them is missing, or a row has other placeholders than its images need.
@@ -110,9 +110,9 @@ class VisionLanguageModel(Decoder):
             rows = tokens.new_full((len(tokens), 1), -1)
             if self.training and torch.is_grad_enabled():
                 images = tokens.new_zeros((1, *self.blank), dtype=self._dtype)
-        if not torch.compiler.is_compiling() and tokens.device.type == "cpu":
-            if fault := misplaced(tokens, token, rows, self.context.per_image):
-                raise ValueError(fault)
+        looks = not torch.compiler.is_compiling() and tokens.device.type == "cpu"
+        if looks and (fault := misplaced(tokens, token, rows, self.context.per_image)):
+            raise ValueError(fault)
         return images, rows
 
     def with_extras(self, batch: Batch) -> Batch:

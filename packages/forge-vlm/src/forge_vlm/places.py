@@ -46,7 +46,7 @@ def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> t
 
 
 def misplaced(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) -> str:
-    """What is wrong with the numbers of placeholders and images, naming the row; empty when they agree. It waits for the device."""
+    """How the numbers of placeholders and images disagree, naming the row; empty when they do not. It waits for the device."""
     found = (tokens == image_token).sum(1)
     images = (image_rows >= 0).sum(1)
     wrong = (found != images * per_image).nonzero().flatten().tolist()
@@ -54,6 +54,6 @@ def misplaced(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: i
         return ""
     row = wrong[0]
     return (
-        f"row {row} has {int(found[row])} placeholders (id {image_token}) and {int(images[row])} images of {per_image} tokens each, "
-        f"which need {int(images[row]) * per_image}"
+        f"row {row} has {int(found[row])} placeholders (id {image_token}) and {int(images[row])} images of {per_image} tokens "
+        f"each, which need {int(images[row]) * per_image}"
     )

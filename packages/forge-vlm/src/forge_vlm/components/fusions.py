@@ -1,7 +1,8 @@
 """Fusions, chosen inside `[model]` of a model with `name = "vlm"`: `fusion = { name = "mot" }`.
 
 `in_stream` says whether placeholders stand for vectors of an encoder in the stream (one for each), or beside it (one for each
-image); `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do not go with it.
+image); `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do not go
+with it.
 """
 
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ class JointDecoder(Component):
     in_stream: ClassVar[bool] = True
 
     image_attention: ImageAttention = "causal"
-    """What a token of an image sees: tokens before it; also all of its image (Gemma 3, 2025); or the prompt, and where a batch does
-    not tell it everything up to the last image of its document, sees all of itself (PaliGemma, Beyer et al., 2024)."""
+    """What a token of an image sees: tokens before it; also all of its image (Gemma 3, 2025). Or a prefix sees all of itself: the
+    prompt, and where a batch does not tell it everything up to the last image of a document (PaliGemma, Beyer et al., 2024)."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[JointDecoder]":
@@ -46,8 +47,8 @@ class JointDecoder(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttention(Component):
-    """Gated blocks in which text attends to images, between the blocks of an unchanged text model (Flamingo, Alayrac et al., 2022;
-    Llama 3, 2024, section 7.3). Text without images has exactly the text model's logits."""
+    """Gated blocks in which text attends to images, between the blocks of an unchanged text model (Flamingo, Alayrac et al.,
+    2022; Llama 3, 2024, section 7.3). Text without images has exactly the text model's logits."""
 
     key_class: ClassVar = IDENTITY
     feature: ClassVar[str] = "fusion_cross"
@@ -74,7 +75,8 @@ class MixtureOfTransformers(Component):
     """Each modality has its own weights everywhere but in the tables; attention is over all tokens (Liang et al., 2024).
 
     `model.norm_placement` says where norms are: `post` is the branch norm of the paper's Chameleon, `pre` that of Llama. As much
-    work per token as in a decoder, and as many weights again for every modality. With `[model.moe]` the feed-forward parts are experts.
+    work per token as in a decoder, and as many weights again for every modality. With `[model.moe]` the feed-forward parts are
+    experts.
     """
 
     key_class: ClassVar = IDENTITY
@@ -118,7 +120,8 @@ class MoMa(Component):
             return
         if model.moe.capacity is not None or model.moe.losses.any():
             raise ValueError(
-                f"fusion.routing = {self.routing!r} needs no moe.capacity and no moe.losses: every expert has its share; remove them"
+                f"fusion.routing = {self.routing!r} takes no moe.capacity and no moe.losses, as every expert has its share; "
+                "remove them"
             )
         if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopK":
             raise ValueError(f"fusion.routing = {self.routing!r} has a router already; remove moe.router")

@@ -35,6 +35,8 @@ class VLM(Decoder):
     """
 
     key_class: ClassVar = IDENTITY
+    countable: ClassVar[bool] = False
+    """Its products are not those that its shape tells."""
 
     fusion: Annotated[Component, Slot("forge.fusions", default="joint_decoder")] = Slot.unset()
     """How images enter the decoder."""

@@ -18,8 +18,11 @@ ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
 def seen_with_images(
     mask: Any, kind: ImageAttention, context: FusionContext, inputs: Inputs, window: int | None, x: Tensor
 ) -> Any:
-    """The mask of a core, widened: tokens of an image see all of it (Gemma 3, 2025), or what is marked as the prefix,
-    and else all up to the last image of a document, sees itself (PaliGemma, Beyer et al., 2024). (B, 1, T, S) bool, True = visible."""
+    """The mask of a core, widened: tokens of an image see all of it (Gemma 3, 2025), or what is marked as the prefix, and else
+    all up to the last image of a document, sees itself (PaliGemma, Beyer et al., 2024).
+
+    Returns (B, 1, T, S) bool, True = visible; for `causal` the mask as it was.
+    """
     if kind == "causal" or context.image_token is None:
         return mask
     tokens, documents, cache = inputs.tokens, inputs.documents, inputs.cache

@@ -7,9 +7,9 @@ from torch import nn
 
 from forge_models.moe.layer import ExpertLayer
 from forge_models.shape import DecoderShape
+from forge_vlm.context import FusionContext
 from forge_vlm.fusion.block import ModalityBlock
 from forge_vlm.fusion.choice import ExpertChoice
-from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import Inputs, Plain
 from forge_vlm.fusion.threshold import Threshold
 from forge_vlm.groups import Groups

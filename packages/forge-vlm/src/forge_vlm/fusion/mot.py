@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_models.shape import DecoderShape
-from forge_vlm.fusion.block import ModalityBlock
 from forge_vlm.context import FusionContext
+from forge_vlm.fusion.block import ModalityBlock
 from forge_vlm.fusion.fusion import Inputs, Plain
 from forge_vlm.fusion.joint import ImageAttention, seen_with_images
 from forge_vlm.groups import Groups

@@ -112,8 +112,8 @@ class ScoredExperts(nn.Module):
         self._found, self._totals = None, totals
 
     def report(self) -> dict[str, Tensor]:
-        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `used`, experts of a token; `agreement`,
-        the share of decisions that evaluation would make alike."""
+        """See `Observer`: `load` of each expert in units of their mean, and its extremes; `used`, experts of a token;
+        `agreement`, the share of decisions that evaluation would make alike."""
         if self._totals is None:
             return {}
         count = self.shape.experts

@@ -15,8 +15,8 @@ BINS = 512
 
 
 class Threshold(ScoredExperts):
-    """The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so that an expert has its even share
-    on average (Expert Threshold routing, 2026). Who is with whom depends on the token alone, in training as in evaluation.
+    """The threshold is a running mean of the score that 1 / experts of a step's tokens exceed, so that an expert has its even
+    share on average (Expert Threshold routing, 2026). Who is with whom depends on the token alone, in training as in evaluation.
 
     Scores of a step are counted in `BINS` bins over all ranks, so every layout and every micro-batch gives the same threshold.
     """
@@ -71,8 +71,8 @@ class Threshold(ScoredExperts):
 
 
 def quantile(counts: Tensor, share: float) -> Tensor:
-    """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins; values
-    are taken to be spread evenly inside a bin."""
+    """(experts,) fp64: the value below which `share` of the values in [0, 1] lie, from (bins, experts) counts in equal bins;
+    values are taken to be spread evenly inside a bin."""
     bins = len(counts)
     total = counts.cumsum(0)
     wanted = share * total[-1]

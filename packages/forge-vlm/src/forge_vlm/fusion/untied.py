@@ -26,8 +26,8 @@ class UntiedAttention(Attention):
         first = next(iter(copies.values()))
         if type(first) is not Attention:
             raise ValueError(
-                f"attention {type(first).__name__} has no form with weights for each modality; set model.attention.name = 'gqa', or "
-                "model.fusion.name = 'joint_decoder'"
+                f"attention {type(first).__name__} has no form with weights for each modality; set model.attention.name = "
+                "'gqa', or model.fusion.name = 'joint_decoder'"
             )
         for name in ("context", "qk_norm", "soft_cap", "core", "window", "rotary", "scale"):
             setattr(self, name, getattr(first, name))
