@@ -34,7 +34,9 @@ def clip(**more: Any) -> Any:
 
 
 def dinov2(**more: Any) -> Any:
-    return transformers.Dinov2Model(transformers.Dinov2Config(**SIZES, mlp_ratio=2, image_size=16, layerscale_value=0.3, **more))
+    return transformers.Dinov2Model(
+        transformers.Dinov2Config(**{**SIZES, **more}, mlp_ratio=2, image_size=16, layerscale_value=0.3)
+    )
 
 
 def whole_siglip() -> Any:
@@ -57,6 +59,7 @@ CASES = {
     "clip_gelu": (CLIP, lambda: clip(hidden_act="gelu")),
     "dinov2": (DINOv2, dinov2),
     "dinov2_gated": (DINOv2, lambda: dinov2(use_swiglu_ffn=True)),
+    "dinov2_gated_rounded": (DINOv2, lambda: dinov2(use_swiglu_ffn=True, hidden_size=20)),
     "dinov2_no_bias": (DINOv2, lambda: dinov2(qkv_bias=False)),
     "whole_siglip": (SigLIP, whole_siglip),
     "whole_clip": (CLIP, whole_clip),
