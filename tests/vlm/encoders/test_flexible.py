@@ -115,6 +115,7 @@ def test_padding_is_not_seen(tmp_path: Path) -> None:
     other = x.clone()
     other[0, 12:] = 7.0
     assert torch.equal(module(x, grids)[0], module(other, grids)[0])
+    assert present(grids, MOST).sum(1).tolist() == [12, 1]
     assert bool(module(x, grids).isfinite().all()), "an image without patches, which stands for none, is finite"
 
 

@@ -21,7 +21,7 @@ TEXT = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_a
 
 
 def siglip(**more: Any) -> Any:
-    config = transformers.SiglipVisionConfig(**SIZES, intermediate_size=40, image_size=16, **more)
+    config = transformers.SiglipVisionConfig(**{**SIZES, "intermediate_size": 40, "image_size": 16, **more})
     return transformers.SiglipVisionModel(config)
 
 
@@ -34,7 +34,9 @@ def clip(**more: Any) -> Any:
 
 
 def dinov2(**more: Any) -> Any:
-    return transformers.Dinov2Model(transformers.Dinov2Config(**SIZES, mlp_ratio=2, image_size=16, layerscale_value=0.3, **more))
+    return transformers.Dinov2Model(
+        transformers.Dinov2Config(**{**SIZES, **more}, mlp_ratio=2, image_size=16, layerscale_value=0.3)
+    )
 
 
 def whole_siglip() -> Any:
@@ -57,6 +59,7 @@ CASES = {
     "clip_gelu": (CLIP, lambda: clip(hidden_act="gelu")),
     "dinov2": (DINOv2, dinov2),
     "dinov2_gated": (DINOv2, lambda: dinov2(use_swiglu_ffn=True)),
+    "dinov2_gated_rounded": (DINOv2, lambda: dinov2(use_swiglu_ffn=True, hidden_size=20)),
     "dinov2_no_bias": (DINOv2, lambda: dinov2(qkv_bias=False)),
     "whole_siglip": (SigLIP, whole_siglip),
     "whole_clip": (CLIP, whole_clip),
@@ -125,6 +128,18 @@ def test_positions_are_resized_as_transformers_does(case: str, tmp_path: Path) -
     assert "positions of 4 x 4 patches were resized to 6 x 6" in component.weights().facts.notes
 
 
+def test_pixels_that_make_no_patch_are_not_seen(tmp_path: Path) -> None:
+    """SigLIP so400m has patches of 14 pixels in images of 384: 27 of them, and 6 pixels are left."""
+    theirs = stored(tmp_path, siglip(image_size=18), size={"height": 18, "width": 18})
+    component = SigLIP(path=str(tmp_path))
+    x = trial.drawn(2, 3, 18, 18).float()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(component)(x), run(theirs, x).last_hidden_state, **CLOSE)
+    assert (component.image_size, component.tokens) == (18, 16)
+    with pytest.raises(ValueError, match="an image of 3 pixels has no patch of 4"):
+        _ = SigLIP(path=str(tmp_path), size=3).tokens
+
+
 def test_the_size_is_that_of_the_preprocessor(tmp_path: Path) -> None:
     """DINOv2 has positions for 518 pixels, and a preprocessor for 224."""
     stored(tmp_path, dinov2(), size={"shortest_edge": 10}, crop_size={"height": 8, "width": 8}, do_center_crop=True)
@@ -191,6 +206,18 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(name: str) -> No
     known = {key: value for key, value in FAMILIES[name].defaults.items() if hasattr(config, key)}
     assert known == {key: getattr(config, key) for key in known}
     assert set(FAMILIES[name].defaults) - set(known) <= {"image_size"}, "NaFlex has no size"
+
+
+def test_keys_of_older_files_change_nothing(tmp_path: Path) -> None:
+    """Settings of generation and bookkeeping, which older versions wrote into the table of the tower."""
+    stored(tmp_path, whole_clip())
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    old = {"tie_word_embeddings": True, "top_k": 50, "bad_words_ids": None, "is_decoder": False, "pruned_heads": {}}
+    old |= {"projection_dim": 8, "initializer_factor": 1.0, "dropout": 0.0, "torchscript": False, "return_dict": True}
+    values["vision_config"] |= old
+    path.write_text(json.dumps(values))
+    assert CLIP(path=str(tmp_path)).tokens == 16
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:

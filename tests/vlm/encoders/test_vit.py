@@ -121,7 +121,7 @@ def test_sizes_that_it_says() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"size": 30, "patch": 16}, "patch size 16 must divide the image size 30"),
+        ({"size": 30, "patch": 16}, "patch 16 must divide size 30"),
         ({"dim": 10, "heads": 3}, "dim 10 must be a multiple of heads 3"),
         ({"dim": 6, "heads": 3, "positions": "sincos"}, "multiple of 4"),
         ({"pixel_mean": (0.1, 0.2)}, "pixel_mean has 2 numbers"),

@@ -66,6 +66,8 @@ class ViT(Component):
         return (small, replace(small, channels=1, positions="sincos", class_token=True))
 
     def __post_init__(self) -> None:
+        if self.size % self.patch:
+            raise ValueError(f"patch {self.patch} must divide size {self.size}")
         _ = self.shape  # it refuses sizes that do not go together
         for name in ("pixel_mean", "pixel_std"):
             if len(getattr(self, name)) not in (1, self.channels):

@@ -17,7 +17,8 @@ class VisionShape:
     """A vision transformer over square images, or over patches of images of any proportions.
 
     Attributes:
-        image_size: height and width of an image in pixels, a multiple of `patch_size`.
+        image_size: height and width of an image in pixels; what makes no whole patch, at the right and at the
+            bottom, is not seen.
         patch_size: height and width of a patch in pixels.
         channels: of an image.
         dim: width of the stream.
@@ -63,8 +64,8 @@ class VisionShape:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.image_size % self.patch_size:
-            raise ValueError(f"patch size {self.patch_size} must divide the image size {self.image_size}")
+        if self.image_size < self.patch_size:
+            raise ValueError(f"an image of {self.image_size} pixels has no patch of {self.patch_size}")
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} must be a multiple of heads {self.heads}")
         if self.flexible and (self.class_token or self.positions != "learned"):

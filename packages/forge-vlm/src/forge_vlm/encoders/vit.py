@@ -105,8 +105,9 @@ class PatchEmbedding(nn.Module):
 
 
 def patches(images: Tensor, size: int) -> Tensor:
-    """(N, C, H, W) -> (N, H / size * W / size, C * size * size): patches row by row, each channel by channel, then row by row."""
-    cut = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    """(N, C, H, W) -> (N, H // size * W // size, C * size * size): whole patches row by row, each channel by channel."""
+    height, width = (side // size * size for side in images.shape[2:])
+    cut = images[..., :height, :width].unflatten(3, (-1, size)).unflatten(2, (-1, size))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 

@@ -61,8 +61,8 @@ _INNER = MappingProxyType(
     }
 )
 _SIZES = MappingProxyType({"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3})
-_TRAINING = MappingProxyType({"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE})
-"""Of runs that train the tower; what is drawn is replaced by the stored weights."""
+_TRAINING = MappingProxyType({"initializer_factor": ANY, "initializer_range": ANY, "dropout": NONE, "tie_word_embeddings": ANY})
+"""Of runs that train the tower, where what is drawn is replaced by stored weights; and what a tower has nothing to do with."""
 
 SIGLIP = Family(
     name="siglip",
