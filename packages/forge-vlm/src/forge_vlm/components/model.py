@@ -143,6 +143,5 @@ class VLM(Decoder):
         fusion = self._fusion.build(context)
         if encoder is None:
             return VisionLanguageModel(context, fusion, None, None, ())
-        size = encoder.image_size
-        blank = (encoder.channels, size, size) if size else (encoder.tokens, encoder.width)
-        return VisionLanguageModel(context, fusion, encoder.build(), self._adapter.build(self._adapter_context), blank)
+        adapter = self._adapter.build(self._adapter_context)
+        return VisionLanguageModel(context, fusion, encoder.build(), adapter, encoder.input_shape)
