@@ -352,8 +352,10 @@ def main() -> None:
         "slow": [row for row in rows if row not in fast],
         "large": [*large, *(row for row in triples(rng) if not any(_axes(row) == _axes(known) for known in large))],
     }
-    document = {kind: [text_of(row) for row in found] for kind, found in made.items()} | {"gpu": list(GPU_ROWS)}
-    Path(proven.__file__).with_name("rows.json").write_text(json.dumps(document, indent=2) + "\n")
+    path = Path(proven.__file__).with_name("rows.json")
+    document = json.loads(path.read_text())  # rows of fusions are made by `vlm.layouts`
+    document |= {kind: [text_of(row) for row in found] for kind, found in made.items()} | {"gpu": list(GPU_ROWS)}
+    path.write_text(json.dumps(document, indent=2) + "\n")
     print({kind: len(found) for kind, found in document.items()})
 
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 
+from forge_core.component import fields_of
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.attentions import GQA
@@ -18,7 +19,7 @@ from forge_models.components.moe import MoE
 from forge_models.components.mtp import MTP
 from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
-from forge_models.components.routers import SigmoidTopK
+from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.muon import Muon
@@ -36,6 +37,10 @@ from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.parity import Case, Measurement, measure
+from forge_vlm.components.adapters import Linear
+from forge_vlm.components.encoders import ViT
+from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
+from forge_vlm.components.model import VLM
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -59,6 +64,19 @@ EXPERTS = MoE(
 ALL_CHOSEN = replace(EXPERTS, experts=4, top_k=4, ffn_dim=32)
 """For low precision: rounding of a score may choose another expert, which changes the result by more than rounding. Here all are
 chosen."""
+
+ENCODER = ViT(size=8, patch=4, channels=1, dim=16, layers=1, heads=2)
+FUSIONS = MappingProxyType(
+    {
+        "fusion_joint": JointDecoder(),
+        "fusion_cross": CrossAttention(every=2),
+        "fusion_mot": MixtureOfTransformers(),
+        "fusion_moma": MoMa(),
+        "fusion_moma_choice": MoMa(routing="expert_choice"),
+        "fusion_moma_threshold": MoMa(routing="threshold"),
+    }
+)
+"""By feature; an image is four placeholders, for the cross blocks one."""
 
 LOW = frozenset({"bf16", "bf16_state", "float8", "float8_rowwise", "float8_wide_gather", "float8_experts"})
 """Features of runs that fp64 cannot be compared in."""
@@ -85,7 +103,13 @@ def decoder_of(row: frozenset[str]) -> Decoder:
     experts = None if "experts" not in row else EXPERTS if row.isdisjoint(LOW) else ALL_CHOSEN
     wide = "float8" in row or row >= {"compile", "experts"}
     layers = 6 if "more_stages" in row else 4
-    return replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
+    if experts is not None and row & {"fusion_moma_choice", "fusion_moma_threshold"}:
+        experts = replace(experts, losses=Losses(), router=SoftmaxTopK())
+    model = replace(WIDE if wide else DECODER, tied_embeddings="tied" in row, mtp=mtp, moe=experts, layers=layers)
+    for feature in row & FUSIONS.keys():
+        keys = {info.name: getattr(model, info.name) for info in fields_of(Decoder)}
+        model = VLM(**keys, encoder=ENCODER, adapter=Linear(), fusion=FUSIONS[feature])
+    return model
 
 
 def transforms_of(row: frozenset[str]) -> Mapping[str, Any]:
@@ -149,7 +173,7 @@ def objective_of(row: frozenset[str]) -> CrossEntropy:
 
 def groups_of(row: frozenset[str]) -> tuple[ParameterGroup, ...]:
     """What is frozen: a block, experts included; a part of a block; a table, but not a tied one, whose two gradients count."""
-    patterns = ("blocks.1.*", "blocks.2.attention.k_proj.weight", *(() if "tied" in row else ("embed.weight",)))
+    patterns = ("blocks.1.*", "blocks.2.attention.k_proj.*", *(() if "tied" in row else ("embed.weight",)))
     patterns = patterns if "frozen" in row else ()
     return tuple(ParameterGroup(match=pattern, frozen=True) for pattern in patterns)
 

@@ -63,7 +63,9 @@ def _is_as_near_as(exact: Measurement, alone: Measurement, found: Measurement) -
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / a.double().norm())
+    whole = float(a.double().norm())
+    difference = float((a.double() - b.double()).norm())
+    return difference / whole if whole else difference  # closed gates let nothing through
 
 
 def _name(row: frozenset[str]) -> str:
@@ -97,8 +99,7 @@ def test_every_row_is_a_recipe_with_just_its_features() -> None:
             assert kind == "gpu" or generate.legal(row), "a check refuses it"
     for test in proven.TESTS.values():
         file, _, name = test.partition("::")
-        assert Path(__file__).match(file)
-        assert name in globals()
+        assert f"def {name}(" in (Path(__file__).parents[3] / file).read_text()
 
 
 def test_every_pair_that_is_offered_is_proven() -> None:

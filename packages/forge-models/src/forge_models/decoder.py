@@ -1,7 +1,8 @@
 """The decoder as a module: embedding, blocks, norm, head. It holds no parallel code."""
 
+from collections.abc import Callable, Mapping
 from math import sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,17 @@ class Decoder(nn.Module):
     `window` (handed to the core; None when absent) and `rotary` (its positions; the model's over the whole head when
     absent).
 
+    Blocks come from a factory, (shape, layer) -> module, that is called as `Block` is; `reads` of a block names what else of a
+    forward it is given (`token_mask`, `tokens`, and what `enter` of a subclass adds).
+
     `embed`, `norm`, `head` and `mtp` may be None and `blocks` may hold fewer entries (under their own names): a pipeline
     part is this module with the rest removed. The first part takes tokens, later ones hidden states.
     """
 
-    def __init__(self, shape: DecoderShape) -> None:
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    """Names of the extras of a batch that its forward takes."""
+
+    def __init__(self, shape: DecoderShape, block: Callable[[DecoderShape, int], nn.Module] = Block) -> None:
         super().__init__()
         self.shape = shape
         norm: Any = shape.norm
@@ -48,7 +55,7 @@ class Decoder(nn.Module):
         if shape.tied_embeddings:
             head.weight = embed.weight  # type: ignore[assignment]
         self.embed: Embedding | None = embed
-        self.blocks = nn.ModuleDict({str(layer): Block(shape, layer) for layer in range(shape.layers)})
+        self.blocks = nn.ModuleDict({str(layer): block(shape, layer) for layer in range(shape.layers)})
         self.norm: nn.Module | None = norm.build(shape.dim)
         self.head: Head | None = head
         self.mtp: MTPModules | None = MTPModules(shape, embed) if shape.mtp_depth else None
@@ -82,7 +89,7 @@ class Decoder(nn.Module):
             at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
             tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
             mtp_targets: tokens and labels of the MTP modules, with labels and an objective; their losses are added.
-            extras: refused; a text decoder has no other inputs.
+            extras: further inputs of the batch, those that `inputs` names; a text decoder has none.
 
         Raises:
             ValueError: for inputs that do not go together or are longer than `max_length`.
@@ -90,7 +97,9 @@ class Decoder(nn.Module):
         self._check(x, documents, labels, objective, cache, mtp_targets, extras)
         depths = {} if mtp_targets is None or self.mtp is None else dict(self.mtp.depths.items())
         mtp_blocks = [depth.block for depth in depths.values()]
-        x, rotations, masks, token_mask = self._stream(x, positions, documents, document_starts, cache, tokens, mtp_blocks)
+        x, rotations, masks, token_mask = self._stream(
+            x, positions, documents, document_starts, cache, tokens, mtp_blocks, extras
+        )
         stream = x
         if at is not None:
             x = x[torch.arange(x.shape[0], device=x.device), at].unsqueeze(1)
@@ -116,6 +125,7 @@ class Decoder(nn.Module):
         cache: KVCache | None,
         tokens: Tensor | None,
         mtp_blocks: list[Any],
+        extras: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any], Tensor | None]:
         """The stream behind the last block, rotations and what cores share (also for `mtp_blocks`), and the token mask."""
         # Hidden states of an earlier part may be cut along the sequence; positions never are.
@@ -135,19 +145,32 @@ class Decoder(nn.Module):
         if self.embed is not None:
             with scope("", self):
                 tokens, x = x, tap("embeddings", self._embedded(self.embed, x))
+        x, shared = self.enter(x, tokens, documents, extras, cache)
         masks = self._attention_masks(blocks, documents, starts, length, x, cache)
-        return (
-            self._run_blocks(x, rotations, masks, cache, {"token_mask": token_mask, "tokens": tokens}),
-            rotations,
-            masks,
-            token_mask,
-        )
+        shared = {"token_mask": token_mask, "tokens": tokens, "documents": documents, **shared}
+        return self._run_blocks(x, rotations, masks, cache, shared), rotations, masks, token_mask
+
+    def enter(
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        documents: Tensor | None,
+        extras: Mapping[str, Tensor],
+        cache: KVCache | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The stream that goes into the first block of this part, and by name what blocks may read: a seam for subclasses.
+
+        `x` (B, T, dim) is what was embedded, or what an earlier part made; `tokens` (B, T) ids, where they are known; the rest is as
+        in `forward`.
+        """
+        del tokens, documents, extras, cache
+        return x, {}
 
     def hidden_states(self, tokens: Tensor, cache: KVCache, positions: Tensor | None = None) -> Tensor:
         """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `draft`
         goes on from."""
         self._check(tokens, None, None, None, cache, None, {})
-        return self._stream(tokens, positions, None, None, cache, None, [])[0]
+        return self._stream(tokens, positions, None, None, cache, None, [], {})[0]
 
     def draft(
         self, depth: str, x: Tensor, tokens: Tensor, cache: KVCache, positions: Tensor | None = None
@@ -218,19 +241,20 @@ class Decoder(nn.Module):
         rotations: dict[Rotary, Rotation],
         masks: dict[int | None, Any],
         cache: KVCache | None,
-        routing: dict[str, Tensor | None],
+        shared: dict[str, Any],
     ) -> Tensor:
         observed: list[tuple[Any, Tensor]] = []
         for name, block in self.blocks.items():
             rotation = rotations[self._rotary(block)]
+            given = {key: shared.get(key) for key in getattr(block, "reads", ())}
             with scope(f"blocks.{name}.", self):
                 mine = None if cache is None else cache.layers[name]
+                x = block(x, rotation, masks.get(_window(block)), mine, **given)
                 if not getattr(block, "sparse", False):
-                    x = block(x, rotation, masks.get(_window(block)), mine)
                     continue
-                x, router_stats = block(x, rotation, masks.get(_window(block)), mine, **routing)
+                x, router_stats = x
             if router_stats is not None:
-                observed.append((block.mlp, router_stats))
+                observed += [(block.mlp, router_stats)] if isinstance(router_stats, Tensor) else block.observed(router_stats)
         x = observe_all(x, observed)  # out here, where recomputation does not come by again
         with scope("", self):
             return tap("residual", x) if self.head is not None else x
@@ -290,8 +314,9 @@ class Decoder(nn.Module):
             raise ValueError(
                 "model.moe.losses.pooled needs all layers, and a pipeline stage holds only some of them; set it to 0"
             )
-        if extras:
-            raise ValueError(f"a text decoder does not take {', '.join(sorted(extras))}")
+        if unknown := extras.keys() - self.inputs:
+            known = f"; its inputs are {', '.join(sorted(self.inputs))}" if self.inputs else ""
+            raise ValueError(f"this model does not take {', '.join(sorted(unknown))}{known}")
         if x.shape[1] > self.shape.max_length:
             raise ValueError(f"a row has {x.shape[1]} tokens, more than max_length {self.shape.max_length}")
         if objective is not None and labels is None:

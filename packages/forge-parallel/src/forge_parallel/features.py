@@ -1,9 +1,9 @@
 """Which features a job uses in a layout: what `forge_parallel.verify.proven` then has to know together.
 
-A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each transform, each
-pipeline schedule, each optimizer whose update of an element depends on others, gradient accumulation, and each part of the
-model or the objective that another package brings. What another package brings is named after it (`forge_lionize:clip`), so it
-can never pass for something of ours.
+A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each component of
+the model that names one (`feature`), each transform, each pipeline schedule, each optimizer whose update of an element depends on
+others, gradient accumulation, and each part of the model or the objective that another package brings. What another package
+brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
 """
 
 import dataclasses
@@ -65,6 +65,7 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
     found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
     found += _options(job.model, "model", sizes)
     found += _options(getattr(job, "objective", None), "objective", sizes)
+    found += _named(job.model, "model")
     if layout.world > 1:
         for section in ("model", "objective"):
             found += _brought(getattr(job, section, None), section)
@@ -103,6 +104,16 @@ def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None
     cls = cls or type(instance)
     values = {info.name: getattr(instance, info.name) for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())}
     return [_of(cls, use) for use in used(cls, values, sizes, key)]
+
+
+def _named(part: Any, key: str) -> Iterator[Use]:
+    """Components of a model that are features themselves: those with a `feature`, its name."""
+    for info in fields_of(type(part)) if dataclasses.is_dataclass(part) else ():
+        inner = getattr(part, info.name)
+        if isinstance(inner, Component) and (name := getattr(inner, "feature", "")):
+            yield _of(type(inner), Use(name, "model", f"{key}.{info.name} of {type(inner).__name__}"))
+        if isinstance(inner, Component):
+            yield from _named(inner, f"{key}.{info.name}")
 
 
 def _brought(part: Any, key: str) -> Iterator[Use]:

@@ -32,7 +32,7 @@ def run_size(job: Job) -> RunSize:
     spans = _spans(job)
     tokens = sum(steps * batch * length for steps, batch, length in spans)
     shape = getattr(job.model, "shape", None)
-    if shape is None:
+    if shape is None or not getattr(job.model, "countable", True):
         built = Blueprint.of(job.model.build)
         parameters = sum(parameter.numel() for parameter in built.module.parameters())
         return RunSize(parameters, None, None, tokens, 6.0 * parameters * tokens)

@@ -108,7 +108,7 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float
 
 def _counts(model: Any) -> "Counts | None":
     shape = getattr(model, "shape", None)
-    if shape is None:
+    if shape is None or not getattr(model, "countable", True):
         return None
     from forge_models.flops import count
 

@@ -249,6 +249,9 @@ class Model(Protocol):
     specs name an `mtp_depth` is given `mtp_targets` too (`forge_core.batch.MTPTargets`, with labels and objective only): it adds
     the gradient of multi-token prediction to that of `LossTerms.sum`, whose value and `rows` stay those of the next token.
 
+    A model that takes extras of a batch may have `with_extras(batch)`: for checks, a batch of random tokens with extras that are
+    a function of each row alone, however rows are dealt out.
+
     A model whose loss changes over a run may have `at_step(step, steps)`: before each optimizer step every part is told the
     number of those done and of those of the run.
     """

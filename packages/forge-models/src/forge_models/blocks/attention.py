@@ -62,6 +62,12 @@ class Attention(nn.Module):
         q = self._normed(tap("attention.q_projected", self._heads(self.q_proj(x))), self.q_norm)
         k = self._normed(tap("attention.k_projected", self._heads(self.k_proj(x))), self.k_norm)
         v = tap("attention.v", self._heads(self.v_proj(x)))
+        return self.o_proj(self.attend(q, k, v, rotation, attention_mask, cache))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, attention_mask: Any, cache: LayerCache | None
+    ) -> Tensor:
+        """(B, heads, T, head_dim) each, before positions -> (B, T, heads * head_dim)."""
         q, k = tap("attention.q", rotate(q, rotation)), tap("attention.k", rotate(k, rotation))
         if cache is not None:
             k, v = cache.update(k, v)
@@ -69,7 +75,7 @@ class Attention(nn.Module):
         out = (
             self.core(q, k, v, attention_mask, self.scale) if cap is None else self.core(q, k, v, attention_mask, self.scale, cap)
         )
-        return self.o_proj(tap("attention.heads", out).transpose(1, 2).flatten(2))
+        return tap("attention.heads", out).transpose(1, 2).flatten(2)
 
     def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is None:

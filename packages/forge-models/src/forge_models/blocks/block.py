@@ -33,6 +33,7 @@ class Block(nn.Module):
         self.mlp_norm: nn.Module | None = norm.build(shape.dim) if before else None
         moe = shape.moe if shape.has_experts(layer) else None
         self.sparse = moe is not None
+        self.reads = ("token_mask", "tokens") if self.sparse else ()
         self.mlp: nn.Module = mlp.build(context) if moe is None else ExpertLayer(moe, mlp, context)
         self.mlp_post_norm: nn.Module | None = norm.build(shape.dim) if after else None
 

@@ -16,6 +16,8 @@ class LayerCache:
     def __init__(self, owner: "KVCache") -> None:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None
+        """Keys and values of what is not in the stream, such as images that it attends to."""
         self._owner = owner
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,6 +46,8 @@ class KVCache:
         self.batch = batch
         self.capacity = capacity
         self.extent = 0
+        self.kept: dict[str, Tensor] = {}
+        """What a model keeps from one forward to the next besides keys and values."""
         self.slots = torch.zeros(batch, 0, dtype=torch.int64, device=device)
 
     def advance(self, positions: Tensor | None, length: int) -> Tensor:

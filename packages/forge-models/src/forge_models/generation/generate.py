@@ -1,7 +1,8 @@
 """Cached generation: prompts of any lengths in one batch, greedy or sampled, token by token."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
 from forge_models.generation.sampling import GREEDY, GenerationError, Sampler, Sampling
+
+NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def generate(
@@ -24,6 +27,7 @@ def generate(
     prefill: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
     agree: Callable[[Tensor], Tensor] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> list[list[int]]:
     """Continues each prompt; returns the new tokens of each row, with its end-of-sequence token if it came to one.
 
@@ -39,12 +43,13 @@ def generate(
         on_token: called with (row, token) for each new token.
         agree: tokens (B,) that this process chose -> those that all processes take, where several hold the model together.
             Each rounds in its own way, and one that stopped earlier would leave the others waiting.
+        inputs: extras of the prompts, such as images, that the model takes besides tokens; then prompts are taken at once.
 
     Raises:
         GenerationError: for an empty prompt, ids outside of the vocabulary, or more tokens than `max_length`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    options: dict[str, Any] = {"eos": eos, "stop": stop, "decode": decode, "prefill": prefill, "agree": agree}
+    options: dict[str, Any] = {"eos": eos, "stop": stop, "decode": decode, "prefill": prefill, "agree": agree, "inputs": inputs}
     for step in stream(model, prompts, sampling, max_tokens=max_tokens, **options):
         for row, token in enumerate(step):
             if token is not None:
@@ -65,14 +70,20 @@ def stream(
     decode: Callable[[list[int]], str] | None = None,
     prefill: int | None = None,
     agree: Callable[[Tensor], Tensor] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
     """Like `generate`, one step at a time: yields each row's new token, None once the row has stopped.
 
     Faults are raised at the call, before the first step is asked for.
     """
     check(model, prompts, max_tokens, prefill)
+    if inputs and prefill is not None:
+        raise GenerationError(
+            f"prefill {prefill} takes a prompt in portions, and {', '.join(sorted(inputs))} come whole; leave it out"
+        )
     ends = ends_of(eos, stop, decode)
-    return _steps(model, [list(prompt) for prompt in prompts], max_tokens, Sampler(sampling), ends, prefill, agree)
+    rows = [list(prompt) for prompt in prompts]
+    return _steps(model, rows, max_tokens, Sampler(sampling), ends, prefill, agree, inputs or {})
 
 
 def before_stop(text: str, stop: str | Sequence[str]) -> str:
@@ -89,6 +100,7 @@ def _steps(
     ends: Callable[[list[int]], bool],
     prefill: int | None,
     agree: Callable[[Tensor], Tensor] | None,
+    inputs: Mapping[str, Tensor],
 ) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -96,7 +108,7 @@ def _steps(
     cache = model.new_cache(len(prompts), longest + max_tokens)
     # A shorter row is filled up with token 0; the cache's rule "slot = position" keeps these out of every result.
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    logits = _prefill(model, tokens, lengths, cache, prefill or longest)
+    logits = _prefill(model, tokens, lengths, cache, prefill or longest, inputs)
     running = [True] * len(prompts)
     rows: list[list[int]] = [[] for _ in prompts]
     seen: Tensor | None = None
@@ -119,24 +131,31 @@ def _steps(
         logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
 
 
-def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int) -> Tensor:
+def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int, inputs: Mapping[str, Tensor]) -> Tensor:
     """Runs the prompts through the cache; returns the logits (B, vocab) at the last token of each row."""
     last: Tensor | None = None
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
         at = lengths - 1 - start
         here = (at >= 0) & (at < part.shape[1])
-        logits = _forward(model, part, None, cache, at.clamp(0, part.shape[1] - 1))[:, 0]
+        logits = _forward(model, part, None, cache, at.clamp(0, part.shape[1] - 1), inputs)[:, 0]
         last = logits if last is None else torch.where(here.unsqueeze(1), logits, last)
     assert last is not None
     return last
 
 
-def _forward(model: Decoder, tokens: Tensor, positions: Tensor | None, cache: KVCache, at: Tensor | None = None) -> Tensor:
+def _forward(
+    model: Decoder,
+    tokens: Tensor,
+    positions: Tensor | None,
+    cache: KVCache,
+    at: Tensor | None = None,
+    inputs: Mapping[str, Tensor] = NONE,
+) -> Tensor:
     # Mode and gradients are set around each forward only, so an abandoned iterator leaves nothing behind.
     # Compiled blocks run eagerly: each token has another length, and each length would be another graph.
     with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
-        logits = model(tokens, positions=positions, cache=cache, at=at)
+        logits = model(tokens, positions=positions, cache=cache, at=at, **inputs)
     assert isinstance(logits, Tensor)
     return logits
 

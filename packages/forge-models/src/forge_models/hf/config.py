@@ -13,6 +13,9 @@ CONFIG = "config.json"
 LARGEST, WHOLE = sys.float_info.max, 2**31
 """Bounds of numbers and of whole numbers."""
 
+LEFT_OUT = "if it changes no logit, leave it out by convert --ignore {key} or model.from_hf_ignore"
+"""How the user of a decoder's folder leaves out a key."""
+
 Made = TypeVar("Made")
 
 
@@ -31,6 +34,7 @@ class Keys:
         where: name of the file, for messages.
         ignores: keys without effect in this family, with the values that they may have; `COMMON` adds those of all families.
         ignore: keys that the user leaves out: unknown ones, and those of things that are not implemented.
+        hint: how to leave one out.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Keys:
         where: str,
         ignores: Mapping[str, Allowed] | None = None,
         ignore: Sequence[str] = (),
+        hint: str = LEFT_OUT,
     ) -> None:
         self.values, self.where = dict(values), where
         self._defaults, self._ignores = defaults, {**COMMON, **(ignores or {})}
@@ -47,6 +52,7 @@ class Keys:
         self._settled: dict[str, Any] = {}
         self._wanted, self._ignored = tuple(ignore), set[str]()
         self._refusal: ValueError | None = None
+        self._hint = hint
         self.faults: list[Fault] = []
 
     def given(self, key: str) -> bool:
@@ -152,7 +158,7 @@ class Keys:
             if key in self._asked or self.ignored(key) or accepts(self._ignores.get(key, ()), value, self._resolved):
                 continue
             message = "is not implemented" if key in self._ignores else "is not known for this family"
-            hint = HINTS.get(key, f"if it changes no logit, leave it out by convert --ignore {key} or model.from_hf_ignore")
+            hint = HINTS.get(key, self._hint.format(key=key))
             self.faults.append(Fault(key, f"{_short(value)} {message}", self.where, hint))
         for key in self._wanted:
             if key in self._asked:

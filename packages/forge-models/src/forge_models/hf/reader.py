@@ -88,7 +88,7 @@ class Folder:
         self.folder = folder
         self.family = family_of(values, where)
         self.model = decoder_of(self.family, values, where, ignore)
-        self._files = _located(folder)
+        self._files = located(folder)
         self._open: dict[str, Any] = {}
         for file in sorted(set(self._files.values())):
             try:
@@ -226,7 +226,7 @@ def _ends(folder: Path) -> tuple[int, ...]:
     return ids_of(values, END, str(path)) if isinstance(values, dict) else ()
 
 
-def _located(folder: Path) -> dict[str, str]:
+def located(folder: Path) -> dict[str, str]:
     """Name of every tensor -> its file."""
     if (folder / INDEX).is_file():
         try:

@@ -121,6 +121,7 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     """Collective: runs the case in one layout. Every rank of the running process group calls this and gets the same result."""
     topology = Topology.of(plan.layout, device)
     blueprint, settings = case.blueprint()
+    with_extras = getattr(blueprint.module, "with_extras", lambda batch: batch)
     model = realize(blueprint, plan, topology, case.seed, case.compute, case.state)
     # An optimizer is not told of what is frozen: the model does not show it.
     optimizer = case.optimizer(model, settings) if settings.each else case.optimizer(model)
@@ -130,7 +131,8 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     numbers = []
     for index in range(case.steps):
         batch = synthetic(case, index)
-        result = step(share(batch, topology.data_rank, topology.data_size, case.micro_batch))
+        mine = share(batch, topology.data_rank, topology.data_size, case.micro_batch)
+        result = step([with_extras(batch) for batch in mine])
         if index == 0:
             gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
         clip(model, result.norm, case.grad_clip)

@@ -19,6 +19,8 @@ TESTS = MappingProxyType(
         "fast": "tests/parallel/compositions/test_compositions.py::test_a_run_equals_one_process",
         "slow": "tests/parallel/compositions/test_compositions.py::test_the_remaining_pairs_equal_one_process",
         "large": "tests/parallel/compositions/test_compositions.py::test_three_axes_and_more_equal_one_process",
+        "fusions": "tests/vlm/test_layouts.py::test_a_fusion_equals_one_process",
+        "fusions_slow": "tests/vlm/test_layouts.py::test_the_remaining_fusions_equal_one_process",
     }
 )
 """Kind of row -> the test that runs its rows. Fast and slow ones take at most four ranks, but for pairs that need eight."""

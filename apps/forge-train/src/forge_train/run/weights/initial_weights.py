@@ -1,11 +1,14 @@
 """Starting a run from given weights: `[model] from_hf` or `[start]`. The step count is 0, the optimizer is new."""
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from forge_core.component import fields_of
 from forge_core.errors import ForgeError
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
@@ -27,10 +30,19 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
     """
     component: Any = job.model
     path = getattr(component, KEY, None)
+    parts = weighted_parts(component)
+    if parts and (job.start.weights is not None or path is not None):
+        other = f"model.{KEY}" if job.start.weights is None else "start.weights"
+        raise ForgeError(
+            f"{other} and the weights of model.{next(iter(parts))} are two sources of weights, and which tensor is whose is "
+            "not known; remove one of them"
+        )
     if job.start.weights is not None:
         if path is not None:
             raise ForgeError(f"model.{KEY} and start.weights are two sources of weights; remove one of them")
         return warm_start(job.start, job.job.seed, registry, report)
+    if parts:
+        return partial(_fill_with_parts, parts=parts, seed=job.job.seed, report=report)
     if path is None:
         return job.job.seed
 
@@ -42,6 +54,33 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
         fill_from(weights, model)
 
     return restore
+
+
+def weighted_parts(model: Any) -> dict[str, Any]:
+    """Parts of a model that come with weights, by the name of their field, which is that of their module: components that answer
+    `weights()` with a `forge_core.protocols.convert.Weights`."""
+    fields = fields_of(type(model)) if dataclasses.is_dataclass(model) else ()
+    return {info.name: part for info in fields if hasattr(part := getattr(model, info.name), "weights")}
+
+
+@torch.no_grad()
+def _fill_with_parts(model: ParallelModel, parts: dict[str, Any], seed: int, report: Callable[[str], None]) -> None:
+    """Fills a model as a new one, but tensors of these parts with their weights."""
+    given = {name: part.weights() for name, part in parts.items()}
+    for name, weights in given.items():
+        for note in weights.facts.notes:
+            report(f"model.{name}: {note}")
+    for name, tensor in model.tensors():
+        part, _, inner = name.partition(".")
+        if part not in given:
+            fill(local_box(tensor), model.specs.tensors[name], name, seed)
+            continue
+        stored, piece = given[part].tensors.get(inner), model.piece(name, tensor)
+        if stored is None or stored.shape != tuple(piece.shape):
+            found = "does not have it" if stored is None else f"has the shape {stored.shape}, and not {tuple(piece.shape)}"
+            raise ForgeError(f"model.{part}: {given[part].facts.origin} does not fit: of {inner} it {found}")
+        if piece.local.numel():
+            piece.local.copy_(given[part].box(inner, piece.offset, tuple(piece.local.shape)))
 
 
 @torch.no_grad()

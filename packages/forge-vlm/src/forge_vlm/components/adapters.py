@@ -1,0 +1,209 @@
+"""Adapters, chosen inside `[model]`: `adapter = { name = "mlp" }`.
+
+`tokens(n)` says how many tokens of the decoder become of the n features of an image, and refuses an n that does not go.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Le
+
+from forge_core.component import IDENTITY, Component
+from forge_vlm.adapters.grid import side, windows
+from forge_vlm.context import AdapterContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch import nn
+
+    from forge_vlm.adapters.projection import Projection
+
+Hidden = Annotated[int, Ge(0), Le(2)]
+
+
+def projection(context: AdapterContext, inputs: int, hidden: int, hidden_dim: int | None, bias: bool) -> "Projection":
+    """From `inputs` to the decoder's width; a hidden layer has that width too, when nothing else is said."""
+    from forge_vlm.adapters.projection import Projection
+
+    width = context.dim if hidden_dim is None else hidden_dim
+    return Projection(inputs, context.dim, hidden=hidden, hidden_dim=width, bias=bias, std=context.init_std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Component):
+    """One matrix; every feature becomes a token (LLaVA, Liu et al., 2023)."""
+
+    key_class: ClassVar = IDENTITY
+
+    bias: bool = True
+    """The matrix has a bias."""
+
+    def tokens(self, n: int) -> int:
+        """As many as there are features."""
+        return n
+
+    def build(self, context: AdapterContext) -> "nn.Module":
+        return projection(context, context.width, 0, None, self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP(Component):
+    """A feed-forward network with exact gelu; every feature becomes a token (LLaVA-1.5, Liu et al., 2024)."""
+
+    key_class: ClassVar = IDENTITY
+
+    hidden: Annotated[int, Ge(1), Le(2)] = 1
+    """Number of hidden layers."""
+    hidden_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a hidden layer; that of the decoder when absent."""
+    bias: bool = True
+    """Every matrix has a bias."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[MLP]":
+        """One hidden layer, and two."""
+        return (cls(), cls(hidden=2, hidden_dim=12, bias=False))
+
+    def tokens(self, n: int) -> int:
+        """As many as there are features."""
+        return n
+
+    def build(self, context: AdapterContext) -> "nn.Module":
+        return projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragePool(Component):
+    """The mean of each window of the grid, then a projection. Windows at the edges may be smaller."""
+
+    key_class: ClassVar = IDENTITY
+
+    window: Annotated[int, Gt(0)] = 2
+    """Height and width of a window in features."""
+    hidden: Hidden = 0
+    """Hidden layers of the projection, with exact gelu; 0 is one matrix."""
+    hidden_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a hidden layer; that of the decoder when absent."""
+    bias: bool = True
+    """Every matrix of the projection has a bias."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[AveragePool]":
+        """Windows that fit, and windows that do not."""
+        return (cls(), cls(window=3, hidden=1))
+
+    def tokens(self, n: int) -> int:
+        """ceil(sqrt(n) / window)^2."""
+        return (-(-side(n, "average_pool") // self.window)) ** 2
+
+    def build(self, context: AdapterContext) -> "nn.Module":
+        from forge_vlm.adapters import pooling
+
+        self.tokens(context.tokens)
+        return pooling.AveragePool(self.window, projection(context, context.width, self.hidden, self.hidden_dim, self.bias))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPool(Component):
+    """Attention inside of each window, whose query is the window's mean, then a projection (Molmo, Deitke et al., 2024)."""
+
+    key_class: ClassVar = IDENTITY
+
+    window: Annotated[int, Gt(0)] = 2
+    """Height and width of a window in features; it divides the grid."""
+    heads: Annotated[int, Gt(0)] = 8
+    """Number of attention heads, a divisor of the width of features."""
+    hidden: Hidden = 1
+    """Hidden layers of the projection, with exact gelu; 0 is one matrix."""
+    hidden_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a hidden layer; that of the decoder when absent."""
+    bias: bool = True
+    """Every matrix of the projection has a bias."""
+
+    def tokens(self, n: int) -> int:
+        """n / window^2."""
+        return windows(n, self.window, "attention_pool.window")
+
+    def check(self, context: AdapterContext) -> None:
+        """Faults that need the encoder's sizes."""
+        self.tokens(context.tokens)
+        if context.width % self.heads:
+            raise ValueError(f"heads {self.heads} of attention_pool must divide the {context.width} numbers of a feature")
+
+    def build(self, context: AdapterContext) -> "nn.Module":
+        from forge_vlm.adapters import pooling
+
+        self.check(context)
+        leave = projection(context, context.width, self.hidden, self.hidden_dim, self.bias)
+        return pooling.AttentionPool(context.width, self.window, self.heads, context.init_std, leave)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelShuffle(Component):
+    """The features of each window side by side, then a projection: fewer tokens, nothing lost before it (Idefics3, 2024)."""
+
+    key_class: ClassVar = IDENTITY
+
+    factor: Annotated[int, Gt(0)] = 2
+    """Height and width of a window in features; it divides the grid."""
+    hidden: Hidden = 0
+    """Hidden layers of the projection, with exact gelu; 0 is one matrix."""
+    hidden_dim: Annotated[int, Gt(0)] | None = None
+    """Width of a hidden layer; that of the decoder when absent."""
+    bias: bool = False
+    """Every matrix of the projection has a bias."""
+
+    def tokens(self, n: int) -> int:
+        """n / factor^2."""
+        return windows(n, self.factor, "pixel_shuffle.factor")
+
+    def build(self, context: AdapterContext) -> "nn.Module":
+        from forge_vlm.adapters import pooling
+
+        self.tokens(context.tokens)
+        inputs = context.width * self.factor**2
+        return pooling.PixelShuffle(self.factor, projection(context, inputs, self.hidden, self.hidden_dim, self.bias))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perceiver(Component):
+    """Learned tokens that look at all features, layer by layer (Jaegle et al., 2021): as many tokens for any number of them."""
+
+    key_class: ClassVar = IDENTITY
+
+    latents: Annotated[int, Gt(0)] = 64
+    """Number of learned tokens, and of tokens of an image."""
+    layers: Annotated[int, Gt(0)] = 3
+    """Number of layers."""
+    heads: Annotated[int, Gt(0)] = 8
+    """Number of attention heads, a divisor of the decoder's width."""
+    ffn_dim: Annotated[int, Gt(0)] | None = None
+    """Hidden width of the feed-forward part; 4 times the decoder's width when absent."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Perceiver]":
+        """A small one."""
+        return (cls(latents=3, layers=2, heads=2),)
+
+    def tokens(self, n: int) -> int:
+        """`latents`, for any n."""
+        return self.latents
+
+    def check(self, context: AdapterContext) -> None:
+        """Faults that need the decoder's sizes."""
+        if context.dim % self.heads:
+            raise ValueError(f"heads {self.heads} of perceiver must divide the decoder's dim {context.dim}")
+
+    def build(self, context: AdapterContext) -> "nn.Module":
+        from forge_vlm.adapters import perceiver
+
+        self.check(context)
+        sizes: dict[str, Any] = {
+            "latents": self.latents,
+            "layers": self.layers,
+            "heads": self.heads,
+            "ffn_dim": 4 * context.dim if self.ffn_dim is None else self.ffn_dim,
+        }
+        return perceiver.Perceiver(context.width, context.dim, **sizes, std=context.init_std)

@@ -1,0 +1,346 @@
+"""Encoders, chosen inside `[model]`: `encoder = { name = "vit", size = 32 }`.
+
+A component says, without torch, what it makes of an image: `tokens` features of `width` each. `image_size`, `channels`, `mean`
+and `std` are what images have to be made into.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Gt
+
+from forge_core.component import FREE, IDENTITY, Component
+from forge_vlm.encoders.hf.config import Tower, read_tower
+from forge_vlm.encoders.shape import Positions, VisionShape
+from forge_vlm.images.processing import Processing, Resample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from forge_vlm.encoders.hf.weights import TowerWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViT(Component):
+    """A vision transformer that is trained from scratch (Dosovitskiy et al., 2021): square patches, pre-norm blocks, a norm."""
+
+    key_class: ClassVar = IDENTITY
+
+    size: Annotated[int, Gt(0)] = 224
+    """Height and width of an image in pixels, a multiple of `patch`."""
+    patch: Annotated[int, Gt(0)] = 16
+    """Height and width of a patch in pixels."""
+    channels: Annotated[int, Gt(0)] = 3
+    """Channels of an image: 3 for colors, 1 for brightness alone."""
+    dim: Annotated[int, Gt(0)] = 384
+    """Width of the stream and of a feature."""
+    layers: Annotated[int, Gt(0)] = 12
+    """Number of blocks."""
+    heads: Annotated[int, Gt(0)] = 6
+    """Number of attention heads, a divisor of `dim`."""
+    ffn_dim: Annotated[int, Gt(0)] | None = None
+    """Hidden width of the feed-forward part; 4 * dim when absent."""
+    positions: Positions = "learned"
+    """A learned table, or sines and cosines of rows and columns (Chen et al., 2021), which take no parameters."""
+    class_token: bool = False
+    """A learned token before the patches; it is the first of the features."""
+    pixel_mean: tuple[float, ...] = (0.5,)
+    """Subtracted from pixels between 0 and 1: one number for all channels, or one for each."""
+    pixel_std: tuple[Annotated[float, Gt(0)], ...] = (0.5,)
+    """What is left is divided by it: one number for all channels, or one for each."""
+    resample: Resample = "bicubic"
+    """Filter of the resizing."""
+    eps: Annotated[float, Gt(0)] = 1e-6
+    """Added to the variance in norms."""
+    init_std: Annotated[float, Gt(0), FREE] = 0.02
+    """Standard deviation of matrices at the start; projections back to the stream get it / sqrt(2 * layers)."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[ViT]":
+        """Small ones: both kinds of positions, with and without a class token."""
+        small = cls(size=8, patch=4, dim=16, layers=2, heads=2)
+        return (small, replace(small, channels=1, positions="sincos", class_token=True))
+
+    def __post_init__(self) -> None:
+        if self.size % self.patch:
+            raise ValueError(f"patch {self.patch} must divide size {self.size}")
+        _ = self.shape  # it refuses sizes that do not go together
+        for name in ("pixel_mean", "pixel_std"):
+            if len(getattr(self, name)) not in (1, self.channels):
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} numbers; give one, or one for each of {self.channels} channels"
+                )
+
+    @property
+    def shape(self) -> VisionShape:
+        """This encoder with every default resolved."""
+        return VisionShape(
+            image_size=self.size,
+            patch_size=self.patch,
+            channels=self.channels,
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            ffn_dim=4 * self.dim if self.ffn_dim is None else self.ffn_dim,
+            eps=self.eps,
+            positions=self.positions,
+            class_token=self.class_token,
+            class_feature=self.class_token,
+            qkv_bias=False,  # a bias of keys has no effect without rotation, and its gradient is nothing but rounding
+            init_std=self.init_std,
+        )
+
+    @property
+    def width(self) -> int:
+        """Of a feature."""
+        return self.shape.width
+
+    @property
+    def tokens(self) -> int:
+        """Features of one image."""
+        return self.shape.tokens
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of an image in pixels."""
+        return self.size
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return self.shape.input_shape
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Of each channel."""
+        return self.pixel_mean * (self.channels // len(self.pixel_mean))
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Of each channel."""
+        return self.pixel_std * (self.channels // len(self.pixel_std))
+
+    @property
+    def processing(self) -> Processing:
+        """How images become pixels: made square, whole."""
+        return Processing(size=self.size, mean=self.mean, std=self.std, resample=self.resample)
+
+    def build(self) -> "nn.Module":
+        from forge_vlm.encoders.vit import VisionTransformer
+
+        return VisionTransformer(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Component):
+    """Base of the vision towers that are read from a folder in the Hugging Face format.
+
+    Sizes and statistics are those of its `config.json` and `preprocessor_config.json`, which are read without torch. Weights are
+    those of its safetensors: `weights()` gives them by the names of the module that `build` makes.
+    """
+
+    key_class: ClassVar = IDENTITY
+    families: ClassVar[tuple[str, ...]] = ()
+
+    path: Annotated[str, FREE]
+    """Folder in the Hugging Face format: of the whole model, or of its vision tower alone."""
+    size: Annotated[int, Gt(0)] | None = None
+    """Height and width of an image in pixels; those of the preprocessor when absent. For another size than that of the tower, its
+    positions are resized once, when the weights are read."""
+    feature_layers: tuple[int, ...] = ()
+    """Hidden states that are the features, side by side: 0 is before the first block, -1 behind the last one and before its norm.
+    When absent they are the tower's outputs (`last_hidden_state`). Blocks behind the last one that is named are not built."""
+    class_feature: bool = False
+    """The token of the class, where the tower has one, is the first of the features; otherwise it is left out."""
+    ignore: Annotated[tuple[str, ...], FREE] = ()
+    """Keys of `config.json` that are left out: keys that are not known, or of things that are not implemented."""
+
+    @classmethod
+    def examples(cls, folder: Path) -> "Iterable[Published]":
+        """A small tower with random weights, and some of its hidden states for larger images."""
+        from forge_vlm.encoders.hf.example import write_tower
+
+        if not cls.families:
+            return ()
+        write_tower(folder, cls.families[0])
+        return (cls(path=str(folder)), cls(path=str(folder), feature_layers=(0, -2), class_feature=True, size=12))
+
+    @property
+    def flexible(self) -> int:
+        """Patches that an image of any proportions has at most; 0: images are square."""
+        return 0
+
+    @cached_property
+    def tower(self) -> Tower:
+        """What the folder says."""
+        return read_tower(
+            Path(self.path),
+            self.families,
+            size=self.size,
+            flexible=self.flexible,
+            feature_layers=self.feature_layers,
+            class_feature=self.class_feature,
+            ignore=self.ignore,
+        )
+
+    @property
+    def shape(self) -> VisionShape:
+        """Of the part of the tower that is built."""
+        return self.tower.shape
+
+    @property
+    def processing(self) -> Processing:
+        """How images become pixels."""
+        return self.tower.processing
+
+    @property
+    def width(self) -> int:
+        """Of a feature."""
+        return self.shape.width
+
+    @property
+    def tokens(self) -> int:
+        """Features of one image."""
+        return self.shape.tokens
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of an image in pixels."""
+        return self.shape.image_size
+
+    @property
+    def channels(self) -> int:
+        """Of an image."""
+        return self.shape.channels
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return self.shape.input_shape
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Of each channel."""
+        return self.processing.mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Of each channel."""
+        return self.processing.std
+
+    def weights(self) -> "TowerWeights":
+        """What a run starts from, by names relative to the module."""
+        from forge_vlm.encoders.hf.weights import TowerWeights
+
+        return TowerWeights(Path(self.path), self.tower)
+
+    def build(self) -> "nn.Module":
+        from forge_vlm.encoders.vit import VisionTransformer
+
+        return VisionTransformer(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigLIP(Published):
+    """The vision tower of SigLIP (Zhai et al., 2023), from a folder: no class token; outputs are normed."""
+
+    key_class: ClassVar = IDENTITY
+    families: ClassVar[tuple[str, ...]] = ("siglip",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigLIP2(Published):
+    """The vision tower of SigLIP 2 (Tschannen et al., 2025), from a folder: of a fixed size, or NaFlex."""
+
+    key_class: ClassVar = IDENTITY
+    families: ClassVar[tuple[str, ...]] = ("siglip2", "siglip")
+
+    patches: Annotated[int, Gt(0)] | None = None
+    """Patches of an image at most: images keep their proportions, as NaFlex was trained (`forge_vlm.images.native`). When absent
+    images are square."""
+
+    def __post_init__(self) -> None:
+        if self.patches is not None and self.size is not None:
+            raise ValueError("size and patches exclude each other: images are square, or keep their proportions; remove one")
+
+    @property
+    def flexible(self) -> int:
+        """Patches that an image of any proportions has at most; 0: images are square."""
+        return self.patches or 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLIP(Published):
+    """The vision tower of CLIP (Radford et al., 2021), from a folder. LLaVA takes `feature_layers = [-2]`."""
+
+    key_class: ClassVar = IDENTITY
+    families: ClassVar[tuple[str, ...]] = ("clip",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DINOv2(Published):
+    """DINOv2 (Oquab et al., 2023), from a folder; it is without registers."""
+
+    key_class: ClassVar = IDENTITY
+    families: ClassVar[tuple[str, ...]] = ("dinov2",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features(Component):
+    """Features that were computed before: a batch has them, (N, tokens, width), in the place of images."""
+
+    key_class: ClassVar = IDENTITY
+
+    count: Annotated[int, Gt(0)]
+    """Features of one image."""
+    dim: Annotated[int, Gt(0)]
+    """Width of a feature."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Features]":
+        """A small one."""
+        return (cls(count=4, dim=16),)
+
+    @property
+    def width(self) -> int:
+        """Of a feature."""
+        return self.dim
+
+    @property
+    def tokens(self) -> int:
+        """Features of one image."""
+        return self.count
+
+    @property
+    def image_size(self) -> int:
+        """0: features come in the place of images."""
+        return 0
+
+    @property
+    def channels(self) -> int:
+        """0: features come in the place of images."""
+        return 0
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return (self.count, self.dim)
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Empty: features are taken as they are."""
+        return ()
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Empty: features are taken as they are."""
+        return ()
+
+    def build(self) -> "nn.Module":
+        from forge_vlm.encoders import features
+
+        return features.Features(self.count, self.dim)

@@ -1,0 +1,139 @@
+"""Fusions, chosen inside `[model]` of a model with `name = "vlm"`: `fusion = { name = "mot" }`.
+
+`in_stream` says whether placeholders stand for vectors of an encoder in the stream (one for each), or beside it (one for each
+image); `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do not go
+with it.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from annotated_types import Gt, Le
+
+from forge_core.component import IDENTITY, Component
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from forge_vlm.context import FusionContext
+    from forge_vlm.fusion.fusion import Fusion
+
+ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointDecoder(Component):
+    """Images are tokens of the sequence, in one decoder with one set of weights (LLaVA, Liu et al., 2023)."""
+
+    key_class: ClassVar = IDENTITY
+    feature: ClassVar[str] = "fusion_joint"
+    in_stream: ClassVar[bool] = True
+
+    image_attention: ImageAttention = "causal"
+    """What a token of an image sees: tokens before it; also all of its image (Gemma 3, 2025). Or a prefix sees all of itself: the
+    prompt, and where a batch does not tell it everything up to the last image of a document (PaliGemma, Beyer et al., 2024)."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[JointDecoder]":
+        """Each mask."""
+        return (cls(), cls(image_attention="bidirectional_image"), cls(image_attention="prefix"))
+
+    def build(self, context: "FusionContext") -> "Fusion":
+        from forge_vlm.fusion.joint import Joint
+
+        return Joint(context, image_attention=self.image_attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttention(Component):
+    """Gated blocks in which text attends to images, between the blocks of an unchanged text model (Flamingo, Alayrac et al.,
+    2022; Llama 3, 2024, section 7.3). Text without images has exactly the text model's logits."""
+
+    key_class: ClassVar = IDENTITY
+    feature: ClassVar[str] = "fusion_cross"
+    in_stream: ClassVar[bool] = False
+
+    every: Annotated[int, Gt(0)] = 4
+    """A cross block stands before the last of every so many blocks: before the 4th, the 8th, ... with 4."""
+
+    def check(self, model: Any) -> None:
+        """Faults that need the model's keys."""
+        if self.every > model.layers:
+            raise ValueError(f"fusion.every {self.every} gives no cross block: the model has {model.layers} layers")
+        if model.encoder is None:
+            raise ValueError("fusion 'cross_attention' attends to images of an encoder; set model.encoder")
+
+    def build(self, context: "FusionContext") -> "Fusion":
+        from forge_vlm.fusion.cross import Cross
+
+        return Cross(context, every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfTransformers(Component):
+    """Each modality has its own weights everywhere but in the tables; attention is over all tokens (Liang et al., 2024).
+
+    `model.norm_placement` says where norms are: `post` is the branch norm of the paper's Chameleon, `pre` that of Llama. As much
+    work per token as in a decoder, and as many weights again for every modality. With `[model.moe]` the feed-forward parts are
+    experts.
+    """
+
+    key_class: ClassVar = IDENTITY
+    feature: ClassVar[str] = "fusion_mot"
+    in_stream: ClassVar[bool] = True
+
+    image_attention: ImageAttention = "causal"
+    """As for `joint_decoder`."""
+
+    def build(self, context: "FusionContext") -> "Fusion":
+        from forge_vlm.fusion.mot import MixtureOfTransformers
+
+        return MixtureOfTransformers(context, image_attention=self.image_attention)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoMa(Component):
+    """Each modality has a group of experts; attention has one set of weights (Lin et al., 2024). `[model.moe]` says what the
+    experts of one modality are; `shared` ones are those of all modalities."""
+
+    key_class: ClassVar = IDENTITY
+    in_stream: ClassVar[bool] = True
+
+    routing: Literal["token_choice", "expert_choice", "threshold"] = "token_choice"
+    """`token_choice`: each token takes `top_k` experts of its modality, by `moe.router` (ERNIE 4.5, 2025). `expert_choice`: in
+    training each expert takes its share of a sequence's tokens; in evaluation a router that learned to foresee that decides.
+    `threshold`: a token is with every expert that scores it above a threshold, in training and evaluation alike."""
+    rate: Annotated[float, Gt(0), Le(1)] = 0.05
+    """How far a threshold moves in one step, for `threshold`: 1 is all the way."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[MoMa]":
+        """Each way of routing."""
+        return (cls(), cls(routing="expert_choice"), cls(routing="threshold", rate=0.1))
+
+    def check(self, model: Any) -> None:
+        """Faults that need the model's keys."""
+        if model.moe is None:
+            raise ValueError("fusion 'moma' needs experts; set [model.moe]")
+        if self.routing == "token_choice":
+            return
+        if model.moe.capacity is not None or model.moe.losses.any():
+            raise ValueError(
+                f"fusion.routing = {self.routing!r} takes no moe.capacity and no moe.losses, as every expert has its share; "
+                "remove them"
+            )
+        if model.moe.router is not None and type(model.moe.router).__name__ != "SoftmaxTopK":
+            raise ValueError(f"fusion.routing = {self.routing!r} has a router already; remove moe.router")
+
+    @property
+    def feature(self) -> str:
+        """What has to be proven in a layout: each way of routing alone."""
+        return {"token_choice": "fusion_moma", "expert_choice": "fusion_moma_choice", "threshold": "fusion_moma_threshold"}[
+            self.routing
+        ]
+
+    def build(self, context: "FusionContext") -> "Fusion":
+        from forge_vlm.fusion.moma import MoMa
+
+        return MoMa(context, routing=self.routing, rate=self.rate)

@@ -1,0 +1,147 @@
+"""The vision-language model, chosen by `[model] name = "vlm"`."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from forge_core.component import IDENTITY, Component, Slot
+from forge_core.specs import Outline
+from forge_models.components.decoder import Decoder
+from forge_models.components.moe import MoE
+from forge_models.outline import outline
+from forge_vlm.components.adapters import MLP
+from forge_vlm.components.encoders import ViT
+from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
+from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext
+from forge_vlm.modality import Modalities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from forge_vlm.model import VisionLanguageModel
+
+IMAGE = "image"
+"""The modality of an encoder's vectors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLM(Decoder):
+    """A decoder that sees images: its keys are those of `decoder`, with an encoder, an adapter and a fusion.
+
+    Images stand in a row as placeholders of the id `image_token`: one for each vector that the adapter makes of an image, or one
+    for each image where the fusion keeps images beside the stream.
+    """
+
+    key_class: ClassVar = IDENTITY
+    countable: ClassVar[bool] = False
+    """Its products are not those that its shape tells."""
+
+    fusion: Annotated[Component, Slot("forge.fusions", default="joint_decoder")] = Slot.unset()
+    """How images enter the decoder."""
+    encoder: Annotated[Component | None, Slot("forge.encoders")] = None
+    """From images to features; none for a model whose images are discrete tokens."""
+    adapter: Annotated[Component, Slot("forge.adapters", default="mlp")] = Slot.unset()
+    """From features to the width of the decoder."""
+    image_token: Annotated[int, Ge(1)] | None = None
+    """Id of the placeholder, which no text may hold; the last id of the vocabulary when absent."""
+    modalities: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Ids of further modalities: name -> [first, one past the last], such as the codes of a quantized image (Chameleon, 2024)."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[VLM]":
+        """Each fusion, and one whose images are discrete tokens."""
+        small: dict[str, Any] = {
+            "dim": 16,
+            "layers": 2,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn_dim": 24,
+            "vocab_size": 40,
+            "max_length": 64,
+        }
+        vision = small | {"encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2), "adapter": MLP()}
+        experts = MoE(experts=4, kernel="loop")
+        return (
+            cls(**vision, fusion=JointDecoder()),
+            cls(**vision, fusion=MixtureOfTransformers(), norm_placement="post"),
+            cls(**vision, fusion=MoMa(), moe=experts),
+            cls(**small, fusion=MixtureOfTransformers(), modalities={"image": (30, 40)}),
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mtp is not None:
+            raise ValueError("a model with images does not support [model.mtp]; remove it")
+        if self.encoder is None and self.image_token is not None:
+            raise ValueError("image_token is the placeholder of an encoder's images; set encoder, or remove image_token")
+        if self.encoder is None and not self.modalities:
+            raise ValueError("a model without an encoder has no images; set encoder, or modalities for images of discrete tokens")
+        if self.encoder is not None and IMAGE in self.modalities:
+            raise ValueError(f"modality {IMAGE!r} is that of the encoder's images; give the other ids another name")
+        if fault := self.modality_ids.fault(self.vocab_size):
+            raise ValueError(fault)
+        check: Any = getattr(self._fusion, "check", None)
+        if check is not None:
+            check(self)
+        if self.encoder is not None:
+            context, adapter = self._adapter_context, self._adapter
+            if hasattr(adapter, "check"):
+                adapter.check(context)
+            adapter.tokens(context.tokens)
+
+    @property
+    def _fusion(self) -> Any:
+        return JointDecoder() if self.fusion is None else self.fusion
+
+    @property
+    def _adapter(self) -> Any:
+        return MLP() if self.adapter is None else self.adapter
+
+    @property
+    def placeholder(self) -> int | None:
+        """`image_token` with its default; None without an encoder."""
+        if self.encoder is None:
+            return None
+        return self.vocab_size - 1 if self.image_token is None else self.image_token
+
+    @property
+    def modality_ids(self) -> Modalities:
+        """Ids by modality."""
+        token = self.placeholder
+        images = {} if token is None else {IMAGE: (token, token + 1)}
+        return Modalities({**self.modalities, **images})
+
+    @property
+    def per_image(self) -> int:
+        """Placeholders of one image; 0 without an encoder."""
+        if self.encoder is None:
+            return 0
+        return self._adapter.tokens(self._adapter_context.tokens) if self._fusion.in_stream else 1
+
+    @property
+    def _adapter_context(self) -> AdapterContext:
+        encoder: Any = self.encoder
+        return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
+
+    def outline(self) -> Outline:
+        """What strategies have to know before it is built."""
+        found = outline(self.shape)
+        return found._replace(matrices=None, experts=None, whole_stream=(*found.whole_stream, WHOLE_STREAM))
+
+    def context(self) -> FusionContext:
+        """What the fusion is built with."""
+
+        return FusionContext(self.shape, self.modality_ids, self.placeholder, self.per_image)
+
+    def build(self) -> "VisionLanguageModel":
+        from forge_vlm.model import VisionLanguageModel
+
+        encoder: Any = self.encoder
+        context = self.context()
+        fusion = self._fusion.build(context)
+        if encoder is None:
+            return VisionLanguageModel(context, fusion, None, None, ())
+        adapter = self._adapter.build(self._adapter_context)
+        return VisionLanguageModel(context, fusion, encoder.build(), adapter, encoder.input_shape)

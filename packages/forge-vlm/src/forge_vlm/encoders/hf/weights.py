@@ -1,0 +1,164 @@
+"""The tensors of a published vision tower, by the names of our module. What is not asked for is not read."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge_core.protocols.convert import Facts, Stored
+from forge_models.hf.config import Unsupported
+from forge_models.hf.reader import DTYPES, FLOATS, located
+from forge_vlm.encoders.hf.config import Tower
+from forge_vlm.encoders.hf.families import GATED
+from forge_vlm.encoders.vit import VisionTransformer
+
+PREFIX = "vision_model."
+"""Before the names of a vision tower that comes with a text tower, and in most files of one alone."""
+OTHERS = ("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias", "classifier.*")
+
+
+class Place(NamedTuple):
+    """Where one of our tensors lies: its name in the files, and how it is made of what is there; None: just as it is."""
+
+    theirs: str
+    shape: tuple[int, ...]
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+class TowerWeights:
+    """The weights of a folder for a tower as it is built, from memory-mapped files.
+
+    Attributes:
+        tensors: shape and dtype of every parameter of the module, by its name there.
+        facts: where they come from, and what of the folder was left out.
+    """
+
+    def __init__(self, folder: Path, tower: Tower) -> None:
+        """Opens and checks everything but the values.
+
+        Raises:
+            Unsupported: a tensor or a file that is not understood, missing, or left over.
+        """
+        self._folder, self._tower = folder, tower
+        files = located(folder)
+        self._files: dict[str, Any] = {}
+        opened: dict[str, Any] = {}
+        for theirs, file in files.items():
+            try:
+                if file not in opened:
+                    opened[file] = safe_open(str(folder / file), framework="pt")
+            except Exception as cause:  # the library raises its own type for damage, OSError and others besides
+                raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
+            self._files[theirs] = opened[file]
+        self._places = dict(self._all_places())
+        self.tensors: Mapping[str, Stored] = {
+            name: Stored(place.shape, self._dtype(place.theirs)) for name, place in self._places.items()
+        }
+        self.facts = Facts(origin=str(folder), family=tower.family.name, notes=tuple(self._checked()))
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors, on the CPU."""
+        return {name: self._whole(self._places[name]) for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """The box of one tensor that begins at `offset`. Only the table of positions and the first layers are read whole."""
+        place = self._places[name]
+        box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+        if place.change is not None:
+            return self._whole(place)[box]
+        return self._files[place.theirs].get_slice(place.theirs)[box]
+
+    def _whole(self, place: Place) -> Tensor:
+        stored = self._files[place.theirs].get_tensor(place.theirs)
+        return stored if place.change is None else place.change(stored)
+
+    def _all_places(self) -> Iterator[tuple[str, Place]]:
+        family, shape = self._tower.family, self._tower.shape
+        prefix = PREFIX if any(name.startswith(PREFIX) for name in self._files) else ""
+        inner = {**family.inner, **(GATED if shape.gated else {})}
+        with torch.device("meta"):
+            built = VisionTransformer(shape)
+        for name, parameter in built.named_parameters():
+            before, theirs, rest = "", family.names, name
+            if name.startswith("layers."):
+                _, number, rest = name.split(".", 2)
+                before, theirs = family.block.format(number), inner
+            found = theirs.get(rest)
+            module, _, slot = rest.rpartition(".")
+            found = f"{theirs[module]}.{slot}" if found is None else found
+            yield name, Place(f"{prefix}{before}{found}", tuple(parameter.shape), self._change(rest))
+
+    def _change(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """How a tensor is made, by its name outside of its block."""
+        family, shape = self._tower.family, self._tower.shape
+        if name == "embed.proj.weight":
+            if family.columns:
+                cut = (shape.dim, shape.patch_size, shape.patch_size, shape.channels)
+                return lambda stored: stored.reshape(cut).permute(0, 3, 1, 2).flatten(1)
+            return lambda stored: stored.flatten(1)
+        if name == "embed.positions":
+            return lambda stored: interpolated(stored.reshape(-1, shape.dim), self._tower.grid, shape.grid, family.antialias)
+        if name == "embed.class_token":
+            return torch.flatten
+        if shape.gated and name.startswith(("mlp.gate_proj", "mlp.up_proj")):
+            half = slice(0, shape.ffn_dim) if name.startswith("mlp.gate_proj") else slice(shape.ffn_dim, None)
+            return lambda stored: stored[half]
+        return None
+
+    def _dtype(self, theirs: str) -> str:
+        if theirs not in self._files:
+            raise Unsupported(f"{self._folder}: {theirs} is missing from the weights of a {self._tower.family.name} tower")
+        dtype = str(self._files[theirs].get_slice(theirs).get_dtype())
+        dtype = DTYPES.get(dtype, dtype)
+        if dtype not in FLOATS:
+            raise Unsupported(f"{self._folder}: {theirs} has the dtype {dtype}, which is not implemented")
+        return dtype
+
+    def _checked(self) -> Iterator[str]:
+        """Notes of what is left out; refuses what should not be there, and shapes that do not fit."""
+        family, shape, grid = self._tower.family, self._tower.shape, self._tower.grid
+        faults: list[str] = []
+        for name, place in self._places.items():
+            stored = tuple(self._files[place.theirs].get_slice(place.theirs).get_shape())
+            wanted = place.shape
+            if name == "embed.positions":
+                wanted = (grid**2 + shape.class_token, shape.dim)
+            if shape.gated and place.theirs.rpartition(".")[0].endswith("weights_in"):
+                wanted = (2 * wanted[0], *wanted[1:])
+            fits = stored == wanted if place.change is None else prod(stored) == prod(wanted)
+            if not fits:
+                faults.append(f"{place.theirs}: shape {stored}, config.json means {wanted}")
+        later = tuple(family.block.format(layer) for layer in range(shape.blocks, shape.layers))
+        used, others = {place.theirs for place in self._places.values()}, 0
+        for theirs in self._files:
+            inside = theirs.removeprefix(PREFIX)
+            if any(fnmatchcase(theirs, pattern) for pattern in OTHERS):
+                others += 1
+            elif theirs not in used and not inside.startswith((*family.left, *later)):
+                faults.append(f"{theirs}: unexpected for the tower that config.json describes")
+        if faults:
+            listed = "\n  ".join(faults[:20])
+            raise Unsupported(f"the tensors in {self._folder} do not fit:\n  {listed}")
+        if others:
+            yield f"{others} tensors outside of the vision tower were left out"
+        if later:
+            yield f"blocks {shape.blocks} to {shape.layers - 1} of the vision tower were left out; no feature needs them"
+        if grid != shape.grid:
+            yield f"positions of {grid} x {grid} patches were resized to {shape.grid} x {shape.grid}"
+
+
+def interpolated(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:
+    """The table (old * old or one more, dim) for a grid of new x new patches; a first row, of the class token, stays."""
+    if old == new:
+        return positions
+    first, table = positions[: len(positions) - old * old], positions[len(positions) - old * old :]
+    image = table.float().unflatten(0, (old, old)).permute(2, 0, 1)[None]
+    mode = "bilinear" if antialias else "bicubic"
+    image = F.interpolate(image, size=(new, new), mode=mode, align_corners=False, antialias=antialias)
+    return torch.cat((first, image[0].permute(1, 2, 0).flatten(0, 1).to(positions.dtype)))

@@ -1,0 +1,180 @@
+"""Images beside the sequence: gated blocks in which text attends to them (Flamingo, Alayrac et al., 2022; Llama 3, 2024, 7.3)."""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge_core.specs import Init, ModuleSpec, TensorSpec
+from forge_models.blocks.attention import HEADS, KV_HEADS, STREAM
+from forge_models.blocks.block import Block
+from forge_models.blocks.layers import Linear, linear_specs, unfilled
+from forge_models.blocks.rope import Rotation
+from forge_models.context import BlockContext
+from forge_models.generation.cache import LayerCache
+from forge_models.interp.tap import tap
+from forge_models.shape import DecoderShape
+from forge_vlm.context import FusionContext
+from forge_vlm.fusion.fusion import Inputs, Plain
+from forge_vlm.places import seen_images
+
+
+class CrossAttention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v with queries of text and keys and values of images, all normed per head, unrotated."""
+
+    def __init__(self, context: BlockContext) -> None:
+        super().__init__()
+        self.context = context
+        heads, kv_heads = context.heads * context.head_dim, context.kv_heads * context.head_dim
+        norm: Any = context.norm
+        self.q_proj = Linear(context.dim, heads)
+        self.k_proj = Linear(context.dim, kv_heads)
+        self.v_proj = Linear(context.dim, kv_heads)
+        self.o_proj = Linear(heads, context.dim)
+        self.q_norm: nn.Module = norm.build(context.head_dim)
+        self.k_norm: nn.Module = norm.build(context.head_dim)
+
+    def forward(self, both: Tensor, length: int, sees: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """(B, length + S, dim): text, then images, one tensor so that a strategy sees all that enters -> (B, length, dim).
+
+        Args:
+            both: normed text and the vectors of each row's images.
+            length: tokens of text.
+            sees: (B, 1, length, S) bool; a row that sees nothing has an undefined result.
+            cache: keeps keys and values of images; with it, `both` may hold text only from the second call on.
+        """
+        x, visual = both.split((length, both.shape[1] - length), dim=1)
+        q = self.q_norm(self._heads(self.q_proj(x)))
+        if cache is not None and cache.memory is not None:
+            k, v = cache.memory
+        else:
+            k, v = self.k_norm(self._heads(self.k_proj(visual))), self._heads(self.v_proj(visual))
+            if cache is not None:
+                cache.memory = (k, v)
+        q, k = tap("cross.attention.q", q), tap("cross.attention.k", k)
+        scale = 1 / sqrt(self.context.head_dim)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale, enable_gqa=grouped)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.context.head_dim)).transpose(1, 2)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Parameters by name relative to this module, without those of its norms."""
+        enter = self.context.init_std
+        return {
+            **linear_specs("q_proj", self.q_proj, ("heads", "embed"), enter),
+            **linear_specs("k_proj", self.k_proj, ("kv_heads", "embed"), enter),
+            **linear_specs("v_proj", self.v_proj, ("kv_heads", "embed"), enter),
+            **linear_specs("o_proj", self.o_proj, ("embed", "heads"), self.context.output_std),
+        }
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Modules whose inputs or outputs a strategy may lay out, by name relative to this module."""
+        return {
+            "": ModuleSpec((STREAM,), (STREAM,)),
+            "q_proj": ModuleSpec((STREAM,), (HEADS,)),
+            "k_proj": ModuleSpec((STREAM,), (KV_HEADS,)),
+            "v_proj": ModuleSpec((STREAM,), (KV_HEADS,)),
+            "o_proj": ModuleSpec((HEADS,), (STREAM,)),
+        }
+
+
+class GatedCross(nn.Module):
+    """x + tanh(g) attention(x, images), then the same with a feed-forward part. Gates are 0 at the start: the identity.
+
+    A token that sees no image gets exactly nothing from either part.
+    """
+
+    def __init__(self, shape: DecoderShape, layer: int) -> None:
+        super().__init__()
+        context = shape.context(layer)
+        norm: Any = shape.norm
+        mlp: Any = shape.mlp
+        self.attention_norm: nn.Module = norm.build(shape.dim)
+        self.attention = CrossAttention(context)
+        self.mlp_norm: nn.Module = norm.build(shape.dim)
+        self.mlp: nn.Module = mlp.build(context)
+        self.attention_gate = unfilled(1)
+        self.mlp_gate = unfilled(1)
+
+    def forward(self, x: Tensor, visual: Tensor, sees: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """(B, T, dim), `visual` (B, S, dim), `sees` (B, 1, T, S) bool -> (B, T, dim)."""
+        any_seen = sees.any(-1).transpose(1, 2)  # (B, T, 1)
+        # A row of scores without any entry would be NaN: it sees all, and is taken out afterwards.
+        open_rows = sees | ~any_seen.transpose(1, 2).unsqueeze(-1)
+        inner = self.attention(torch.cat((self.attention_norm(x), visual), dim=1), x.shape[1], open_rows, cache)
+        x = x + tap("cross.attention.gate", self.attention_gate.tanh()) * inner.masked_fill(~any_seen, 0)
+        inner = self.mlp(self.mlp_norm(x))
+        return x + tap("cross.mlp.gate", self.mlp_gate.tanh()) * inner.masked_fill(~any_seen, 0)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """The gates."""
+        gate = TensorSpec((None,), Init("zeros"), "vector")
+        return {"attention_gate": gate, "mlp_gate": gate}
+
+    def module_specs(self) -> dict[str, ModuleSpec]:
+        """Layout of the norms."""
+        stream = ModuleSpec((STREAM,), (STREAM,))
+        return {"attention_norm": stream, "mlp_norm": stream}
+
+
+class CrossBlock(Block):
+    """A block of the text model behind a gated cross block; without images it is the block of the text model."""
+
+    def __init__(self, shape: DecoderShape, layer: int) -> None:
+        super().__init__(shape, layer)
+        self.cross = GatedCross(shape, layer)
+        self.reads = (*self.reads, "visual", "sees")
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        attention_mask: Any,
+        cache: LayerCache | None = None,
+        visual: Tensor | None = None,
+        sees: Tensor | None = None,
+        **routing: Any,
+    ) -> Any:
+        """As a block's, with the `visual` vectors (B, S, dim) of each row's images and what tokens see of them
+        (B, 1, T, S)."""
+        if visual is not None and sees is not None:
+            x = self.cross(x, visual, sees, cache)
+        return super().forward(x, rotation, attention_mask, cache, **routing)
+
+
+class Cross(Plain):
+    """See `forge_vlm.components.fusions.CrossAttention`."""
+
+    in_stream = False
+
+    def __init__(self, context: FusionContext, *, every: int = 4) -> None:
+        super().__init__(context)
+        self.every = every
+
+    def block(self, shape: DecoderShape, layer: int) -> nn.Module:
+        """A cross block stands before the last of every `every` blocks: 3, 7, ... with 4."""
+        return CrossBlock(shape, layer) if (layer + 1) % self.every == 0 else Block(shape, layer)
+
+    def shared(self, inputs: Inputs) -> dict[str, Any]:
+        """The vectors of each row's images, and what each token sees of them."""
+        token, tokens, cache = self.context.image_token, inputs.tokens, inputs.cache
+        assert token is not None
+        if cache is not None and "seen" in cache.kept:
+            # The image of a generated token is that of the prompt's end; keys and values are in the cache.
+            sees = cache.kept["seen"].unsqueeze(1).expand(-1, tokens.shape[1], -1).unsqueeze(1)
+            return {"visual": cache.kept["none"], "sees": sees}
+        if inputs.visual is None or inputs.image_rows is None:
+            return {}
+        rows, (first, end) = inputs.image_rows, seen_images(tokens, token, inputs.documents)
+        visual = inputs.visual[rows.clamp(min=0)].flatten(1, 2)  # (B, M * per_image, dim)
+        slots = torch.arange(rows.shape[1], device=rows.device)
+        seen = (first.unsqueeze(-1) <= slots) & (slots < end.unsqueeze(-1)) & (rows >= 0).unsqueeze(1)
+        seen = seen.repeat_interleave(inputs.visual.shape[1], dim=-1)
+        if cache is not None:
+            cache.kept |= {"seen": seen[:, -1], "none": visual[:, :0]}
+        return {"visual": visual, "sees": seen.unsqueeze(1)}

@@ -1,0 +1,50 @@
+"""A copy of a module for each modality: tokens are sorted by modality, each copy runs on its own, all return to their places."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Groups(NamedTuple):
+    """The places of each modality's tokens.
+
+    Attributes:
+        at: by modality, (n,) int64 places in the flattened (B * T) tokens, ascending.
+        back: (B * T,) int64: where in all of `at`, one after the other, each token is.
+    """
+
+    at: tuple[Tensor, ...]
+    back: Tensor
+
+    @classmethod
+    def of(cls, modality: Tensor, count: int) -> "Groups":
+        """Of (B, T) numbers of modalities below `count`. The host waits for their sizes: once for a whole forward."""
+        flat = modality.flatten()
+        order = flat.argsort(stable=True)
+        sizes = torch.bincount(flat, minlength=count).tolist()
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return cls(tuple(order.split(sizes)), back)
+
+    def apart(self, x: Tensor) -> list[Tensor]:
+        """(B, T, ...) -> by modality (1, n, ...)."""
+        flat = x.flatten(0, 1)
+        return [flat.index_select(0, at).unsqueeze(0) for at in self.at]
+
+    def together(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """By modality (1, n, width) -> (B, T, width) with B and T of `like`."""
+        joined = torch.cat([part.squeeze(0) for part in parts])
+        return joined.index_select(0, self.back).unflatten(0, like.shape[:2])
+
+
+class ByModality(nn.ModuleDict):
+    """A module of (1, n, width) tokens for each modality. One without tokens runs all the same, so that ranks never differ in
+    what they exchange, and its gradient is zero, not absent."""
+
+    def __init__(self, copies: Mapping[str, nn.Module]) -> None:
+        super().__init__(copies)
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """(B, T, width) -> (B, T, what the copies make)."""
+        return groups.together([copy(part) for copy, part in zip(self.values(), groups.apart(x), strict=True)], x)

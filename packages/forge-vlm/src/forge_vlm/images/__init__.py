@@ -1,0 +1,1 @@
+"""Image files to what an encoder takes: decoding, tiles, resizing, normalization. PIL and numpy; no torch."""

@@ -1,0 +1,149 @@
+"""What an encoder was trained on: how an image becomes pixels. Plain data: importing it needs no numpy."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from forge_core.errors import ForgeError
+
+Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+FILE = "preprocessor_config.json"
+
+_RESAMPLES: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""In the order of PIL's numbers, which the file has."""
+_READ = (
+    *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
+    *("image_mean", "image_std", "patch_size", "max_num_patches"),
+)
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
+    {
+        "processor_class": None,
+        "image_processor_type": None,
+        "feature_extractor_type": None,
+        "_valid_processor_keys": None,
+        "do_convert_rgb": None,
+        "default_to_square": None,
+        "do_pad": (False, None),
+        "do_thumbnail": (False, None),
+        "do_reduce_labels": (False, None),
+        "data_format": ("channels_first", None),
+    }
+)
+"""Keys that change nothing here, with the values under which that holds; None = all. Images always become RGB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processing:
+    """From an image of any size to pixels of an encoder.
+
+    Attributes:
+        size: height and width that the encoder takes.
+        mean: of each channel, of pixels between 0 and 1.
+        std: of each channel.
+        resample: filter of the resizing.
+        shortest: the shorter edge gets this length and the middle is cut out; None: the image is made square, whole.
+        scale: multiplies pixels between 0 and 255.
+    """
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: Resample = "bicubic"
+    shortest: int | None = None
+    scale: float = 1 / 255
+
+    def __post_init__(self) -> None:
+        if self.shortest is not None and self.shortest < self.size:
+            raise ValueError(f"size {self.size} cannot be cut out of an image whose shorter edge is {self.shortest}")
+
+    def at(self, size: int) -> "Processing":
+        """The same for another size of the encoder's images."""
+        shortest = None if self.shortest is None else max(size, round(self.shortest * size / self.size))
+        return replace(self, size=size, shortest=shortest)
+
+
+def read_processing(folder: Path, size: int, channels: int) -> Processing:
+    """What `preprocessor_config.json` of a folder says; `size` where it does not say one.
+
+    Raises:
+        ForgeError: the file is missing, or says what Forge does not do.
+    """
+    path = folder / FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ForgeError(
+            f"{path} cannot be read: {cause.strerror}; without it mean and std of the encoder are not known"
+        ) from cause
+    except ValueError as cause:
+        raise ForgeError(f"{path} is not valid JSON: {cause}") from cause
+    if not isinstance(values, dict):
+        raise ForgeError(f"{path} holds no JSON object")
+    for key, value in values.items():
+        allowed = _WITHOUT_EFFECT.get(key, ())
+        if key not in _READ and value is not None and allowed is not None and value not in allowed:
+            raise ForgeError(f"{path}: {key} {value!r} is not implemented; remove the key if it changes no pixel")
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if values.get(key, True) is not True:
+            raise ForgeError(f"{path}: {key} {values[key]!r} is not implemented; only true is")
+    shortest, size = _sizes(values, size, str(path))
+    number = values.get("resample")
+    if type(number) is not int or not 0 <= number < len(_RESAMPLES):
+        raise ForgeError(f"{path}: resample {number!r} is not a filter of PIL; give a number from 0 to {len(_RESAMPLES) - 1}")
+    scale = values.get("rescale_factor", 1 / 255)
+    if not _is_positive(scale):
+        raise ForgeError(f"{path}: rescale_factor {scale!r} is not a positive number")
+    return Processing(
+        size=size,
+        mean=_numbers(values, "image_mean", channels, str(path)),
+        std=_numbers(values, "image_std", channels, str(path), positive=True),
+        resample=_RESAMPLES[number],
+        shortest=shortest,
+        scale=float(scale),
+    )
+
+
+def _sizes(values: Mapping[str, Any], default: int, where: str) -> tuple[int | None, int]:
+    """(shorter edge, size)."""
+    size = values.get("size")
+    crop = _square(values["crop_size"], where, "crop_size") if values.get("do_center_crop") and values.get("crop_size") else None
+    if size is None:
+        return None, default if crop is None else crop
+    edge = size if crop is not None and type(size) is int else size.get("shortest_edge") if isinstance(size, dict) else None
+    if edge is None:
+        side = _square(size, where, "size")
+        if crop not in (None, side):
+            raise ForgeError(f"{where}: crop_size {crop} of a square of {side} is not implemented; only the same size is")
+        return None, side
+    if type(edge) is not int or edge <= 0 or crop is None or crop > edge:
+        raise ForgeError(f"{where}: size {size!r} with crop_size {crop!r} is not implemented; a crop of at most that size is")
+    return edge, crop
+
+
+def _square(value: Any, where: str, key: str) -> int:
+    sides = {value} if type(value) is int else {value.get("height"), value.get("width")} if isinstance(value, dict) else {None}
+    side = sides.pop()
+    if sides or type(side) is not int or side <= 0:
+        raise ForgeError(f"{where}: {key} {value!r} is not implemented; only squares are")
+    return side
+
+
+def _numbers(values: Mapping[str, Any], key: str, channels: int, where: str, positive: bool = False) -> tuple[float, ...]:
+    found = values.get(key)
+    if not isinstance(found, list) or len(found) != channels or not all(map(_is_number, found)):
+        raise ForgeError(f"{where}: {key} {found!r}: expected {channels} numbers, one for each channel")
+    if positive and not all(map(_is_positive, found)):
+        raise ForgeError(f"{where}: {key} {found!r}: expected positive numbers")
+    return tuple(float(cast(float, each)) for each in found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0

@@ -1,0 +1,133 @@
+"""A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.batch import Batch
+from forge_core.protocols.model import LossTerms
+from forge_core.specs import Specs
+from forge_models.blocks.rope import Rotary, Rotation
+from forge_models.decoder import Decoder
+from forge_models.generation.cache import KVCache
+from forge_vlm.context import WHOLE_STREAM, FusionContext
+from forge_vlm.fusion.fusion import Fusion, Inputs
+from forge_vlm.made_up import with_images
+from forge_vlm.places import feature_places, misplaced
+
+
+class VisionLanguageModel(Decoder):
+    """A decoder whose blocks, masks and embedded stream are those of a `Fusion`.
+
+    `encoder` and `adapter` make (images, per_image, dim) of images; both are None for a model whose images are discrete tokens.
+    They run in every forward that is trained, on a blank image where there is none, so that all ranks exchange the same; a
+    forward without gradients and images leaves them out.
+    """
+
+    inputs: ClassVar[frozenset[str]] = frozenset({"images", "image_rows", "prefix"})
+
+    def __init__(
+        self,
+        context: FusionContext,
+        fusion: Fusion,
+        encoder: nn.Module | None,
+        adapter: nn.Module | None,
+        blank: tuple[int, ...],
+    ) -> None:
+        """`blank`: shape of one image without its first dimension."""
+        super().__init__(context.shape, fusion.block)
+        self.context, self.fusion, self.blank = context, fusion, blank
+        self.encoder: nn.Module | None = encoder
+        self.adapter: nn.Module | None = adapter
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
+        """See `Decoder`. With a cache the placeholder has the logit -inf: no image could come with it."""
+        out = super().forward(x, **given)
+        token = self.context.image_token
+        if given.get("cache") is None or token is None or self.head is None or not isinstance(out, Tensor):
+            return out
+        return out.index_fill(-1, torch.tensor([token], device=out.device), -torch.inf)
+
+    def enter(
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        documents: Tensor | None,
+        extras: Mapping[str, Tensor],
+        cache: KVCache | None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, n >= 1, and `image_rows` (B, M) int64, the numbers
+        of each row's images in their order, -1 where a row has fewer. `prefix` (B, T) bool marks tokens, such as a prompt's, that
+        see each other where the fusion's mask has a prefix.
+
+        Raises:
+            ValueError: one of them is missing, or a row has other placeholders than its images need.
+        """
+        assert tokens is not None
+        if self.embed is None and not self.fusion.in_stream:
+            raise ValueError(
+                "blocks that attend to images need them on every stage of a pipeline, and only the first has them; set "
+                "parallel.pp = 1, or a fusion with images in the stream"
+            )
+        images, image_rows = self._images(tokens, extras, cache)
+        visual = None
+        if images is not None and self.encoder is not None and self.adapter is not None:
+            visual = self.adapter(self.encoder(images.to(self._dtype))).to(x.dtype)
+        token = self.context.image_token
+        if visual is not None and image_rows is not None and token is not None and self.fusion.in_stream:
+            places = feature_places(tokens, token, image_rows, self.context.per_image)
+            vectors = visual.flatten(0, 1)[places.clamp(min=0)]
+            x = torch.where((places >= 0).unsqueeze(-1), vectors, x)
+        told = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"))
+        return x, {"inputs": told, **self.fusion.shared(told)}
+
+    def _run_blocks(
+        self,
+        x: Tensor,
+        rotations: dict[Rotary, Rotation],
+        masks: dict[int | None, Any],
+        cache: KVCache | None,
+        shared: dict[str, Any],
+    ) -> Tensor:
+        told = shared.pop("inputs")
+        masks = {window: self.fusion.seen(mask, told, window, x) for window, mask in masks.items()}
+        return super()._run_blocks(x, rotations, masks, cache, shared)
+
+    def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
+        """Images and their rows; a blank image that belongs to no row where a step must not leave the encoder out."""
+        token = self.context.image_token
+        if token is None or self.embed is None:
+            return None, None
+        images, rows = extras.get("images"), extras.get("image_rows")
+        if (images is None) != (rows is None):
+            raise ValueError("images and image_rows go together; give both, or neither for text")
+        if cache is not None and images is not None and cache.extent != tokens.shape[1]:
+            raise ValueError("images come with the first tokens of a cache; give the whole prompt at once (prefill = None)")
+        if rows is None:
+            rows = tokens.new_full((len(tokens), 1), -1)
+            if self.training and torch.is_grad_enabled():
+                images = tokens.new_zeros((1, *self.blank), dtype=self._dtype)
+        looks = not torch.compiler.is_compiling() and tokens.device.type == "cpu"
+        if looks and (fault := misplaced(tokens, token, rows, self.context.per_image)):
+            raise ValueError(fault)
+        return images, rows
+
+    def with_extras(self, batch: Batch) -> Batch:
+        """The batch with images that are a function of each row: for checks, see `forge_core.protocols.model.Model`."""
+        token = self.context.image_token
+        return batch if token is None else with_images(batch, token, self.context.per_image, self.blank)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What the embedding computes in, which is what its table is."""
+        assert self.embed is not None
+        return self.embed.weight.dtype
+
+    def specs(self) -> Specs:
+        """All that strategies know about this model."""
+        specs = super().specs()
+        entry = tuple(name for name in ("encoder", "adapter") if self._has(name))
+        return replace(specs, entry=(*specs.entry, *entry), whole_stream=(*specs.whole_stream, WHOLE_STREAM))

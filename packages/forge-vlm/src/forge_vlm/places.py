@@ -1,0 +1,59 @@
+"""Where the tokens of images stand in a row, from the ids of its tokens: integers on the device, so that no host waits."""
+
+import torch
+from torch import Tensor
+
+
+def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) -> Tensor:
+    """(B, T) int64: which of the (images * per_image) feature vectors stands at each place; -1 where there is none.
+
+    Args:
+        tokens: (B, T) ids; the k-th placeholder of a row is token k % per_image of its image k // per_image.
+        image_token: id of the placeholder.
+        image_rows: (B, M) int64 number of each image of a row, -1 where a row has fewer.
+        per_image: feature vectors of an image.
+    """
+    here = tokens == image_token
+    order = (here.cumsum(1) - 1).clamp(min=0)
+    slot = (order // per_image).clamp(max=image_rows.shape[1] - 1)
+    image = image_rows.gather(1, slot)
+    return (image * per_image + order % per_image).masked_fill(~here | (image < 0), -1)
+
+
+def image_blocks(tokens: Tensor, image_token: int, per_image: int) -> Tensor:
+    """(B, T) int64 number of the image inside its row that each placeholder belongs to, -1 elsewhere."""
+    here = tokens == image_token
+    return ((here.cumsum(1) - 1) // per_image).masked_fill(~here, -1)
+
+
+def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(first, end), each (B, T) int64: a token sees images first .. end - 1 of its row, by their order in the row.
+
+    It sees the images of the last group of placeholders before it, from each one's place on and never before it; neighboring
+    placeholders are one group. A document sees its images only.
+    """
+    here = tokens == image_token
+    end = here.cumsum(1)
+    starts = here.clone()
+    starts[:, 1:] &= ~here[:, :-1]
+    begins = torch.zeros_like(here)
+    begins[:, 0] = True
+    if documents is not None:
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    before = end - here.long()
+    first = before.masked_fill(~(starts | begins), -1).cummax(1).values
+    return first, end
+
+
+def misplaced(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) -> str:
+    """How the numbers of placeholders and images disagree, naming the row; empty when they do not. It waits for the device."""
+    found = (tokens == image_token).sum(1)
+    images = (image_rows >= 0).sum(1)
+    wrong = (found != images * per_image).nonzero().flatten().tolist()
+    if not wrong:
+        return ""
+    row = wrong[0]
+    return (
+        f"row {row} has {int(found[row])} placeholders (id {image_token}) and {int(images[row])} images of {per_image} tokens "
+        f"each, which need {int(images[row]) * per_image}"
+    )

@@ -1,0 +1,59 @@
+"""Every fusion in the layouts that it is offered with, against one process; ranks have other numbers of images, some none."""
+
+import pytest
+import torch
+
+from forge_parallel.verify import proven
+from forge_parallel.verify.parity import share, synthetic
+from harness.pool import World
+from parallel.compositions import generate
+from parallel.compositions.rows import FUSIONS, case_of
+from parallel.compositions.test_compositions import equals_one_process
+from vlm import layouts
+
+
+def _name(row: frozenset[str]) -> str:
+    return "+".join(sorted(row & FUSIONS.keys()) + sorted(row - FUSIONS.keys()))
+
+
+@pytest.mark.parametrize("row", proven.rows()["fusions"], ids=_name)
+def test_a_fusion_equals_one_process(world: World, row: frozenset[str]) -> None:
+    equals_one_process(world, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", proven.rows()["fusions_slow"], ids=_name)
+def test_the_remaining_fusions_equal_one_process(world: World, row: frozenset[str]) -> None:
+    equals_one_process(world, row)
+
+
+def test_rows_are_those_that_are_offered() -> None:
+    made = layouts.rows()
+    for kind in ("fusions", "fusions_slow"):
+        assert set(proven.rows()[kind]) == set(made[kind])
+        assert all(generate.legal(row) for row in made[kind])
+    every = {row for rows in made.values() for row in rows}
+    for feature in FUSIONS:
+        mine = [row for row in every if feature in row]
+        for strategy in ("dp_shard", "accumulate", "recompute", "muon", "bf16"):
+            assert any(strategy in row for row in mine), (feature, strategy)
+
+
+def test_rows_of_one_case_have_none_one_and_two_images() -> None:
+    """What the comparison rests on: else an exchange that depends on images would not be seen."""
+    case = case_of(frozenset({"fusion_joint", "accumulate", "dp_shard"}))
+    model = case.build()
+    counts = []
+    for step in range(3):
+        for batch in share(synthetic(case, step), 0, 1, 1):
+            made = model.with_extras(batch)
+            rows, images = made.extras["image_rows"], made.extras["images"]
+            counts.append(int((rows >= 0).sum()))
+            assert len(images) == max(1, counts[-1])
+            assert int((made.tokens == model.context.image_token).sum()) == counts[-1] * model.context.per_image
+            here = made.tokens == model.context.image_token
+            assert (made.labels[here] == -100).all()
+            before = torch.zeros_like(here)
+            before[:, :-1] = here[:, 1:]
+            assert (made.labels[before] == -100).all()
+    assert {0, 1, 2} == set(counts)

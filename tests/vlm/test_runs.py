@@ -1,0 +1,79 @@
+"""A vision-language model in the trainer: a run on text, weights of a published tower, what a recipe is refused for."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from forge_core.errors import ForgeError
+from forge_core.layout import Layout
+from forge_core.registry import Registry
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.features import features
+from forge_parallel.placement.topology import Topology
+from forge_parallel.verify.proven import unproven
+from forge_train.recipe.load import load
+from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.speed.utilization import _counts
+from vlm.encoders.test_published import siglip, stored
+
+VIT = "{name='vit', size=8, patch=4, dim=16, layers=1, heads=2}"
+
+
+def recipe(*words: str, world: int = 1, encoder: str = VIT) -> Any:
+    fusion = [] if any("fusion" in word for word in words) else ["--model.fusion={name='mot'}"]
+    return load("debug", ["--model.name=vlm", f"--model.encoder={encoder}", *fusion, *words], world, Registry()).job
+
+
+def test_a_tower_in_a_run_has_the_weights_of_its_folder(tmp_path: Path) -> None:
+    """And the rest is drawn, as without the tower's folder."""
+    theirs = stored(tmp_path, siglip())
+    job = recipe(encoder=f"{{name='siglip', path='{tmp_path}'}}")
+    topology = Topology.of(Layout.parse("1"), torch.device("cpu"))
+    source = initial_weights(job, Registry(), lambda _: None)
+    model = realize(Blueprint.of(job.model.build), Plan.of([], topology.layout, None), topology, source)
+    weights = job.model.encoder.weights()
+    read = weights.read(list(weights.tensors))
+    found = dict(model.tensors())
+    mine = {name.removeprefix("encoder."): tensor for name, tensor in found.items() if name.startswith("encoder.")}
+    assert mine.keys() == read.keys()
+    assert all(torch.equal(tensor.detach(), read[name]) for name, tensor in mine.items())
+    assert theirs.config.hidden_size == job.model.encoder.width
+    drawn = realize(Blueprint.of(job.model.build), Plan.of([], topology.layout, None), topology, job.job.seed)
+    for name, tensor in drawn.tensors():
+        if not name.startswith("encoder."):
+            assert torch.equal(tensor, found[name]), name
+
+
+def test_two_sources_of_weights_are_refused(tmp_path: Path) -> None:
+    stored(tmp_path, siglip())
+    job = recipe(encoder=f"{{name='siglip', path='{tmp_path}'}}")
+    started = SimpleNamespace(model=job.model, start=SimpleNamespace(weights="elsewhere"), job=job.job)
+    with pytest.raises(ForgeError, match=r"start\.weights and the weights of model\.encoder"):
+        initial_weights(started, Registry(), lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "pair"),
+    [
+        (("--model.fusion={name='cross_attention', every=2}", "--parallel.pp=2"), ("fusion_cross", "pp_1f1b")),
+        (("--parallel.cp=2",), ("cp_ulysses", "fusion_mot")),
+        (("--transforms.float8={}",), ("float8", "fusion_mot")),
+    ],
+)
+def test_what_is_not_proven_is_named(words: tuple[str, ...], pair: tuple[str, str]) -> None:
+    layout = Layout(**{word.partition(".")[2].partition("=")[0]: 2 for word in words if word.startswith("--parallel")})
+    try:
+        job = recipe(*words, "--train.global_batch=8", "--train.micro_batch=1", world=layout.world)
+    except ForgeError as refused:
+        assert pair[0] in str(refused) or "fusion" in str(refused), refused
+        return
+    found = [{use.name for use in uses} for uses in unproven(features(job, layout))]
+    assert set(pair) in found
+
+
+def test_no_share_of_the_peak_is_given_where_products_are_not_counted() -> None:
+    assert _counts(recipe().model) is None
