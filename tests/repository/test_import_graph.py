@@ -15,6 +15,7 @@ READ_RECIPES = {
     *("forge_data.checks", "forge_data.commands.recipe_data", "forge_models.checks", "forge_train.recipe.checks"),
     *("forge_parallel.features", "forge_parallel.foreign.lay_out", "forge_models.moe.upcycle"),
     *("forge_data.conformance.sources", "forge_models.conformance.trial", "forge_models.conformance.weights"),
+    "forge_vlm.conformance.fusions",
 }
 """Modules that may know components, because they read recipes, give defaults to those who have none, or try parts with others."""
 MOST_MODULES = 15

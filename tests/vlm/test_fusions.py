@@ -246,8 +246,9 @@ def test_bad_keys_are_refused() -> None:
         ({"modalities": {"a": (1, 5), "b": (4, 8)}}, "share ids"),
         ({"modalities": {"a": (0, 5)}}, "0 < first"),
         ({"image_token": 40}, "vocab_size"),
-        ({"encoder": None}, "no images"),
-        ({"encoder": None, "image_token": 3, "modalities": {"a": (5, 6)}}, "placeholder"),
+        ({"images": "tokens"}, "needs their ids"),
+        ({"images": "tokens", "image_token": 3, "modalities": {"a": (5, 6)}}, "placeholder"),
+        ({"images": "tokens", "modalities": {"image": (5, 9)}, "fusion": CrossAttention(every=2)}, "images of an encoder"),
     ]
     for keys, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -160,8 +160,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, dict[str, Any]]:
         """The stream that goes into the first block of this part, and by name what blocks may read: a seam for subclasses.
 
-        `x` (B, T, dim) is what was embedded, or what an earlier part made; `tokens` (B, T) ids, where they are known; the rest is as
-        in `forward`.
+        `x` (B, T, dim) is what was embedded, or what an earlier part made; `tokens` (B, T) ids, where they are known; the rest
+        is as in `forward`.
         """
         del tokens, documents, extras, cache
         return x, {}
@@ -244,6 +244,7 @@ class Decoder(nn.Module):
         shared: dict[str, Any],
     ) -> Tensor:
         observed: list[tuple[Any, Tensor]] = []
+        block: Any
         for name, block in self.blocks.items():
             rotation = rotations[self._rotary(block)]
             given = {key: shared.get(key) for key in getattr(block, "reads", ())}

@@ -34,7 +34,7 @@ class FusionContext:
         shape: of the decoder.
         modalities: of its tokens.
         image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
-        per_image: placeholders of an image: one for each of its vectors, or one where images stay beside the stream.
+        per_image: placeholders of an image: one for each of its vectors, or one where images stay out of the stream.
     """
 
     shape: DecoderShape

@@ -1,4 +1,4 @@
-"""Batches of text with images that nobody took, for checks: each is a function of the tokens of its row."""
+"""Batches of text with images of random numbers, for checks: each is a function of the tokens of its row."""
 
 from dataclasses import replace
 

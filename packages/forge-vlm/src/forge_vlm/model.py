@@ -115,6 +115,23 @@ class VisionLanguageModel(Decoder):
             raise ValueError(fault)
         return images, rows
 
+    @property
+    def without_loss(self) -> frozenset[str]:
+        """Parameters that no loss of text reaches: of the last block what images have for themselves behind keys and values, since
+        nothing reads the stream of a placeholder after it."""
+        if self.context.image_token is None or not self.fusion.in_stream:
+            return frozenset()
+        last = f"blocks.{self.shape.layers - 1}."
+        read = ("attention.k_", "attention.v_", "attention_norm.")
+        names = (name for name, _ in self.named_parameters() if name.startswith(last) and ".image." in name)
+        return frozenset(name for name in names if not name.removeprefix(last).startswith(read))
+
+    @property
+    def plain_ids(self) -> int:
+        """Ids below it need nothing but themselves."""
+        token = self.context.image_token
+        return self.shape.vocab_size if token is None else token
+
     def with_extras(self, batch: Batch) -> Batch:
         """The batch with images that are a function of each row: for checks, see `forge_core.protocols.model.Model`."""
         token = self.context.image_token

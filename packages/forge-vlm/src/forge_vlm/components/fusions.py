@@ -1,8 +1,8 @@
 """Fusions, chosen inside `[model]` of a model with `name = "vlm"`: `fusion = { name = "mot" }`.
 
-`in_stream` says whether placeholders stand for vectors of an encoder in the stream (one for each), or beside it (one for each
-image); `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do not go
-with it.
+`in_stream` says whether placeholders stand for vectors of an encoder in the stream, one for each, or are apart from it, one for
+each image; `feature` is what has to be proven in a layout. `check(model)` refuses, with a `ValueError`, a model whose keys do
+not go with it.
 """
 
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ class CrossAttention(Component):
         """Faults that need the model's keys."""
         if self.every > model.layers:
             raise ValueError(f"fusion.every {self.every} gives no cross block: the model has {model.layers} layers")
-        if model.encoder is None:
-            raise ValueError("fusion 'cross_attention' attends to images of an encoder; set model.encoder")
+        if model.images == "tokens":
+            raise ValueError("fusion 'cross_attention' attends to images of an encoder; set images = 'encoder'")
 
     def build(self, context: "FusionContext") -> "Fusion":
         from forge_vlm.fusion.cross import Cross

@@ -1,7 +1,7 @@
 """The vision-language model, chosen by `[model] name = "vlm"`."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -31,7 +31,7 @@ class VLM(Decoder):
     """A decoder that sees images: its keys are those of `decoder`, with an encoder, an adapter and a fusion.
 
     Images stand in a row as placeholders of the id `image_token`: one for each vector that the adapter makes of an image, or one
-    for each image where the fusion keeps images beside the stream.
+    for each image where the fusion keeps images out of the stream.
     """
 
     key_class: ClassVar = IDENTITY
@@ -40,8 +40,10 @@ class VLM(Decoder):
 
     fusion: Annotated[Component, Slot("forge.fusions", default="joint_decoder")] = Slot.unset()
     """How images enter the decoder."""
-    encoder: Annotated[Component | None, Slot("forge.encoders")] = None
-    """From images to features; none for a model whose images are discrete tokens."""
+    images: Literal["encoder", "tokens"] = "encoder"
+    """Whether an encoder makes vectors of images, or images are discrete tokens (Chameleon, 2024), whose ids `modalities` names."""
+    encoder: Annotated[Component, Slot("forge.encoders", default="vit")] = Slot.unset()
+    """From images to features; not built where images are tokens."""
     adapter: Annotated[Component, Slot("forge.adapters", default="mlp")] = Slot.unset()
     """From features to the width of the decoder."""
     image_token: Annotated[int, Ge(1)] | None = None
@@ -67,25 +69,27 @@ class VLM(Decoder):
             cls(**vision, fusion=JointDecoder()),
             cls(**vision, fusion=MixtureOfTransformers(), norm_placement="post"),
             cls(**vision, fusion=MoMa(), moe=experts),
-            cls(**small, fusion=MixtureOfTransformers(), modalities={"image": (30, 40)}),
+            cls(**small, fusion=MixtureOfTransformers(), images="tokens", modalities={"image": (30, 40)}),
         )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("a model with images does not support [model.mtp]; remove it")
-        if self.encoder is None and self.image_token is not None:
-            raise ValueError("image_token is the placeholder of an encoder's images; set encoder, or remove image_token")
-        if self.encoder is None and not self.modalities:
-            raise ValueError("a model without an encoder has no images; set encoder, or modalities for images of discrete tokens")
-        if self.encoder is not None and IMAGE in self.modalities:
+        if self.images == "tokens" and self.image_token is not None:
+            raise ValueError(
+                "image_token is the placeholder of an encoder's images; set images = 'encoder', or remove image_token"
+            )
+        if self.images == "tokens" and not self.modalities:
+            raise ValueError("images = 'tokens' needs their ids: set modalities, such as { image = [first, end] }")
+        if self.images == "encoder" and IMAGE in self.modalities:
             raise ValueError(f"modality {IMAGE!r} is that of the encoder's images; give the other ids another name")
         if fault := self.modality_ids.fault(self.vocab_size):
             raise ValueError(fault)
         check: Any = getattr(self._fusion, "check", None)
         if check is not None:
             check(self)
-        if self.encoder is not None:
+        if self.images == "encoder":
             context, adapter = self._adapter_context, self._adapter
             if hasattr(adapter, "check"):
                 adapter.check(context)
@@ -96,13 +100,17 @@ class VLM(Decoder):
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
+    def _encoder(self) -> Any:
+        return ViT() if self.encoder is None else self.encoder
+
+    @property
     def _adapter(self) -> Any:
         return MLP() if self.adapter is None else self.adapter
 
     @property
     def placeholder(self) -> int | None:
         """`image_token` with its default; None without an encoder."""
-        if self.encoder is None:
+        if self.images == "tokens":
             return None
         return self.vocab_size - 1 if self.image_token is None else self.image_token
 
@@ -116,13 +124,13 @@ class VLM(Decoder):
     @property
     def per_image(self) -> int:
         """Placeholders of one image; 0 without an encoder."""
-        if self.encoder is None:
+        if self.images == "tokens":
             return 0
         return self._adapter.tokens(self._adapter_context.tokens) if self._fusion.in_stream else 1
 
     @property
     def _adapter_context(self) -> AdapterContext:
-        encoder: Any = self.encoder
+        encoder = self._encoder
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
 
     def outline(self) -> Outline:
@@ -138,10 +146,10 @@ class VLM(Decoder):
     def build(self) -> "VisionLanguageModel":
         from forge_vlm.model import VisionLanguageModel
 
-        encoder: Any = self.encoder
+        encoder = self._encoder
         context = self.context()
         fusion = self._fusion.build(context)
-        if encoder is None:
+        if self.images == "tokens":
             return VisionLanguageModel(context, fusion, None, None, ())
         adapter = self._adapter.build(self._adapter_context)
         return VisionLanguageModel(context, fusion, encoder.build(), adapter, encoder.input_shape)

@@ -78,7 +78,8 @@ def check_gradients(component: Any) -> None:
 def model_of(component: Any) -> VLM:
     """A small model with this fusion, with experts where it needs them."""
     shape = Decoder(**SIZES).shape
-    parts = {"attention": shape.attention, "mlp": shape.mlp, "norm": shape.norm, "encoder": ViT(size=8, patch=4, dim=8, layers=1, heads=2)}
+    encoder = ViT(size=8, patch=4, dim=8, layers=1, heads=2)
+    parts = {"attention": shape.attention, "mlp": shape.mlp, "norm": shape.norm, "encoder": encoder}
     try:
         return VLM(**SIZES, **parts, fusion=component)
     except ValueError:

@@ -43,7 +43,7 @@ class VisionTransformer(nn.Module):
             x = self.entry_norm(x)
         wanted = {0: x} if 0 in self.shape.outputs else {}
         for index, (name, block) in enumerate(self.layers.items(), 1):
-            with scope(f"encoder.layers.{name}."):
+            with scope(f"encoder.layers.{name}.", self):
                 x = block(x, seen)
             if index in self.shape.outputs:
                 wanted[index] = x

@@ -85,12 +85,13 @@ class ModalityBlock(nn.Module):
         x = tap("residual", x)
         extra = (groups,) if self.untied else ()
         inner = self.attention(self._normed(x, self.attention_norm, groups), rotation, attention_mask, cache, *extra)
-        x = self._added(x, tap("attention.output", inner), self.attention_post_norm, groups)
+        inner = self._scaled(tap("attention.output", inner), self.attention_post_norm, groups)
+        x = tap("residual_mid", x + tap("attention.added", inner))
         inner = self._normed(x, self.mlp_norm, groups)
         if not self.sparse:
-            return self._added(x, self.mlp(inner, groups), self.mlp_post_norm, groups)
+            return self._end(x, self.mlp(inner, groups), groups)
         inner, router_stats = self.mlp(inner, groups, cached=cache is not None, **routing)
-        return self._added(x, inner, self.mlp_post_norm, groups), router_stats
+        return self._end(x, inner, groups), router_stats
 
     def observed(self, router_stats: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
         """Each layer of experts with its statistics."""
@@ -102,9 +103,13 @@ class ModalityBlock(nn.Module):
             return x
         return norm(x, groups) if self.untied else norm(x)
 
-    def _added(self, x: Tensor, inner: Tensor, norm: nn.Module | None, groups: Groups) -> Tensor:
+    def _end(self, x: Tensor, inner: Tensor, groups: Groups) -> Tensor:
+        added = tap("mlp.added", self._scaled(tap("mlp.output", inner), self.mlp_post_norm, groups))
+        return tap("residual_after", x + added)
+
+    def _scaled(self, inner: Tensor, norm: nn.Module | None, groups: Groups) -> Tensor:
         inner = self._normed(inner, norm, groups)
-        return x + (inner if self.multiplier == 1 else inner * self.multiplier)
+        return inner if self.multiplier == 1 else inner * self.multiplier
 
     def module_specs(self) -> dict[str, ModuleSpec]:
         """Layout of the norms, which strategies may split along the sequence."""

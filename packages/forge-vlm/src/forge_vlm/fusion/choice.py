@@ -12,6 +12,10 @@ from forge_models.context import BlockContext
 from forge_models.shape import MoEShape
 from forge_vlm.fusion.scored import ScoredExperts
 
+STEPS = 4096
+"""Scores are compared in steps of 1 / STEPS: of two tokens that are alike, such as the first two of a sequence where they are the
+same word, the earlier one is taken, and not the one that rounding favors in this layout."""
+
 
 def highest(scores: Tensor, sequences: Tensor) -> Tensor:
     """(n, experts) bool: of a sequence's s tokens, each expert takes the ceil(s / experts) of the highest scores, the earlier one
@@ -22,7 +26,7 @@ def highest(scores: Tensor, sequences: Tensor) -> Tensor:
         sequences: (n,) int64, ascending.
     """
     tokens, count = scores.shape
-    by_score = scores.argsort(dim=0, descending=True, stable=True)
+    by_score = (scores * STEPS).round().argsort(dim=0, descending=True, stable=True)
     order = by_score.gather(0, sequences[by_score].argsort(dim=0, stable=True))
     # Sorted by sequence, place p is of the sequence that token p has.
     first = torch.searchsorted(sequences, sequences)

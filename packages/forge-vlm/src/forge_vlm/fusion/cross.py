@@ -1,4 +1,4 @@
-"""Images beside the sequence: gated blocks in which text attends to them (Flamingo, Alayrac et al., 2022; Llama 3, 2024, 7.3)."""
+"""Images apart from the sequence: gated blocks let text attend to them (Flamingo, Alayrac et al., 2022; Llama 3, 2024, 7.3)."""
 
 from math import sqrt
 from typing import Any

@@ -1,4 +1,4 @@
-"""Experts in groups, one group for each modality (MoMa, Lin et al., 2024); experts that all tokens share stand beside them."""
+"""Experts in groups, one group for each modality (MoMa, Lin et al., 2024); and experts that all tokens share."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -87,10 +87,12 @@ def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
     if len(places) != 1:
         raise ForgeError("--steps takes one run, or one directory of checkpoints")
     store, one = store_of(places[0])
-    newest = {entry.step: entry.name for entry in reversed(committed(path.name for path in store.iterdir()))}
+    if not isinstance(store.root, Path):
+        raise ForgeError(f"--steps reads checkpoints of a disk, and {places[0]} is a URL; copy them first")
+    newest = {entry.step: entry.name for entry in reversed(committed(path.name for path in store.root.iterdir()))}
     if one is not None or len(newest) < 2:
         raise ForgeError(f"{places[0]} has fewer than two checkpoints; keep more with checkpoint.keep")
-    return [(name, store / name) for _, name in sorted(newest.items())]
+    return [(name, store.root / name) for _, name in sorted(newest.items())]
 
 
 @contextmanager
