@@ -47,6 +47,7 @@ def test_it_is_the_vit_of_transformers() -> None:
         patch_size=4,
         layer_norm_eps=1e-6,
         hidden_act="gelu",
+        qkv_bias=False,
     )
     theirs = transformers.ViTModel(config, add_pooling_layer=False).double().eval()
     mine = dict(ours.named_parameters())
@@ -60,7 +61,8 @@ def test_it_is_the_vit_of_transformers() -> None:
     for layer in range(2):
         for name, other in NAMES.items():
             for slot in ("weight", "bias"):
-                state[f"layers.{layer}.{other}.{slot}"] = mine[f"layers.{layer}.{name}.{slot}"]
+                if (found := mine.get(f"layers.{layer}.{name}.{slot}")) is not None:
+                    state[f"layers.{layer}.{other}.{slot}"] = found
     theirs.load_state_dict(state)
     x = images(component)
     with torch.no_grad():

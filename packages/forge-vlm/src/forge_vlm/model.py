@@ -117,8 +117,8 @@ class VisionLanguageModel(Decoder):
 
     @property
     def without_loss(self) -> frozenset[str]:
-        """Parameters that no loss of text reaches: of the last block what images have for themselves behind keys and values, since
-        nothing reads the stream of a placeholder after it."""
+        """Parameters that no loss of text reaches: of the last block what images have for themselves behind keys and values,
+        since nothing reads the stream of a placeholder after it."""
         if self.context.image_token is None or not self.fusion.in_stream:
             return frozenset()
         last = f"blocks.{self.shape.layers - 1}."

@@ -41,7 +41,7 @@ class VLM(Decoder):
     fusion: Annotated[Component, Slot("forge.fusions", default="joint_decoder")] = Slot.unset()
     """How images enter the decoder."""
     images: Literal["encoder", "tokens"] = "encoder"
-    """Whether an encoder makes vectors of images, or images are discrete tokens (Chameleon, 2024), whose ids `modalities` names."""
+    """Whether an encoder makes vectors of images, or images are discrete tokens (Chameleon, 2024), of ids in `modalities`."""
     encoder: Annotated[Component, Slot("forge.encoders", default="vit")] = Slot.unset()
     """From images to features; not built where images are tokens."""
     adapter: Annotated[Component, Slot("forge.adapters", default="mlp")] = Slot.unset()
