@@ -258,3 +258,17 @@ def test_bad_keys_are_refused() -> None:
 def test_every_block_of_a_text_model_stays_what_it_was() -> None:
     assert all(type(block) is Block for block in build(TEXT).blocks.values())
     assert image(1).shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["mot", "mot-experts", "moma-token"])
+def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
+    """Nothing is passed twice under one name: a reader could not tell which is which."""
+    from forge_models.interp.tap import listening
+
+    component = MODELS[name]
+    model = build(component)
+    heard: list[str] = []
+    with listening(lambda path, _: heard.append(path)):
+        model(**batch(longest(component, 3, "1", 4, length=16)))
+    assert len(heard) == len(set(heard)), sorted({path for path in heard if heard.count(path) > 1})
+    assert any(".image." in path for path in heard)

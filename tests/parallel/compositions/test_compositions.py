@@ -57,7 +57,8 @@ def _is_as_near_as(exact: Measurement, alone: Measurement, found: Measurement) -
     assert found.tokens == alone.tokens
     for name, gradient in exact.gradients.items():
         allowed = 2 * _distance(gradient, alone.gradients[name])
-        assert below(_distance(gradient, found.gradients[name]), max(allowed, 1e-3)), name
+        least = 1e-3 if gradient.numel() > 1 else 2e-2  # of one number, such as a gate, an error is not an average
+        assert below(_distance(gradient, found.gradients[name]), max(allowed, least)), name
     assert found.loss == pytest.approx(alone.loss, rel=2e-3)
     assert found.norm == pytest.approx(alone.norm, rel=2e-2)
 

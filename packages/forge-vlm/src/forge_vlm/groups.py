@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_models.interp.tap import inside
+
 
 class Groups(NamedTuple):
     """The places of each modality's tokens.
@@ -47,4 +49,5 @@ class ByModality(nn.ModuleDict):
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         """(B, T, width) -> (B, T, what the copies make)."""
-        return groups.together([copy(part) for copy, part in zip(self.values(), groups.apart(x), strict=True)], x)
+        parts = zip(self.items(), groups.apart(x), strict=True)
+        return groups.together([inside(f"{name}.", copy, part) for (name, copy), part in parts], x)

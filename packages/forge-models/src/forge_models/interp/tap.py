@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Listener = Callable[[str, Tensor], Tensor | None]
 """Called with a full name and a value; returns a replacement, or None to leave the value as it is."""
 
@@ -37,6 +39,18 @@ def scope(path: str, model: object) -> Iterator[None]:
     token = _scope.set((path, model))
     try:
         yield
+    finally:
+        _scope.reset(token)
+
+
+def inside(part: str, module: Callable[..., T], *given: Any) -> T:
+    """What a module makes; the names of what it passes have `part` behind what the scope around it says. For blocks with several
+    modules of one kind, whose values would have one name."""
+    if torch.compiler.is_compiling() or not _listeners.get() or (place := _scope.get()) is None:
+        return module(*given)
+    token = _scope.set((f"{place[0]}{part}", place[1]))
+    try:
+        return module(*given)
     finally:
         _scope.reset(token)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_models.context import BlockContext
+from forge_models.interp.tap import inside
 from forge_models.shape import MoEShape
 from forge_vlm.groups import Groups
 
@@ -42,15 +43,12 @@ class ModalityExperts(nn.Module):
         parts = groups.apart(x)
         masks = [None] * len(parts) if token_mask is None else groups.apart(token_mask)
         ids = [None] * len(parts) if tokens is None else groups.apart(tokens)
-        sequences = (
-            groups.apart(_sequences(x, documents))
-            if any(hasattr(layer, "takes_sequences") for layer in self.layers.values())
-            else [None] * len(parts)
-        )
+        takes = any(hasattr(layer, "takes_sequences") for layer in self.layers.values())
+        sequences = groups.apart(_sequences(x, documents)) if takes else [None] * len(parts)
         made, found = [], []
-        for layer, part, mask, known, rows in zip(self.layers.values(), parts, masks, ids, sequences, strict=True):
-            more = {} if rows is None else {"sequences": rows}
-            y, router_stats = layer(part, mask, known, cached, **more)
+        for (name, layer), part, mask, known, rows in zip(self.layers.items(), parts, masks, ids, sequences, strict=True):
+            more = () if rows is None else (rows,)
+            y, router_stats = inside(f"{name}.", layer, part, mask, known, cached, *more)
             made.append(y)
             found.append(router_stats)
         y = groups.together(made, x)
