@@ -1,0 +1,125 @@
+"""Which weights a token meets, and which experts: by hand, token by token."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_models.components.decoder import Decoder
+from forge_models.components.mlps import SwiGLU
+from forge_models.conformance.trial import filled, on_meta, specs_of
+from forge_vlm.fusion.choice import ExpertChoice, highest
+from forge_vlm.fusion.threshold import BINS, Threshold, quantile
+from forge_vlm.groups import ByModality, Groups
+from forge_vlm.modality import Modalities
+from vlm.tiny import EXPERTS, PARTS, SIZES
+
+SHAPE = Decoder(**SIZES, **PARTS, moe=EXPERTS).shape
+
+
+def layer(kind: Any, **options: Any) -> Any:
+    built = on_meta(lambda: kind(SHAPE.moe, SwiGLU(), SHAPE.context(0), **options))
+    return filled(built, specs_of(built), {})
+
+
+def test_a_modality_is_that_of_an_id() -> None:
+    modalities = Modalities({"video": (20, 24), "audio": (10, 14)})
+    assert modalities.names == ("text", "audio", "video")
+    assert modalities.of(torch.tensor([[1, 9, 10, 13, 14, 19, 20, 23, 24]])).tolist() == [[0, 0, 1, 1, 0, 0, 2, 2, 0]]
+
+
+def test_every_token_meets_the_copy_of_its_modality() -> None:
+    copies = {name: nn.Linear(3, 2).double() for name in ("text", "audio", "video")}
+    module = ByModality(copies)
+    modality = torch.tensor([[0, 2, 1, 0], [1, 1, 2, 0]])
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    found = module(x, Groups.of(modality, 3))
+    every = list(copies.values())
+    for row in range(2):
+        for place in range(4):
+            wanted = every[int(modality[row, place])](x[row, place])
+            assert torch.allclose(found[row, place], wanted, rtol=0, atol=1e-12)
+
+
+def test_an_expert_takes_the_highest_of_each_sequence() -> None:
+    scores = torch.tensor([[0.1, 0.9], [0.3, 0.2], [0.2, 0.8], [0.9, 0.1], [0.5, 0.5], [0.5, 0.5 + 1e-9]])
+    sequences = torch.tensor([0, 0, 0, 4, 4, 4])
+    taken = highest(scores, sequences)  # ceil(3 / 2) = 2 of each sequence
+    assert taken.int().tolist() == [[0, 1], [1, 0], [1, 1], [1, 0], [1, 1], [0, 1]]
+    assert highest(scores[:5, :1].expand(-1, 4), sequences[:5]).sum(0).tolist() == [2, 2, 2, 2]  # ceil(3 / 4) + ceil(2 / 4)
+    alike = torch.tensor([[0.5, 0.5], [0.5 + 1e-9, 0.5 - 1e-9]])
+    assert highest(alike, torch.tensor([0, 0])).int().tolist() == [[1, 1], [0, 0]], "the earlier one, and not by rounding"
+
+
+def test_the_router_that_foresees_changes_nothing_that_the_model_learns() -> None:
+    module = layer(ExpertChoice).train()
+    sequences = torch.zeros(1, 6, dtype=torch.int64)
+    gradients = []
+    for scale in (1.0, -3.0):
+        with torch.no_grad():
+            module.foresight.mul_(scale)
+        x = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+        module.zero_grad()
+        module(x, sequences=sequences)[0].square().sum().backward()
+        gradients.append((x.grad, module.weight.grad))
+        assert module.foresight.grad.abs().sum() > 0
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
+def test_foresight_learns_the_choice() -> None:
+    """Its loss falls to almost nothing where the choice follows from a token: then evaluation is training."""
+    module = layer(ExpertChoice).train()
+    x = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sequences = torch.zeros(1, 64, dtype=torch.int64)
+    foresight = [module.foresight, module.foresight_bias]
+    optimizer = torch.optim.Adam(foresight, lr=0.1)
+    for _ in range(300):
+        optimizer.zero_grad()
+        module(x, sequences=sequences)[0].sum().backward()
+        optimizer.step()
+    wanted = module(x, sequences=sequences)[0]
+    module.eval()
+    assert torch.allclose(module(x, sequences=sequences)[0], wanted, rtol=0, atol=1e-10)
+
+
+def test_padding_is_with_no_expert() -> None:
+    for module in (layer(ExpertChoice), layer(Threshold)):
+        module.train()
+        x = torch.randn(1, 6, 16, dtype=torch.float64)
+        mask = torch.tensor([[True, True, False, True, False, True]])
+        sequences = torch.tensor([[0, 0, 1, 2, 3, 4]])
+        y, router_stats = module(x, mask, sequences=sequences)
+        assert not y[~mask].any()
+        assert router_stats[SHAPE.moe.experts] == 4
+
+
+def test_a_quantile_of_counts() -> None:
+    """Against torch's of the values themselves, to the width of a bin."""
+    values = torch.rand(4000, 3, dtype=torch.float64)
+    counts = torch.stack([torch.histc(column, BINS, 0, 1) for column in values.unbind(1)], 1)
+    for share in (0.25, 0.5, 0.75, 0.9):
+        assert torch.allclose(quantile(counts, share), values.quantile(share, 0), rtol=0, atol=2 / BINS)
+
+
+def test_a_threshold_follows_the_scores_and_not_the_micro_batches() -> None:
+    """Each expert then has its share of the tokens."""
+    module = layer(Threshold, rate=1.0).train()
+    with torch.no_grad():
+        module.threshold.zero_()
+    x = torch.randn(1, 400, 16, dtype=torch.float64)
+    sequences = torch.zeros(1, 400, dtype=torch.int64)
+
+    def statistics(*parts: torch.Tensor) -> torch.Tensor:
+        module.before_step(torch.tensor(1 / 400))
+        for part in parts:
+            module.observe(module(part, sequences=sequences[:, : part.shape[1]])[1])
+        return module.statistics()
+
+    whole = statistics(x)
+    assert torch.equal(statistics(x[:, :100], x[:, 100:]), whole)
+    module.after_step(whole, torch.tensor(1.0))
+    assert not module.threshold.any(), "a step that is skipped moves nothing"
+    module.after_step(whole, torch.tensor(0.0))
+    shares = statistics(x)[: SHAPE.moe.experts] / 400
+    assert torch.allclose(shares, torch.full_like(shares, 1 / SHAPE.moe.experts), atol=0.02)
+    assert module.report()["used"] > 0
