@@ -73,9 +73,10 @@ def test_foresight_learns_the_choice() -> None:
     sequences = torch.zeros(1, 64, dtype=torch.int64)
     foresight = [module.foresight, module.foresight_bias]
     optimizer = torch.optim.Adam(foresight, lr=0.1)
+    logits = (x[0] @ module.weight.T).detach()
     for _ in range(300):
         optimizer.zero_grad()
-        module(x, sequences=sequences)[0].sum().backward()
+        module.choose(x[0], logits, sequences[0])[1].sum().backward()
         optimizer.step()
     wanted = module(x, sequences=sequences)[0]
     module.eval()
