@@ -98,6 +98,21 @@ def test_what_will_be_kept_is_what_a_run_keeps(tmp_path: Path, rules: Checkpoint
     assert rules.most_kept(100) == most
 
 
+def test_a_run_without_an_end_is_counted_at_once() -> None:
+    """Never fewer than a run keeps, and no list of all its saves: one of 10^9 filled 10 GB."""
+    for rules in (
+        Checkpoint(every=4),
+        Checkpoint(every=4, keep=2, keep_every=6, first=True),
+        Checkpoint(every=4, keep=1, keep_log_spaced=0),
+    ):
+        few, saves = rules.most_kept(4 * 10_000), 10_001
+        more = rules.most_kept(4 * saves)
+        assert few <= more <= few + 6
+        assert rules.most_kept(10**12) < 10**12
+    assert Checkpoint(every=4).most_kept(10**12) == 3
+    assert Checkpoint(every=4, keep=0).most_kept(10**12) >= 10**12 // 4
+
+
 def test_a_limit_on_files_is_of_the_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (ONE // 2, ONE // 2))
     pieces = shards("w", FULL, 0, 2)

@@ -1,7 +1,7 @@
 """The recipe table `[checkpoint]`."""
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, lcm
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -10,6 +10,9 @@ from forge_core.component import FREE, Component, Slot
 
 if TYPE_CHECKING:
     from forge_ckpt.store.policy import Policy
+
+COUNTED = 10_000
+"""Saves of a run that are looked at one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,12 @@ class Checkpoint:
 
     def most_kept(self, steps: int) -> int:
         """How many checkpoints a run of so many steps keeps in the end, when it keeps most; what `keep_hours` adds is not known
-        before."""
+        before. For a run of more than `COUNTED` saves that is the sum over the rules, which may keep the same ones."""
+        saves = steps // self.every if self.every else 0
+        if saves > COUNTED:
+            every = steps // lcm(self.every, self.keep_every) if self.keep_every else 0
+            spaced = 0 if self.keep_log_spaced is None else 2 + steps.bit_length()
+            return min(saves + 2, self.keep + every + spaced + self.first) if self.keep else saves + 2
         from forge_ckpt.format.names import Committed, step_name
         from forge_ckpt.store.policy import judge
 
