@@ -135,9 +135,9 @@ def test_urls_that_name_nothing_are_refused(bucket: Any) -> None:
     with pytest.raises(DataError, match="nothing://x cannot be read: Protocol not known"):
         opened(Tokens(path="nothing://x"))
     with pytest.raises(
-        DataError, match=r"s3://x/a.npy needs fsspec and its package for this kind of URL \(.*s3fs.*forge-data\[remote\]"
+        DataError, match=r"gs://x/a.npy needs fsspec and its package for this kind of URL \(.*gcsfs.*forge-data\[remote\]"
     ):
-        opened(Tokens(path="s3://x/a.npy"))
+        opened(Tokens(path="gs://x/a.npy"))
 
 
 def test_a_cache_that_cannot_be_written_is_a_message(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_room_for_checkpoints_of_a_recipe_is_asked_by_doctor(here: Path) -> None
     settings = Settings("tiny.toml", directory=str(here))
     whole = checkpoints(settings)
     keeps_one = checkpoints(replace(settings, overrides=("--checkpoint.keep=1",)))
-    behind = ("--checkpoint.store.name=remote", "--checkpoint.store.url=memory://bucket/runs")
+    behind = ("--checkpoint.store.name=remote", "--checkpoint.store.url=memory://elsewhere/runs")
     nothing = checkpoints(replace(settings, overrides=behind))
     assert (whole - nothing) * 2 == (keeps_one - nothing) * 4 > 0
 

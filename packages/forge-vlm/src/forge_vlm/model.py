@@ -146,5 +146,5 @@ class VisionLanguageModel(Decoder):
     def specs(self) -> Specs:
         """All that strategies know about this model."""
         specs = super().specs()
-        entry = tuple(name for name in ("encoder", "adapter") if self._has(name))
+        entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
         return replace(specs, entry=(*specs.entry, *entry), whole_stream=(*specs.whole_stream, WHOLE_STREAM))
