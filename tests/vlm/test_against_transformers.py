@@ -188,7 +188,7 @@ def test_experts_by_modality_are_those_of_ernie() -> None:
 
 
 def test_a_row_before_its_image_is_right_where_transformers_is_not() -> None:
-    """The text model's logits stand before an image, whatever the image: in Mllama they move (issue 39379)."""
+    """Logits before an image are those of the text model, for any image; in Mllama they depend on it (issue 39379)."""
     from vlm.test_fusions import copied
     from vlm.tiny import MODELS, TEXT, batch, build, row
 

@@ -110,7 +110,7 @@ def test_a_token_of_an_image_sees_all_of_its_image_and_no_other() -> None:
 @ALL
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 def test_a_sample_does_not_depend_on_its_batch_or_its_row(name: str, training: bool) -> None:
-    """T5: alone, beside others, and packed behind others in one row."""
+    """T5: alone, in a batch with another row, and packed behind another document in one row."""
     component = MODELS[name]
     model = build(component).train(training)
     sample, other = row(component, 3, "1", 4, 5, "2", 6), row(component, 7, "3", 8, 9, 10, "4")

@@ -1,8 +1,10 @@
 """Where images stand and which of them a token sees, by hand."""
 
+import pytest
 import torch
 
-from forge_vlm.places import feature_places, image_blocks, seen_images
+from forge_vlm import places
+from forge_vlm.places import agree, feature_places, image_blocks, seen_images
 
 I = 9  # noqa: E741 (an image's placeholder)
 
@@ -34,3 +36,15 @@ def test_placeholders_take_the_vectors_of_their_row_in_order() -> None:
     assert feature_places(tokens, I, rows, 2).tolist() == [[-1, 4, 5, -1, 0, 1], [2, 3, -1, -1, -1, -1]]
     assert image_blocks(tokens, I, 2).tolist() == [[-1, 0, 0, -1, 1, 1], [0, 0, -1, -1, -1, -1]]
     assert feature_places(tokens, I, torch.tensor([[2, -1], [-1, -1]]), 2).tolist() == [[-1, 4, 5, -1, -1, -1], [-1] * 6]
+
+
+def test_rows_with_other_images_than_placeholders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host names the row. A device is given a condition, which here is seen where it is given."""
+    tokens, none = torch.tensor([[1, I, I, 2]]), torch.tensor([[-1]])
+    agree(tokens, I, torch.tensor([[0]]), 2)
+    with pytest.raises(ValueError, match=r"row 0 has 2 placeholders .* text may not hold that id"):
+        agree(tokens, I, none, 2)
+    monkeypatch.setattr(places, "on_host", lambda _: False)
+    agree(tokens, I, torch.tensor([[0]]), 2)
+    with pytest.raises(RuntimeError, match="not as many as the images"):
+        agree(tokens, I, none, 2)

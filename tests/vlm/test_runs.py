@@ -75,5 +75,35 @@ def test_what_is_not_proven_is_named(words: tuple[str, ...], pair: tuple[str, st
     assert set(pair) in found
 
 
+@pytest.mark.parametrize("fusion", ["joint_decoder", "cross_attention", "mot"])
+def test_a_plan_needs_no_values_of_tokens(fusion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does a list of inner values; a blank image stands for those of a batch."""
+    from forge_models.interp.listing import taps
+    from forge_train.cli import main
+
+    words = [
+        f"--model.fusion={{name='{fusion}'}}",
+        f"--model.encoder={VIT}",
+        "--model.dim=32",
+        "--model.layers=4",
+        "--model.heads=4",
+    ]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "debug", "--model.name=vlm", *words, "--model.vocab_size=300"])
+    assert not ended.value.code
+    assert "parameters" in capsys.readouterr().out
+    job = recipe(f"--model.fusion={{name='{fusion}'}}", "--model.dim=32", "--model.layers=4", "--model.heads=4")
+    assert any(name.startswith("blocks.3.") for name in taps(job.model.build()))
+
+
+def test_a_model_with_images_is_not_written_as_a_text_model(tmp_path: Path) -> None:
+    from forge_models.hf.config import Unsupported
+    from forge_models.hf.writer import write
+
+    weights = SimpleNamespace(model=recipe().model, facts=SimpleNamespace(family=None, tokenizer=None))
+    with pytest.raises(Unsupported, match="a VLM cannot be written"):
+        write(tmp_path / "out", weights, family=None, tokenizer=None, max_shard_bytes=10**9)  # type: ignore[arg-type]
+
+
 def test_no_share_of_the_peak_is_given_where_products_are_not_counted() -> None:
     assert _counts(recipe().model) is None

@@ -82,7 +82,7 @@ def test_fault_46_a_name_that_leads_elsewhere_is_none(line: bytes) -> None:
     save(opened(), whole(sample(1)), {}, 1, ALONE)
     put_back({path: line if "/names/" in path else data for path, data in objects().items()})
     assert "step-00000001" not in opened().list() and newest(opened(), ALONE) is None
-    assert save(opened(), whole(sample(2)), {}, 1, ALONE) == "step-00000001", "and does not stand in the way"
+    assert save(opened(), whole(sample(2)), {}, 1, ALONE) == "step-00000001"
     assert newest(opened(), ALONE) is not None
 
 

@@ -1,4 +1,4 @@
-"""Every inner value has a name, an alias or a reason, and costs nothing while nobody listens."""
+"""Every tap has a name, and an alias or a reason why it has none; without a listener a tap costs nothing."""
 
 import time
 

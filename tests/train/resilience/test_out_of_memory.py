@@ -186,3 +186,20 @@ def test_fault_40_ranks_inside_of_collectives_end_too_and_are_started_again(tmp_
     assert "rank 0: WARNING: micro-batches of 2 instead of train.micro_batch = 4" in done.stderr
     report = json.loads((tmp_path / "runs" / "tiny" / "report.json").read_text())
     assert "micro-batches of 2 instead of" in json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("--model.moe.experts=4", "--model.moe.losses.micro_batch=0.1"), r"losses\.micro_batch does depends on their size"),
+        (("--model.moe.experts=4", "--model.moe.capacity=1.0"), r"moe\.capacity does depends on their size"),
+    ],
+)
+def test_smaller_micro_batches_that_change_the_loss_are_not_taken(
+    recipe: Path, tmp_path: Path, settings: tuple[str, ...], why: str
+) -> None:
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.micro_batch=8", *settings])
+    run.step = Full(run, most=2)  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match=why):
+        fit(run)
+    assert not (run.directory / FILE).exists()

@@ -182,7 +182,7 @@ FAULTS: dict[str, Callable[[Struck, int], str]] = {
 def _killed(run: Struck, rank: int) -> str:
     ranks = run.ranks()
     if rank >= len(ranks):
-        return "there is no rank to kill"
+        return "no rank is running"
     run.send(ranks[rank], signal.SIGKILL)
     return f"rank {rank} is killed"
 

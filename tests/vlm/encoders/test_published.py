@@ -67,7 +67,7 @@ CASES = {
 
 
 def stored(folder: Path, theirs: Any, seed: int = 0, **preprocessor: Any) -> Any:
-    """`theirs` with every parameter random, written by transformers with statistics of its own kind."""
+    """Writes a tower of transformers with random parameters into a folder, with a preprocessor_config.json."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in theirs.parameters():

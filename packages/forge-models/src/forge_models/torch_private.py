@@ -11,6 +11,9 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as graph_is_ke
 # A view that does not say that it is one; FSDP warns of modules that return views.
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view
 
+# An error on the device, where the host would have to wait to raise one: (condition, message).
+assert_async: Callable[[Tensor, str], None] = torch._assert_async
+
 
 def onednn_product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows @ weight.T by oneDNN: (n, inputs), (outputs, inputs) -> (n, outputs), fp32 on a CPU. The public product calls MKL."""

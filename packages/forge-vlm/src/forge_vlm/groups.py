@@ -9,6 +9,16 @@ from torch import Tensor, nn
 from forge_models.interp.tap import inside
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether a tensor has values: one on the meta device, or of a dry run, has none."""
+    return not x.is_meta and type(x) is Tensor
+
+
+def even(total: int, count: int) -> list[int]:
+    """Sizes of `count` parts that are as equal as can be: what is taken of tokens whose values are not known."""
+    return [total // count + (place < total % count) for place in range(count)]
+
+
 class Groups(NamedTuple):
     """The places of each modality's tokens.
 
@@ -25,7 +35,7 @@ class Groups(NamedTuple):
         """Of (B, T) numbers of modalities below `count`. The host waits for their sizes: once for a whole forward."""
         flat = modality.flatten()
         order = flat.argsort(stable=True)
-        sizes = torch.bincount(flat, minlength=count).tolist()
+        sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even(len(flat), count)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(tuple(order.split(sizes)), back)
 

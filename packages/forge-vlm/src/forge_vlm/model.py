@@ -15,8 +15,9 @@ from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
 from forge_vlm.context import WHOLE_STREAM, FusionContext
 from forge_vlm.fusion.fusion import Fusion, Inputs
+from forge_vlm.groups import is_real
 from forge_vlm.made_up import with_images
-from forge_vlm.places import feature_places, misplaced
+from forge_vlm.places import agree, feature_places
 
 
 class VisionLanguageModel(Decoder):
@@ -110,9 +111,8 @@ class VisionLanguageModel(Decoder):
             rows = tokens.new_full((len(tokens), 1), -1)
             if self.training and torch.is_grad_enabled():
                 images = tokens.new_zeros((1, *self.blank), dtype=self._dtype)
-        looks = not torch.compiler.is_compiling() and tokens.device.type == "cpu"
-        if looks and (fault := misplaced(tokens, token, rows, self.context.per_image)):
-            raise ValueError(fault)
+        if is_real(tokens) and not torch.compiler.is_compiling():
+            agree(tokens, token, rows, self.context.per_image)
         return images, rows
 
     @property

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from forge_models.torch_private import assert_async
+
 
 def feature_places(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) -> Tensor:
     """(B, T) int64: which of the (images * per_image) feature vectors stands at each place; -1 where there is none.
@@ -45,6 +47,27 @@ def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> t
     return first, end
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether a look at the values waits for nothing."""
+    return x.device.type == "cpu"
+
+
+def agree(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) -> None:
+    """Refuses a batch whose placeholders are not as many as its images need.
+
+    On the host it says which row; on a device, for which the host does not wait, the kernel that looks ends the process.
+
+    Raises:
+        ValueError: on the host.
+    """
+    if on_host(tokens):
+        if fault := misplaced(tokens, image_token, image_rows, per_image):
+            raise ValueError(fault)
+        return
+    equal = (tokens == image_token).sum(1) == (image_rows >= 0).sum(1) * per_image
+    assert_async(equal.all(), f"placeholders (id {image_token}) are not as many as the images of a row need")
+
+
 def misplaced(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) -> str:
     """How the numbers of placeholders and images disagree, naming the row; empty when they do not. It waits for the device."""
     found = (tokens == image_token).sum(1)
@@ -55,5 +78,6 @@ def misplaced(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: i
     row = wrong[0]
     return (
         f"row {row} has {int(found[row])} placeholders (id {image_token}) and {int(images[row])} images of {per_image} tokens "
-        f"each, which need {int(images[row]) * per_image}"
+        f"each, which need {int(images[row]) * per_image}; text may not hold that id: set model.image_token to "
+        "one that it never has"
     )

@@ -2,7 +2,8 @@
 
 The other ranks may be inside of a collective, out of which nothing calls them back; so a smaller micro-batch is not tried within
 the same step. The rank leaves a note in the run's directory and ends; the others follow as after any loss of a rank. Every start
-reads the note. The loss of a step is a sum over its tokens, so it is the same in micro-batches of any size.
+reads the note. The loss of a step is a sum over its tokens, so it is the same in micro-batches of any size. A recipe with a part
+that depends on their size, or whose layout is not proven with accumulation, ends for good instead.
 """
 
 import json
@@ -17,8 +18,10 @@ from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.resilience.restarts import FULL
 from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
+from forge_core.layout import Layout
 from forge_core.protocols.ckpt import World
 from forge_parallel.accelerator import is_out_of_memory
+from forge_parallel.checks import compositions_are_proven
 from forge_train.process.stop import TrainingError
 from forge_train.recipe.schema import Job
 
@@ -61,9 +64,18 @@ def _full(run: "Run", cause: Exception) -> ForgeError:
             "cp), or train shorter rows (data.sequence_length)"
         )
     fits = smaller(size)
+    if why := _refusal(replace(run.job, train=replace(run.job.train, micro_batch=fits)), run.topology.layout):
+        return TrainingError(f"{what} ({first}), and smaller ones are not taken: {why}. Set train.micro_batch yourself")
     note = {"recipe": run.recipe_micro_batch or size, "micro_batch": fits, "why": what}
     replace_file(run.directory / FILE, json.dumps(note).encode())
     return OutOfMemory(f"{what} ({first}). Started again, the run goes on with micro-batches of {fits} and the same loss")
+
+
+def _refusal(job: Job, layout: Layout) -> str:
+    """Why a run may not go on with the micro-batches of this job; empty where it may."""
+    if depends := getattr(job.model, "layout_dependent", ()):
+        return f"what {', '.join(depends)} does depends on their size"
+    return "; ".join(map(str, compositions_are_proven(job, layout)))
 
 
 def smaller(size: int) -> int:

@@ -57,7 +57,7 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
     Raises:
         Unsupported: no family can describe the model, or `path` is not empty.
     """
-    if not isinstance(weights.model, Decoder):
+    if type(weights.model) is not Decoder:  # one that is built on it has parts that no family describes
         raise Unsupported(f"a {type(weights.model).__name__} cannot be written in the Hugging Face format; only a decoder can")
     chosen_family = chosen(weights.model, family, weights.facts.family)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -36,7 +36,7 @@ class Upcycled:
         Raises:
             ForgeError: the sizes do not make whole copies, or the combine weights do not add up to one number.
         """
-        if not isinstance(dense.model, Decoder) or dense.model.moe is not None:
+        if type(dense.model) is not Decoder or dense.model.moe is not None:
             raise ForgeError(f"{dense.facts.origin} is not a dense decoder; upcycling needs one")
         ffn_dim = dense.model.shape.ffn_dim
         self._dense, self._seed, self._noise = dense, seed, noise

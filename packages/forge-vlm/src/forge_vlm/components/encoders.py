@@ -24,8 +24,44 @@ if TYPE_CHECKING:
     from forge_vlm.encoders.hf.weights import TowerWeights
 
 
+class Transformer(Component):
+    """Base of the encoders that are a vision transformer: what they say of themselves follows from its shape."""
+
+    key_class: ClassVar = IDENTITY
+
+    @property
+    def shape(self) -> VisionShape:
+        """This encoder with every default resolved."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """Of a feature."""
+        return self.shape.width
+
+    @property
+    def tokens(self) -> int:
+        """Features of one image."""
+        return self.shape.tokens
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what is given for one image."""
+        return self.shape.input_shape
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of an image in pixels."""
+        return self.shape.image_size
+
+    def build(self) -> "nn.Module":
+        from forge_vlm.encoders.vit import VisionTransformer
+
+        return VisionTransformer(self.shape)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ViT(Component):
+class ViT(Transformer):
     """A vision transformer that is trained from scratch (Dosovitskiy et al., 2021): square patches, pre-norm blocks, a norm."""
 
     key_class: ClassVar = IDENTITY
@@ -95,26 +131,6 @@ class ViT(Component):
         )
 
     @property
-    def width(self) -> int:
-        """Of a feature."""
-        return self.shape.width
-
-    @property
-    def tokens(self) -> int:
-        """Features of one image."""
-        return self.shape.tokens
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of an image in pixels."""
-        return self.size
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Of what is given for one image."""
-        return self.shape.input_shape
-
-    @property
     def mean(self) -> tuple[float, ...]:
         """Of each channel."""
         return self.pixel_mean * (self.channels // len(self.pixel_mean))
@@ -129,14 +145,9 @@ class ViT(Component):
         """How images become pixels: made square, whole."""
         return Processing(size=self.size, mean=self.mean, std=self.std, resample=self.resample)
 
-    def build(self) -> "nn.Module":
-        from forge_vlm.encoders.vit import VisionTransformer
-
-        return VisionTransformer(self.shape)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Published(Component):
+class Published(Transformer):
     """Base of the vision towers that are read from a folder in the Hugging Face format.
 
     Sizes and statistics are those of its `config.json` and `preprocessor_config.json`, which are read without torch. Weights are
@@ -198,29 +209,9 @@ class Published(Component):
         return self.tower.processing
 
     @property
-    def width(self) -> int:
-        """Of a feature."""
-        return self.shape.width
-
-    @property
-    def tokens(self) -> int:
-        """Features of one image."""
-        return self.shape.tokens
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of an image in pixels."""
-        return self.shape.image_size
-
-    @property
     def channels(self) -> int:
         """Of an image."""
         return self.shape.channels
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Of what is given for one image."""
-        return self.shape.input_shape
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -237,11 +228,6 @@ class Published(Component):
         from forge_vlm.encoders.hf.weights import TowerWeights
 
         return TowerWeights(Path(self.path), self.tower)
-
-    def build(self) -> "nn.Module":
-        from forge_vlm.encoders.vit import VisionTransformer
-
-        return VisionTransformer(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
