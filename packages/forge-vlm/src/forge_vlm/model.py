@@ -65,7 +65,8 @@ class VisionLanguageModel(Decoder):
         see each other where the fusion's mask has a prefix.
 
         Raises:
-            ValueError: one of them is missing, or a row has other placeholders than its images need.
+            ValueError: one of them is missing.
+            Misplaced: a row has other placeholders than its images need.
         """
         assert tokens is not None
         if self.embed is None and not self.fusion.in_stream:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from forge_core.errors import DataError
 from forge_models.torch_private import assert_async
 
 
@@ -47,6 +48,10 @@ def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> t
     return first, end
 
 
+class Misplaced(DataError, ValueError):
+    """A batch whose placeholders are not as many as its images need."""
+
+
 def on_host(x: Tensor) -> bool:
     """Whether a look at the values waits for nothing."""
     return x.device.type == "cpu"
@@ -58,11 +63,11 @@ def agree(tokens: Tensor, image_token: int, image_rows: Tensor, per_image: int) 
     On the host it says which row; on a device, for which the host does not wait, the kernel that looks ends the process.
 
     Raises:
-        ValueError: on the host.
+        Misplaced: on the host.
     """
     if on_host(tokens):
         if fault := misplaced(tokens, image_token, image_rows, per_image):
-            raise ValueError(fault)
+            raise Misplaced(fault)
         return
     equal = (tokens == image_token).sum(1) == (image_rows >= 0).sum(1) * per_image
     assert_async(equal.all(), f"placeholders (id {image_token}) are not as many as the images of a row need")
