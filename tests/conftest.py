@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -38,6 +39,15 @@ def world() -> Iterator[World]:
     pool = World()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory() -> Iterator[None]:
+    """Objects behind `memory://` belong to the process: without this, one test finds those of another."""
+    yield
+    if (memory := sys.modules.get("fsspec.implementations.memory")) is not None:
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

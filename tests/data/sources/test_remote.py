@@ -3,7 +3,6 @@
 import builtins
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def bucket() -> Iterator[Any]:
+def bucket() -> Any:
     """A file system in memory."""
     system = fsspec.filesystem("memory")
     system.makedirs("/bucket", exist_ok=True)
-    yield system
-    system.rm("/bucket", recursive=True)
+    return system
 
 
 def upload(system: Any, folder: Path) -> None:
