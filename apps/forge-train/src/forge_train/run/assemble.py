@@ -112,7 +112,8 @@ def assemble(
         refuse_fresh(job, fresh)
         if world.rank == 0 or directory.is_dir():  # one that is missing is tried out by one rank
             probe(directory, fresh)
-        shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}
+        vocab_size = getattr(job.model, "vocab_size", None)
+        shape: dict[str, Any] = {"workspace": directory / "data", "vocab_size": vocab_size, "model": job.model, "report": say}
         data = open_stream(
             job.data,
             seed=job.job.seed,

@@ -100,7 +100,8 @@ class VLM(Decoder):
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
-    def _encoder(self) -> Any:
+    def vision(self) -> Any:
+        """The encoder's component, the default where none is given."""
         return ViT() if self.encoder is None else self.encoder
 
     @property
@@ -130,7 +131,7 @@ class VLM(Decoder):
 
     @property
     def _adapter_context(self) -> AdapterContext:
-        encoder = self._encoder
+        encoder = self.vision
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
 
     def outline(self) -> Outline:
@@ -146,7 +147,7 @@ class VLM(Decoder):
     def build(self) -> "VisionLanguageModel":
         from forge_vlm.model import VisionLanguageModel
 
-        encoder = self._encoder
+        encoder = self.vision
         context = self.context()
         fusion = self._fusion.build(context)
         if self.images == "tokens":

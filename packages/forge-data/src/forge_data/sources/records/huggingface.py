@@ -45,7 +45,7 @@ def open_dataset(
         DataError: `datasets` is not installed, or the dataset, split or column does not exist.
     """
     options: dict[str, Any] = {"path": path, "subset": subset, "dataset_split": dataset_split}
-    dataset = _load(**options)
+    dataset = load(**options)
     column = ids or text
     if column not in dataset.column_names:
         raise DataError(f"{path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
@@ -58,7 +58,7 @@ def open_dataset(
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its row."""
-    dataset = _load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
+    dataset = load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
     for start in range(part.start, part.stop, _ROWS):
         from forge_data.sources.records.columns import values
 
@@ -95,7 +95,7 @@ def open_stream_of(path: str, subset: str | None, dataset_split: str, column: st
     """
     directory = Path(path).expanduser()
     if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
-        dataset = _load(path, subset, dataset_split)
+        dataset = load(path, subset, dataset_split)
         stream = dataset.to_iterable_dataset(num_shards=min(len(dataset), _STREAM_SHARDS))
         identity = digest_of(_files(dataset, path), f"{dataset._fingerprint} {stream.num_shards}")
     else:
@@ -127,7 +127,12 @@ def _library() -> Any:
     return datasets
 
 
-def _load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
+def load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
+    """A dataset with random access; see `open_dataset`.
+
+    Raises:
+        DataError: `datasets` is not installed, or there is no such dataset or split.
+    """
     datasets = _library()
     directory = Path(path).expanduser()
     try:

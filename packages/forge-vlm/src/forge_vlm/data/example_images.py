@@ -1,0 +1,64 @@
+"""Some documents with images in each format, for the examples of sources. Each function writes into a folder."""
+
+import json
+import tarfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+COUNT = 24
+
+
+def picture(number: int) -> bytes:
+    """A PNG file; a function of its number."""
+    draw = np.random.default_rng(number)
+    content = BytesIO()
+    Image.fromarray(draw.integers(0, 256, (4 + number % 5, 6, 3), dtype=np.uint8)).save(content, "PNG")
+    return content.getvalue()
+
+
+def records() -> Iterator[dict[str, Any]]:
+    """Captions, a conversation, and text without an image; none is longer than 15 bytes with its images."""
+    for number in range(COUNT):
+        name = f"{number}.png"
+        if number % 4 == 3:
+            yield {"text": f"text {number}"}
+        elif number % 4 == 2:
+            yield {"text": f"a<image>b<image>{number}", "image": [name, f"{(number + 1) % COUNT}.png"]}
+        else:
+            yield {"text": f"see {number}", "image": name}
+
+
+def jsonl(folder: Path) -> str:
+    for number in range(COUNT):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records()), encoding="utf-8")
+    return str(path)
+
+
+def shards(folder: Path) -> str:
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(shard, COUNT, 2):
+                for kind, content in (("png", picture(number)), ("txt", f"see {number}".encode())):
+                    member = tarfile.TarInfo(f"{number:04d}.{kind}")
+                    member.size = len(content)
+                    tar.addfile(member, BytesIO(content))
+    return str(folder)
+
+
+def dataset(folder: Path) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    images = pyarrow.array([{"bytes": picture(number), "path": None} for number in range(COUNT)])
+    table = pyarrow.table({"image": images, "text": [f"see {number}" for number in range(COUNT)]})
+    kind = {"image": {"_type": "Image"}, "text": {"dtype": "string", "_type": "Value"}}
+    described = json.dumps({"info": {"features": kind}})
+    parquet.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "images.parquet")
+    return str(folder)
