@@ -19,8 +19,8 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
     if spec.data.packing == "concatenate":
         if isinstance(source, Illustrated):
             raise DataError(
-                f"source {label!r} ({source.name}) has documents with {source.extras[0]}, which packing = 'concatenate' would cut; "
-                "set data.packing = 'best_fit', or 'pad'"
+                f"documents of source {label!r} ({source.name}) have {source.extras[0]}, and packing = 'concatenate' would cut "
+                "them; set data.packing = 'best_fit', or 'pad'"
             )
         return Concatenated(source, length)
     made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row)

@@ -1,7 +1,7 @@
 """Sources of documents with images, selected by `[[data.sources]]` or `[data.evaluation.NAME]`.
 
-Each is prepared once into a store in the workspace: text becomes tokens, each image the placeholders that the recipe's model takes.
-Images stay where they are and are read, decoded and cut as batches need them.
+Each is prepared once into a store in the workspace: text becomes tokens, each image the placeholders that the recipe's model
+takes. Images stay where they are and are read, decoded and cut as batches need them.
 """
 
 from dataclasses import dataclass, field

@@ -61,8 +61,8 @@ class Chat:
             after = self._text(turns[:number])
             if not opened.startswith(before) or not after.startswith(opened):
                 raise DataError(
-                    f"the chat template changes what it wrote before turn {number} ({turn.role}), so the assistant's words cannot "
-                    f"be told apart; it wrote {_end(opened)!r}, then {_end(after[: len(opened)])!r}"
+                    f"the chat template changes what it wrote before turn {number} ({turn.role}), so the assistant's words "
+                    f"cannot be told apart; it wrote {_end(opened)!r}, then {_end(after[: len(opened)])!r}"
                 )
             found += [(opened[len(before) :], False), (after[len(opened) :], turn.role == ASSISTANT)]
             before = after

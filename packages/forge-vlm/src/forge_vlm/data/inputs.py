@@ -58,8 +58,8 @@ def inputs_of(
             )
         if (placeholder, per_image) != (model.placeholder, model.per_image):
             raise DataError(
-                f"source {name!r} gives an image {per_image} placeholders of id {placeholder}, the model takes {model.per_image} of "
-                f"id {model.placeholder}; leave placeholder and per_image out"
+                f"source {name!r} gives an image {per_image} placeholders of id {placeholder}, the model takes {model.per_image} "
+                f"of id {model.placeholder}; leave placeholder and per_image out"
             )
         encoder: Any = model.vision
         processing, flexible = getattr(encoder, "processing", None), getattr(encoder, "flexible", 0)
@@ -71,8 +71,8 @@ def inputs_of(
         return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling)
     if placeholder is None or per_image is None or size is None:
         raise DataError(
-            f"source {name!r} has images, and the recipe's model takes none; set model.name = 'vlm', or set placeholder, per_image and "
-            "size of the source to prepare it for another model"
+            f"source {name!r} has images, and the recipe's model takes none; set model.name = 'vlm', or set placeholder, "
+            "per_image and size of the source to prepare it for another model"
         )
     half = (0.5, 0.5, 0.5)
     return ImageInputs(placeholder, per_image, Processing(size=size, mean=half, std=half), 3, tiling)

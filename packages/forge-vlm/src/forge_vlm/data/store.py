@@ -70,7 +70,7 @@ class Facts:
 class IllustratedStore:
     """A prepared store as a `Source` whose documents have images; see `forge_core.protocols.data.Illustrated`."""
 
-    extras = EXTRAS
+    extras: tuple[str, str] = EXTRAS
     borders_checked = True
 
     def __init__(
@@ -89,8 +89,9 @@ class IllustratedStore:
             DataError: a file is missing, or not as long as when it was written.
         """
         self.path, self.name = path, str(path)
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
-        self.item_shape = inputs.shape
+        self.tokenizer = tokenizer
+        self.vocab_size: int | None = vocab_size
+        self.item_shape: tuple[int, ...] = inputs.shape
         self._inputs, self._fetch = inputs, fetch
         self.facts = _facts(path)
         self._store = StoreSource(path / TOKENS)

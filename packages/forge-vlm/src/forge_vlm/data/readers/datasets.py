@@ -41,14 +41,14 @@ class DatasetExamples:
 
     @cached_property
     def _dataset(self) -> "Dataset":
-        from datasets import Image, Sequence
+        from datasets import Image, List
 
         found = load(**self._options)
         kind = found.features.get(self._images)
         if isinstance(kind, Image):
             return found.cast_column(self._images, Image(decode=False))
         if isinstance(getattr(kind, "feature", None), Image):
-            return found.cast_column(self._images, Sequence(Image(decode=False)))
+            return found.cast_column(self._images, List(Image(decode=False)))
         return found
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -16,8 +16,8 @@ TEXTS = ("txt", "caption", "text")
 class TarExamples:
     """The records of some shards: `.json` gives fields, a text file the field of text; images in the order of their names.
 
-    Members of a record stand next to each other, as WebDataset writes them. A reference is shard, offset and size, so that an image is
-    read without the tar's table.
+    Members of a record stand next to each other, as WebDataset writes them. A reference is shard, offset and size, so that an
+    image is read without the tar's table.
     """
 
     def __init__(self, path: str, text: str, images: str) -> None:
