@@ -301,6 +301,32 @@ class Profile(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answers(Component):
+    """Has the model answer held-out documents, such as to describe images, and logs the share that is exactly right: at the end of
+    the run, and every N steps if asked. Of a document what stands before its first learned token is given."""
+
+    key_class: ClassVar = FREE
+
+    sets: tuple[str, ...] = ()
+    """Held-out sets; by default all whose documents have a part that is given."""
+    count: Annotated[int, Gt(0)] = 64
+    """Documents of each set that are asked, at equal distances; fewer where the set has fewer."""
+    shown: Annotated[int, Ge(0)] = 16
+    """Answers of each set that are kept for the report with their pictures, wrong ones first."""
+    every: Annotated[int, Ge(0)] = 0
+    """Optimizer steps between answers; 0 answers at the end only."""
+    max_tokens: Annotated[int, Gt(0)] = 256
+    """Tokens of an answer at most."""
+    weights: Literal["model", "ema"] = "model"
+    """Whose weights: the model's, or their average, which hook `ema` keeps."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.answers import AnswersHook
+
+        return AnswersHook(self.sets, self.count, self.shown, self.every, self.max_tokens, self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample(Component):
     """Generates text from prompts: at the end of the run, and every N steps if asked; shown and kept for the report."""
 

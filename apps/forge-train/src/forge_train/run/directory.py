@@ -25,10 +25,11 @@ ROUTING = "routing.json"
 """Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
 
 SAMPLES = "samples.json"
+ANSWERS = "answers.json"
 """The newest texts that hook `sample` generated."""
 
 OWNED = (
-    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, "tensorboard"),
+    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, ANSWERS, "tensorboard"),
     *("profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""

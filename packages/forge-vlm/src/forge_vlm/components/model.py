@@ -73,6 +73,8 @@ class VLM(Decoder):
         )
 
     def __post_init__(self) -> None:
+        if self.moe is None and getattr(self._fusion, "needs_experts", False):
+            object.__setattr__(self, "moe", MoE())  # a default that depends on another key
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("a model with images does not support [model.mtp]; remove it")

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from forge_core.errors import DataError
 from forge_data.store.checksums import Checksum
 from forge_data.store.reader import StoreSource
 from forge_vlm.data.inputs import ImageInputs
-from forge_vlm.images.cutting import tile_pixels
+from forge_vlm.images.cutting import cut, tile_pixels
 from forge_vlm.images.decoding import decode
 
 VERSION = 1
@@ -160,20 +161,38 @@ class IllustratedStore:
             done = until
         return found
 
+    def picture(self, item: int) -> bytes:
+        """A tile as PNG, as a person sees it.
+
+        Raises:
+            DataError: see `load`.
+        """
+        image = int(np.searchsorted(self._firsts, np.uint64(item), side="right")) - 1
+        whole = decode(self._content(image), self._inputs.channels, self.reference(image))
+        tile = cut(whole, self._inputs.tiling, self._inputs.processing).images[item - int(self._firsts[image])]
+        content = BytesIO()
+        tile.save(content, "PNG")
+        return content.getvalue()
+
     def reference(self, image: int) -> str:
         """How the reader names an image."""
         start = int(self._ends[image - 1]) if image else 0
         return self._references[start : int(self._ends[image])].tobytes().decode()
 
     def _tiles(self, image: int, count: int) -> np.ndarray:
+        whole = decode(self._content(image), self._inputs.channels, self.reference(image))
+        tiles, _ = tile_pixels(whole, self._inputs.tiling, self._inputs.processing)
+        if len(tiles) != count:
+            raise DataError(f"{self.reference(image)} has {len(tiles)} tiles, not the {count} of before; remove {self.path}")
+        return tiles
+
+    def _content(self, image: int) -> bytes:
+        """The file of an image, which is the one that was prepared."""
         name = self.reference(image)
         content = self._fetch(name)
         if xxhash.xxh3_64_intdigest(content) != int(self._digests[image]):
             raise DataError(f"{name} is another image than when it was prepared; put it back, or remove {self.path}")
-        tiles, _ = tile_pixels(decode(content, self._inputs.channels, name), self._inputs.tiling, self._inputs.processing)
-        if len(tiles) != count:
-            raise DataError(f"{name} has {len(tiles)} tiles, {count} when it was prepared; remove {self.path}")
-        return tiles
+        return content
 
     def _mapped(self, name: str, dtype: str) -> np.ndarray:
         path = self.path / f"{name}.bin"
