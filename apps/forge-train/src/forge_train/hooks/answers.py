@@ -117,9 +117,7 @@ class AnswersHook(Periodic):
             said += [[int(token) for token in row] for row in tokens]
         return said
 
-    def _kept(
-        self, run: Run, name: str, asked: list[Question], said: list[list[int]], right: list[bool]
-    ) -> list[dict[str, Any]]:
+    def _kept(self, run: Run, name: str, asked: list[Question], said: list[list[int]], right: list[bool]) -> list[dict[str, Any]]:
         """The first answers, as the report shows them: wrong ones first, so that they are seen."""
         tokenizer, source = run.data.tokenizer, getattr(run.evaluations[name], "source", None)
         assert tokenizer is not None

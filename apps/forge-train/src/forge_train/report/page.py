@@ -159,7 +159,7 @@ def _answers(run: Found) -> str:
         names = [name for name in item.get("pictures", ()) if isinstance(name, str) and _BASE64.fullmatch(name)]
         pictures = "".join(f'<img alt="" src="data:image/png;base64,{name}">' for name in names)
         said, answer, prompt = (escape(str(item.get(key, "")).strip()) for key in ("said", "answer", "prompt"))
-        mark = f"<b>{said}</b>" if item.get("right") else f'<s>{said or "&nbsp;"}</s><br><b>{answer}</b>'
+        mark = f"<b>{said}</b>" if item.get("right") else f"<s>{said or '&nbsp;'}</s><br><b>{answer}</b>"
         asked = f'<span class="dim">{prompt}</span><br>' if prompt else ""
         cards.append(f"<figure>{pictures}<figcaption>{asked}{mark}</figcaption></figure>")
     note = '<p class="dim">Bold is what the document says, struck out what was said instead; wrong answers come first.</p>'

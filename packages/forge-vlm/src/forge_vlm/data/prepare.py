@@ -91,7 +91,8 @@ class Encoded:
 
 
 def encode(parts: "list[Words | Picture]", tokenizer: Tokenizer, inputs: ImageInputs, fetch: Callable[[str], bytes]) -> Encoded:
-    """A document's tokens; each text is encoded alone, and each tile of an image is `inputs.per_image` placeholders.
+    """A document's tokens; each text is encoded alone, and each tile of an image is `inputs.per_image` placeholders. Its end is
+    learned where its last words are.
 
     Raises:
         Broken: an image cannot be decoded, or text holds the placeholder.
@@ -124,7 +125,7 @@ def encode(parts: "list[Words | Picture]", tokenizer: Tokenizer, inputs: ImageIn
         length += len(found)
     if tokenizer.eos is not None:
         ids.append(np.array([tokenizer.eos], dtype=np.int64))
-        learned.append(learned[-1][-1:] if len(learned[-1]) else np.ones(1, dtype=bool))
+        learned.append(np.array([next(part.learned for part in reversed(parts) if isinstance(part, Words))]))
     return Encoded(np.concatenate(ids), np.concatenate(learned), places, references, digests, tiles)
 
 
