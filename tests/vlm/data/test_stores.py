@@ -154,7 +154,7 @@ def test_broken_records_are_named_counted_and_budgeted(tmp_path: Path) -> None:
     source = opened(replace(component, skip=3), tmp_path / "w", said=said)
     assert [bytes(ids[2:-1]) for ids, _, _ in documents(source)] == [b"a", b"e"]
     assert "left out 3 broken records; the first: records.jsonl" in said[0] and "torn.png" in said[0]
-    with pytest.raises(DataError, match="3 records of .* are broken, and `skip` allows 0"):
+    with pytest.raises(DataError, match=r"3 records of .* are broken, and `skip` allows 0"):
         opened(component, tmp_path / "w")
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_store_is_refused(tmp_path: Path, name: str) -> None:
     path = opened(example, tmp_path / "w").path
     file = path / name
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DataError, match="remove|write the store again"):
+    with pytest.raises(DataError, match=r"remove|write the store again"):
         opened(example, tmp_path / "w")
 
 

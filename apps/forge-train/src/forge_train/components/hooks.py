@@ -302,8 +302,8 @@ class Profile(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Component):
-    """Has the model answer held-out documents, such as to describe images, and logs the share that is exactly right: at the end of
-    the run, and every N steps if asked. Of a document what stands before its first learned token is given."""
+    """Has the model answer held-out documents, such as to describe images, and logs the share that is exactly right: at the end
+    of the run, and every N steps if asked. Of a document what stands before its first learned token is given."""
 
     key_class: ClassVar = FREE
 

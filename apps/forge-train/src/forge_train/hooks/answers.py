@@ -53,13 +53,13 @@ class AnswersHook(Periodic):
                 self.asked[name] = found
             elif self.sets:
                 raise ForgeError(
-                    f"hook 'answers': documents of held-out set {name!r} have no part that is given and a part that is learned; take "
-                    "a set with images or conversations"
+                    f"hook 'answers': documents of held-out set {name!r} have no part that is given before one that is learned; "
+                    "take a set with images or conversations"
                 )
         if not self.asked:
             raise ForgeError(
-                "hook 'answers' needs a held-out set whose documents have a part that is given, such as images or questions; add one to "
-                "[data.evaluation], or remove the hook"
+                "hook 'answers' needs a held-out set whose documents have a part that is given, such as images or questions; add "
+                "one to [data.evaluation], or remove the hook"
             )
 
     def act(self, run: Run) -> None:
