@@ -75,6 +75,10 @@ def test_presets_choose_their_fusion(size: str, name: str, registry: Registry) -
     assert type(fusion) is registry.load("forge.fusions", FUSIONS[name])
 
 
+DEBUG = ["debug-joint", *(pytest.param(f"debug-{name}", marks=pytest.mark.slow) for name in ("cross", "mot", "moma"))]
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
 def run(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "forge_train", "run", *arguments, f"--job.dir={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=900, check=False)
@@ -82,18 +86,14 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["debug-joint", *(pytest.param(f"debug-{n}", marks=pytest.mark.slow) for n in ("cross", "mot", "moma"))]
-)
+@pytest.mark.parametrize("name", DEBUG)
 def test_debug_presets_run_and_answer(name: str, tmp_path: Path) -> None:
     """Twenty steps, an evaluation, and answers of which the report shows pictures; a second start has nothing left to do."""
     said = run(tmp_path, name)
     assert "held_out/exact_match" in said and "finished after step 20" in said
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert len(answers) == 8 and all(len(answer["pictures"]) == 1 and answer["answer"] for answer in answers)
-    assert {answer["answer"] for answer in answers} <= set(
-        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    )
+    assert {answer["answer"] for answer in answers} <= {*NAMES}
     page = (tmp_path / "report.html").read_text()
     assert page.count('src="data:image/png;base64,') == 8 and "Answers to held-out documents" in page
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

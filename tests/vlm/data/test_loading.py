@@ -17,8 +17,8 @@ from forge_core.errors import DataError
 from forge_data.checks import packing_keeps_documents
 from forge_data.components.sources import Text
 from forge_data.components.tokenizers import Bytes
+from forge_data.loading.items.questions import inputs_of, questions
 from forge_data.loading.loader import evaluation, open_stream
-from forge_data.loading.questions import inputs_of, questions
 from forge_data.section import Data
 from forge_vlm.components.sources import ImageJsonl
 

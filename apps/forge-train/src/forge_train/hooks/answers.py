@@ -10,7 +10,7 @@ from typing import Any
 from forge_core.durable import replace_file
 from forge_core.errors import ForgeError, did_you_mean
 from forge_core.protocols.run import Run
-from forge_data.loading.questions import Question, inputs_of, questions
+from forge_data.loading.items.questions import Question, inputs_of, questions
 from forge_train.hooks.periodic import Periodic
 from forge_train.run.directory import ANSWERS
 
@@ -46,7 +46,7 @@ class AnswersHook(Periodic):
             raise ForgeError("hook 'answers' needs a tokenizer: add [data.tokenizer], or remove the hook")
         for name in self.sets:
             if name not in run.evaluations:
-                raise ForgeError(f"hook 'answers': there is no held-out set {name!r}; {did_you_mean(name, run.evaluations)}")
+                raise ForgeError(f"hook 'answers': held-out set {name!r} does not exist; {did_you_mean(name, run.evaluations)}")
         for name in self.sets or run.evaluations:
             found = list(questions(getattr(run.evaluations[name], "source", None), self.count))
             if found:

@@ -11,7 +11,7 @@ from forge_core.protocols.data import Source
 from forge_data import accelerator
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
-from forge_data.loading.items import Items
+from forge_data.loading.items.load import Items
 from forge_data.loading.packings import open_packing
 from forge_data.loading.rows import Rows
 from forge_data.loading.spec import LoadSpec

@@ -17,7 +17,7 @@ from forge_core.protocols.data import Cursor, StreamedSource, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.entropy import token_counts, unigram_entropy
-from forge_data.loading.items import Items, StepItems
+from forge_data.loading.items.load import Items, StepItems
 from forge_data.loading.row_reader import RowReader
 from forge_data.loading.rows import Rows
 from forge_data.loading.workers.pool import WorkerPool

@@ -113,7 +113,7 @@ def chat_of(name: str) -> Chat:
     """The template of a name in `TEMPLATES`, or in a file: `.jinja`, or the `tokenizer_config.json` of a tokenizer.
 
     Raises:
-        DataError: there is no such name or file, or the file has no template.
+        DataError: it is neither a name nor a file, or the file has no template.
     """
     import json
 

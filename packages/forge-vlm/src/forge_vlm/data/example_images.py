@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image as Picture
 
 COUNT = 24
 
@@ -17,7 +17,7 @@ def picture(number: int) -> bytes:
     """A PNG file; a function of its number."""
     draw = np.random.default_rng(number)
     content = BytesIO()
-    Image.fromarray(draw.integers(0, 256, (4 + number % 5, 6, 3), dtype=np.uint8)).save(content, "PNG")
+    Picture.fromarray(draw.integers(0, 256, (4 + number % 5, 6, 3), dtype=np.uint8)).save(content, "PNG")
     return content.getvalue()
 
 
@@ -53,12 +53,9 @@ def shards(folder: Path) -> str:
 
 
 def dataset(folder: Path) -> str:
-    import pyarrow
-    from pyarrow import parquet
+    from datasets import Dataset, Features, Image, Value
 
-    images = pyarrow.array([{"bytes": picture(number), "path": None} for number in range(COUNT)])
-    table = pyarrow.table({"image": images, "text": [f"see {number}" for number in range(COUNT)]})
-    kind = {"image": {"_type": "Image"}, "text": {"dtype": "string", "_type": "Value"}}
-    described = json.dumps({"info": {"features": kind}})
-    parquet.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "images.parquet")
-    return str(folder)
+    images = [{"bytes": picture(number), "path": None} for number in range(COUNT)]
+    columns = {"image": images, "text": [f"see {number}" for number in range(COUNT)]}
+    Dataset.from_dict(columns, Features({"image": Image(), "text": Value("string")})).save_to_disk(str(folder / "dataset"))
+    return str(folder / "dataset")

@@ -1,11 +1,29 @@
 """What a model takes of an image: how many placeholders stand for it, and how it becomes pixels."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from forge_core.errors import DataError
 from forge_vlm.images.processing import Processing
 from forge_vlm.images.tiling import Tiling
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """What is asked of a model's component that takes images.
+
+    Attributes:
+        placeholder: id of the token that stands for a part of an image; None where images are tokens.
+        per_image: placeholders of one image.
+        vision: the component of the encoder.
+    """
+
+    @property
+    def placeholder(self) -> int | None: ...
+    @property
+    def per_image(self) -> int: ...
+    @property
+    def vision(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ def inputs_of(
     """What the recipe's model takes; values that are given go before it.
 
     Args:
-        model: a component of `forge_vlm.components.model`, or any other, or None.
+        model: the component of a model that sees images, or any other, or None.
         name: of the source, for messages.
         tiling: of the source.
         placeholder, per_image: see `ImageInputs`.
@@ -47,9 +65,7 @@ def inputs_of(
     Raises:
         DataError: the model takes no images, or not as pixels, and the values are not given either.
     """
-    from forge_vlm.components.model import VLM
-
-    if isinstance(model, VLM):
+    if isinstance(model, SeesImages):
         placeholder = model.placeholder if placeholder is None else placeholder
         per_image = model.per_image if per_image is None else per_image
         if model.placeholder is None:

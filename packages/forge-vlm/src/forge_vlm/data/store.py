@@ -1,4 +1,4 @@
-"""A token store with images beside its tokens, as a directory:
+"""A token store whose documents have images too, as a directory:
 
     images.json          counts, checksums and identity; written last
     tokens/              a token store, placeholders where images are

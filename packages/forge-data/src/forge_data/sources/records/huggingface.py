@@ -51,9 +51,8 @@ def open_dataset(
         raise DataError(f"{path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
     wanted = Wanted("huggingface", column, ids is not None, split, held_out, options)
     files = _files(dataset, path)
-    # The dataset's own fingerprint knows of rows that were filtered out.
     cut, what = partial(_cut, len(dataset)), f"{path} ({dataset_split})"
-    return Records(files, wanted, what, cut, skip, dataset._fingerprint)
+    return Records(files, wanted, what, cut, skip, fingerprint_of(dataset))
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
@@ -125,6 +124,11 @@ def _library() -> Any:
     except ImportError as error:
         raise DataError("source 'huggingface' needs the datasets library; pip install 'forge-data[huggingface]'") from error
     return datasets
+
+
+def fingerprint_of(dataset: "Dataset") -> str:
+    """The dataset's own: it knows of rows that were filtered out."""
+    return dataset._fingerprint
 
 
 def load(path: str, subset: str | None, dataset_split: str) -> "Dataset":

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.sources.records.huggingface import load
+from forge_data.sources.records.huggingface import fingerprint_of, load
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,7 +25,7 @@ class DatasetExamples:
             images: column of images.
 
         Raises:
-            DataError: `datasets` is not installed, or there is no such dataset, split or column.
+            DataError: `datasets` is not installed, or dataset, split or column do not exist.
         """
         self.what = f"{path} ({dataset_split})"
         self._options: dict[str, Any] = {"path": path, "subset": subset, "dataset_split": dataset_split}
@@ -37,7 +37,7 @@ class DatasetExamples:
     @property
     def fingerprint(self) -> str:
         """The dataset's own, which knows its rows."""
-        return f"huggingface {self._dataset._fingerprint} {self._images}"
+        return f"huggingface {fingerprint_of(self._dataset)} {self._images}"
 
     @cached_property
     def _dataset(self) -> "Dataset":

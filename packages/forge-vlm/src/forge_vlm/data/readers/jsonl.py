@@ -19,7 +19,7 @@ class JsonlExamples:
         """`folder` is by default that of the first file.
 
         Raises:
-            DataError: there is no such file.
+            DataError: the file does not exist.
         """
         self.what = path
         self._files = find(path, (*SUFFIXES, ".json"), "JSON lines")

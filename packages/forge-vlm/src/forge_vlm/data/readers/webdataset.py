@@ -24,7 +24,7 @@ class TarExamples:
         """`text` and `images`: fields into which text files and images are put.
 
         Raises:
-            DataError: there is no such file.
+            DataError: the file does not exist.
         """
         self.what = path
         self._files = find(path, (".tar",), "tar")

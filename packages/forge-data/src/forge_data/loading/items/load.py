@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Named = tuple[int, int]
-"""A row by the number of its packing and its number there; a packing below 0 is no row."""
+"""A row by the number of its packing and its number there; a packing below 0 stands for filler."""
 
 
 class Items:
