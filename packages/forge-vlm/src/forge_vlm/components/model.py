@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from forge_core.protocols.convert import Weights
     from forge_vlm.model import VisionLanguageModel
 
 IMAGE = "image"
@@ -135,6 +136,12 @@ class VLM(Decoder):
     def _adapter_context(self) -> AdapterContext:
         encoder = self.vision
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
+
+    def starts_from(self, weights: "Weights") -> "Weights":
+        """What `[start]` takes of given weights: those of a text model make the beginning of every modality."""
+        from forge_vlm.weights.from_text import from_text
+
+        return from_text(weights, self, self.modality_ids.names)
 
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""
