@@ -135,7 +135,7 @@ def load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
     """A dataset with random access; see `open_dataset`.
 
     Raises:
-        DataError: `datasets` is not installed, or there is no such dataset or split.
+        DataError: `datasets` is not installed, or dataset or split do not exist.
     """
     datasets = _library()
     directory = Path(path).expanduser()
