@@ -24,7 +24,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist")
 LIBRARIES = (
     *("lion-pytorch", "lm-eval[hf]", "safetensors", "schedulefree", "tensorboard", "torchao", "transformers", "wandb"),
-    *("datasets", "fsspec", "pyarrow", "scikit-learn", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
+    *("av", "datasets", "fsspec", "pyarrow", "scikit-learn", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
     *("flask", "flask-cors", "moto[s3]", "s3fs"),
 )
 TRITON = "triton==3.7.1"

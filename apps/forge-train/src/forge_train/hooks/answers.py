@@ -46,7 +46,9 @@ class AnswersHook(Periodic):
             raise ForgeError("hook 'answers' needs a tokenizer: add [data.tokenizer], or remove the hook")
         for name in self.sets:
             if name not in run.evaluations:
-                raise ForgeError(f"hook 'answers': held-out set {name!r} does not exist; {did_you_mean(name, list(run.evaluations))}")
+                raise ForgeError(
+                    f"hook 'answers': held-out set {name!r} does not exist; {did_you_mean(name, list(run.evaluations))}"
+                )
         for name in self.sets or run.evaluations:
             found = list(questions(getattr(run.evaluations[name], "source", None), self.count))
             if found:

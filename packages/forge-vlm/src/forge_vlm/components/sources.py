@@ -165,6 +165,78 @@ class ImageDataset(ImageSource):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoSource(ImageSource):
+    """Base of sources of clips: some frames of each, in the order of their times, each an image to the model."""
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "video"
+
+    frames: Annotated[int, Gt(0)] = 8
+    """Frames of a clip, at equal distances of time from the first to the last; fewer where it has fewer."""
+    timestamps: bool = True
+    """Before each frame stands its time, such as `1.5s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoCsv(VideoSource):
+    """Clips listed in a CSV file such as WebVid's (Bain et al., 2021), decoded by PyAV."""
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "video_csv"
+
+    path: str
+    """The CSV file, with a head."""
+    folder: str | None = None
+    """Directory of the clips; by default that of the file."""
+    file: str = "{page_dir}/{videoid}.mp4"
+    """Name of a clip in the folder, made of columns in braces."""
+    text: str = "name"
+    """Column that holds the text."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[VideoCsv]":
+        """Clips of a few frames."""
+        from forge_vlm.data import example_images
+
+        return (cls(path=example_images.videos(folder), frames=2, timestamps=False, **_SMALL),)
+
+    def read(self) -> "Examples":
+        from forge_vlm.data.readers.video import VideoExamples
+
+        return VideoExamples(self.path, self.folder, self.file, self.text, self.images, self.frames, self.timestamps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoFrames(VideoSource):
+    """Clips whose frames are image files: JSON lines that name a directory of them, in the order of their names."""
+
+    key_class: ClassVar = DATA
+    format: ClassVar[str] = "video_frames"
+
+    path: str
+    """A file, a directory, a pattern or a URL of JSON lines: `{ "video": DIRECTORY, "text": ..., "fps": 2 }`, or the `times` of
+    the frames in seconds."""
+    folder: str | None = None
+    """Directory of the clips' directories; by default that of the file."""
+    video: str = "video"
+    """Field that names the directory."""
+    fps: Annotated[float, Gt(0)] = 1.0
+    """Frames of a second, where a record says neither `fps` nor `times`."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[VideoFrames]":
+        """Clips of a few frames."""
+        from forge_vlm.data import example_images
+
+        return (cls(path=example_images.frames(folder), frames=2, timestamps=False, **_SMALL),)
+
+    def read(self) -> "Examples":
+        from forge_vlm.data.readers.frames import FrameExamples
+
+        return FrameExamples(self.path, self.folder, self.video, self.images, self.fps, self.frames, self.timestamps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Digits(ImageSource):
     """The 1,797 handwritten digits that come with scikit-learn, captioned with their names."""
 

@@ -28,6 +28,22 @@ class Picture:
 Parts = Sequence[Words | Picture]
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a video in the order of their times: (seconds, reference) of each. `told`: each time stands before its frame."""
+
+    frames: tuple[tuple[float, str], ...]
+    told: bool = True
+
+    def parts(self) -> Parts:
+        """The frames, as a document has them. What is said of time is not learned."""
+        found: list[Words | Picture] = []
+        for seconds, reference in self.frames:
+            found += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
+            found.append(Picture(reference))
+        return found
+
+
 class Broken(ValueError):
     """A record that makes no document; says why."""
 
@@ -62,7 +78,7 @@ class Examples(Protocol):
     def fingerprint(self) -> str: ...
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name, record) of each; its field of images has references."""
+        """(name, record) of each; its field of images has references or a `Clip`, or the `Broken` that says why it has none."""
         ...
 
     def fetch(self, reference: str) -> bytes:
@@ -97,8 +113,8 @@ def parts_of(record: Mapping[str, Any], fields: Fields, chat: Chat) -> list[Word
     return found
 
 
-def _placed(words: Sequence[Words], images: Sequence[str]) -> Iterator[Words | Picture]:
-    """Words cut at the markers, an image in the place of each."""
+def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words | Picture]:
+    """Words cut at the markers, an image in the place of each, or the frames of a clip."""
     markers = sum(each.text.count(MARKER) for each in words)
     if markers != len(images):
         raise Broken(f"has {markers} {MARKER} and {len(images)} images")
@@ -106,16 +122,19 @@ def _placed(words: Sequence[Words], images: Sequence[str]) -> Iterator[Words | P
     for each in words:
         for place, text in enumerate(each.text.split(MARKER)):
             if place:
-                yield Picture(next(left))
+                yield from next(left)
             if text:
                 yield Words(text, each.learned)
 
 
-def _references(value: Any, field: str) -> list[str]:
-    found = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
+def _references(value: Any, field: str) -> list[Parts]:
+    """What stands in the place of each marker."""
+    if isinstance(value, Broken):
+        raise value
+    found = [] if value is None else [value] if isinstance(value, str | Clip) else value
+    if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
         raise Broken(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
-    return found
+    return [each.parts() if isinstance(each, Clip) else [Picture(each)] for each in found]
 
 
 def _turns(value: Any, field: str) -> list[Turn]:

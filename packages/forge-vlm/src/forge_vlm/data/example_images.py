@@ -59,3 +59,37 @@ def dataset(folder: Path) -> str:
     columns = {"image": images, "text": [f"see {number}" for number in range(COUNT)]}
     Dataset.from_dict(columns, Features({"image": Image(), "text": Value("string")})).save_to_disk(str(folder / "dataset"))
     return str(folder / "dataset")
+
+
+def frames(folder: Path) -> str:
+    lines = []
+    for clip in range(COUNT):
+        (folder / str(clip)).mkdir()
+        for frame in range(clip % 4 + 1):
+            (folder / str(clip) / f"{frame}.png").write_bytes(picture(clip * 10 + frame))
+        lines.append(json.dumps({"video": str(clip), "text": f"see {clip}"}) + "\n")
+    (folder / "clips.jsonl").write_text("".join(lines))
+    return str(folder / "clips.jsonl")
+
+
+def videos(folder: Path) -> str:
+    for clip in range(COUNT):
+        video(folder / f"{clip}.mp4", [10 * clip] * (clip % 4 + 1))
+    rows = ["videoid,page_dir,name", *(f"{clip},.,see {clip}" for clip in range(COUNT))]
+    (folder / "clips.csv").write_text("\n".join(rows) + "\n")
+    return str(folder / "clips.csv")
+
+
+def video(path: Path, grays: list[int], fps: int = 2) -> None:
+    """A clip whose frames have these grays."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"qscale": "1"}
+        for gray in grays:
+            image = np.full((32, 32, 3), gray, dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
