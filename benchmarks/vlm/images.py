@@ -2,8 +2,9 @@
 
     python benchmarks/vlm/images.py [--rounds 9] [--images 64] [--smoke]
 
-JPEG files of 640 x 480 are decoded by both sides in the same way; `pixels` has the decoded images, `files` decodes them too. Resized
-bicubically to 384 x 384 and normalized, as SigLIP so400m is given them. Ours are compared with theirs once: the largest difference.
+JPEG files of 640 x 480 are decoded by both sides in the same way; `pixels` has the decoded images, `files` decodes them too.
+Resized bicubically to 384 x 384 and normalized, as SigLIP so400m is given them. Ours are compared with theirs once: the largest
+difference.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python benchmarks/vlm/steps.py [--rounds 9] [--threads 1] [--smoke]
 
-Forward and backward in fp32 in one process. Rows hold two images each. For fusions with images in the stream the text side has a row of
-as many tokens; for cross blocks, of the tokens without placeholders. `encoder` is encoder and adapter alone, forward and backward:
-`ratio` counts it to the text side, so it is what the fusion itself costs. The last lines have rows without an image, where a step sends
-one blank image through the encoder, so that ranks exchange the same; `blank` is what that alone takes.
+Forward and backward in fp32 in one process. Rows hold two images each; the text side has rows of as many tokens. `encoder` is encoder
+and adapter alone, forward and backward, and is counted to the text side, so the ratio is what the fusion itself costs. Lines with `no
+image` have rows without one, where a step sends one blank image through the encoder, so that ranks exchange the same; `blank` is what
+that alone takes.
 """
 
 import argparse
@@ -124,8 +124,8 @@ def main() -> None:
         counted = [(text_ + encoder) / fusion for fusion, text_, encoder, _, _ in pairs]
         without = [no_image / (text_ + blank) for _, text_, _, no_image, blank in pairs]
         print(
-            f"{name:6} fusion {median['fusion'] * 1e3:8.1f} ms  text {median['text'] * 1e3:8.1f}  encoder {median['encoder'] * 1e3:7.1f}  "
-            f"(text + encoder) / fusion {spread(counted)}"
+            f"{name:6} fusion {median['fusion'] * 1e3:8.1f} ms  text {median['text'] * 1e3:8.1f}  encoder "
+            f"{median['encoder'] * 1e3:7.1f}  (text + encoder) / fusion {spread(counted)}"
         )
         print(
             f"{'':6} no image {median['no image'] * 1e3:6.1f} ms  blank {median['blank'] * 1e3:5.1f}  no image / (text + blank) "
