@@ -2,10 +2,10 @@
 
     python benchmarks/vlm/steps.py [--rounds 9] [--threads 1] [--smoke]
 
-Forward and backward in fp32 in one process. Rows hold two images each; the text side has rows of as many tokens. `encoder` is encoder
-and adapter alone, forward and backward, and is counted to the text side, so the ratio is what the fusion itself costs. Lines with `no
-image` have rows without one, where a step sends one blank image through the encoder, so that ranks exchange the same; `blank` is what
-that alone takes.
+Forward and backward in fp32 in one process. Rows hold two images each; the text side has rows of as many tokens. `encoder`
+is encoder and adapter alone, forward and backward, and is counted to the text side, so the ratio is what the fusion itself
+costs. Lines with `no image` have rows without one, where a step sends one blank image through the encoder, so that ranks
+exchange the same; `blank` is what that alone takes.
 """
 
 import argparse
