@@ -1,6 +1,6 @@
 """A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -148,4 +148,20 @@ class VisionLanguageModel(Decoder):
         """All that strategies know about this model."""
         specs = super().specs()
         entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
-        return replace(specs, entry=(*specs.entry, *entry), whole_stream=(*specs.whole_stream, WHOLE_STREAM))
+        return replace(
+            specs,
+            entry=(*specs.entry, *entry),
+            whole_stream=(*specs.whole_stream, WHOLE_STREAM),
+            roles=self._roles(specs.tensors),
+        )
+
+    def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
+        """`encoder` and `adapter`; `fusion`, what blocks have that those of a text model do not; `decoder`, all the rest."""
+        places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
+        for path, module in self.named_modules():
+            places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
+        found: dict[str, set[str]] = {}
+        for name in names:
+            role = next((role for role, inside in places.items() if name.startswith(tuple(f"{at}." for at in inside))), "decoder")
+            found.setdefault(role, set()).add(name)
+        return {role: frozenset(of) for role, of in found.items()}
