@@ -16,7 +16,7 @@ from forge_parallel.components.parameters import ParameterGroup as Group
 from forge_parallel.components.parameters import Stage
 from forge_parallel.optim import shards
 from forge_parallel.optim.settings import NO_SETTINGS, Setting, Settings, grouped
-from forge_parallel.optim.stages import stage_at, staged
+from forge_parallel.optim.stages.resolve import stage_at, staged
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Measurement, compare, share, synthetic
@@ -214,3 +214,8 @@ def _equal(world: World, row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_stages_in_a_layout_are_those_of_one_process(world: World, row: str) -> None:
     _equal(world, row)
+
+
+@pytest.mark.slow
+def test_stages_of_compiled_blocks_are_those_of_one_process(world: World) -> None:
+    _equal(world, "dp_shard compile accumulate recompute")

@@ -152,7 +152,7 @@ class VisionLanguageModel(Decoder):
             specs,
             entry=(*specs.entry, *entry),
             whole_stream=(*specs.whole_stream, WHOLE_STREAM),
-            roles=self._roles(specs.tensors),
+            roles=self._roles(name for name, _ in self.named_parameters()),
         )
 
     def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:

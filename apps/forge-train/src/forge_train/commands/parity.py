@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forge_core.layout import Layout
-    from forge_parallel.components.parameters import Stage
     from forge_parallel.verify.parity import Measurement
     from forge_train.recipe.schema import Job
 
@@ -156,7 +155,7 @@ def rank(
     return asdict(measure(case, plan_of(as_measured(job, at, rows, micro_batch), at, registry), torch.device("cpu")))
 
 
-def short_stages(stages: "Sequence[Stage]") -> "tuple[Stage, ...]":
+def short_stages(stages: "Sequence[Any]") -> tuple[Any, ...]:
     """The stages of a recipe with a step each, and the rest for the last one."""
     return tuple(
         replace(stage, until=None if number == len(stages) else number, warmup=0) for number, stage in enumerate(stages, 1)

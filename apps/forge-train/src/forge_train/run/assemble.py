@@ -32,7 +32,7 @@ from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
-from forge_parallel.optim.stages import stage_at
+from forge_parallel.optim.stages.resolve import stage_at
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.phases import Phases

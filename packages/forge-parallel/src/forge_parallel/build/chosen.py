@@ -6,7 +6,7 @@ from dataclasses import replace
 from forge_core.specs import Init
 from forge_parallel.build.realize import Blueprint
 from forge_parallel.optim.settings import NO_SETTINGS, Group, Settings, grouped
-from forge_parallel.optim.stages import Stage, staged
+from forge_parallel.optim.stages.resolve import Stage, staged
 from forge_parallel.optim.width import scaled
 
 

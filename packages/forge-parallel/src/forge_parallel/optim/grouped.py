@@ -105,10 +105,6 @@ def with_settings(component: Any, model: TrainableModel, settings: Settings) -> 
     Raises:
         PlanError: the optimizer has no weight decay that could be set, or cannot be split.
     """
-    if settings.stages:
-        from forge_parallel.optim.staged import Staged
-
-        return Staged(component, model, settings.stages)  # type: ignore[arg-type] (a model that is laid out)
     shared: dict[Setting, list[str]] = {}
     for name, _, _ in model.trainable():
         shared.setdefault(settings.of(name), []).append(name)

@@ -21,7 +21,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.optim.settings import Group, Settings
-from forge_parallel.optim.stages import Stage
+from forge_parallel.optim.stages.resolve import Stage
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step

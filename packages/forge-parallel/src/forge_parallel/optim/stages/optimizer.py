@@ -17,7 +17,7 @@ from forge_core.protocols.model import Optimizer
 from forge_parallel.build.frozen import freeze
 from forge_parallel.optim.grouped import NOT_OF_PARAMETERS, one_setting
 from forge_parallel.optim.settings import Setting, Settings
-from forge_parallel.optim.stages import stage_at
+from forge_parallel.optim.stages.resolve import stage_at
 from forge_parallel.placement.boxes import local_box
 
 if TYPE_CHECKING:
