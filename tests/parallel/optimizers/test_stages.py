@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from forge_core.errors import PlanError
+from forge_core.registry import Registry
 from forge_core.specs import Specs
 from forge_parallel.build.chosen import apply, settings_of
 from forge_parallel.build.plan import Plan
@@ -14,14 +15,17 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW, AdamW8bit, Lion, ScheduleFreeAdamW
 from forge_parallel.components.parameters import ParameterGroup as Group
 from forge_parallel.components.parameters import Stage
+from forge_parallel.components.sections import Pipeline
+from forge_parallel.features import features
 from forge_parallel.optim import shards
 from forge_parallel.optim.settings import NO_SETTINGS, Setting, Settings, grouped
 from forge_parallel.optim.stages.resolve import stage_at, staged
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Measurement, compare, share, synthetic
+from forge_train.recipe.load import load
 from harness.pool import World
-from parallel.compositions.rows import CPU, DECODER, case_of, layout_of, measured
+from parallel.compositions.rows import CPU, DECODER, case_of, job_of, layout_of, measured, precision_of, schedule_of
 
 ENDS = ("blocks.3.*", "norm.weight", "head.weight")
 STAGES = (
@@ -190,14 +194,16 @@ ROWS = (
     "pp_1f1b dp_shard accumulate tied",
     "pp_zbv accumulate",
     "dp_shard experts ep_all_to_all accumulate",
-    "dp_shard bf16 accumulate",
+    "dp_shard bf16",
 )
 
 
 def _measured(row: str, layout: str) -> Measurement:
     words = frozenset(row.split())
     stages = STAGES if "tied" not in words else tuple(replace(stage, train=stage.train[:-1]) for stage in STAGES[:2]) + STAGES[2:]
-    return measured(replace(case_of(words), stages=stages, steps=4), layout, words)
+    precision = precision_of(words)
+    case = replace(case_of(words), stages=stages, steps=4, compute=precision.compute, state=precision.state)
+    return measured(case, layout, words)
 
 
 def _equal(world: World, row: str) -> None:
@@ -206,9 +212,10 @@ def _equal(world: World, row: str) -> None:
     assert alone.gradients and not any(name.startswith(("embed", "blocks.0", "blocks.1")) for name in alone.gradients)
     for found in world.run(_measured, layout.world, row, str(layout)):
         difference = compare(alone, found)
-        low = "bf16" in row
-        assert difference.initial and max(difference.loss, difference.norm) < (2e-2 if low else 1e-10), difference
-        assert low or difference.accepted("fp64"), difference
+        if "bf16" in row:  # Adam makes whole steps of rounded gradients, so that only numbers of steps can be compared
+            assert difference.initial and max(difference.loss, difference.norm) < 1e-2, difference
+        else:
+            assert difference.accepted("fp64"), difference
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -219,3 +226,33 @@ def test_stages_in_a_layout_are_those_of_one_process(world: World, row: str) -> 
 @pytest.mark.slow
 def test_stages_of_compiled_blocks_are_those_of_one_process(world: World) -> None:
     _equal(world, "dp_shard compile accumulate recompute")
+
+
+def _copy_learns() -> list[bool]:
+    """Of a copy of the table on the last stage, in each stage of training: the original's name says it."""
+    words = frozenset(["pp_1f1b", "tied"])
+    case = replace(case_of(words), stages=(Stage(until=1, train=("blocks.*",)), Stage(train=("embed.weight",))))
+    blueprint, settings = case.blueprint()
+    layout = layout_of(words)
+    plan = Plan.of([], layout, Pipeline(schedule=schedule_of(words)).build())
+    model = realize(blueprint, plan, Topology.of(layout, CPU), 0, "fp64", "fp64")
+    optimizer: Any = shards.build(AdamW(), model, settings)
+    found = []
+    for step in range(2):
+        optimizer.at_step(step)
+        found += [tensor.requires_grad for name, tensor in model.everything.items() if name in ("embed.weight", "head.weight")]
+    return found
+
+
+def test_a_tied_copy_on_another_stage_is_frozen_with_its_original(world: World) -> None:
+    assert world.run(_copy_learns, 2) == [[False, True], [False, True]]
+
+
+def test_a_stage_that_freezes_uses_the_feature_of_frozen_parameters() -> None:
+    def used(*stages: Stage) -> list[str]:
+        job = job_of(frozenset({"dp_shard"}), load("debug", [], None, Registry()).job)
+        job = replace(job, train=replace(job.train, stages=list(stages)))
+        return [use.key for use in features(job, layout_of(frozenset({"dp_shard"}))) if use.name == "frozen"]
+
+    assert used() == used(Stage(train=("*",))) == []
+    assert used(Stage(until=3, train=("*",)), Stage(train=("embed.*",))) == ["train.stages.1.train = ('embed.*',)"]

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from forge_core.errors import ConfigError, PlanError
+from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_train.commands import parity
+from forge_train.plan.dry_run import planned
 from forge_train.recipe.load import load
 from forge_train.run.loop import fit
 from harness.pool import World
@@ -182,3 +185,27 @@ def test_a_misspelled_name_is_refused_before_anything_starts(recipe: Path, tmp_p
     with pytest.raises(PlanError, match=r"train\.stages\.1\.train: 'block\.0\.\*'.*did you mean 'blocks\.\*'"):
         prepared(recipe, options(tmp_path / "run", "adamw", 6))
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("*.toml"))
+
+
+def test_a_plan_counts_what_any_stage_trains(recipe: Path, tmp_path: Path) -> None:
+    """As without stages, where each parameter is trained in some; less where one never is."""
+    layout, registry = Layout.parse("1"), Registry()
+
+    def state(path: Path) -> int:
+        (found,) = planned(load(path, ["--train.max_steps=8"], 1, registry).job, layout, registry, 1).ranks
+        return found.optimizer
+
+    plain, less = tmp_path / "plain.toml", tmp_path / "less.toml"
+    plain.write_text(TINY)
+    less.write_text(recipe.read_text().replace('train = ["*"]', 'train = ["head.weight"]'))
+    embed = 61 * 16 * 8 + 4  # two moments of four bytes and a count
+    assert state(recipe) == state(plain) and state(less) == state(plain) - embed
+
+
+def test_parity_gives_each_stage_a_step(recipe: Path) -> None:
+    """Of three steps the first has gradients of the first stage only, and all parameters move in the end."""
+    found = parity.rank(str(recipe), [], "1", "fp64", 4, 2, 16, 2)
+    assert len(found["loss"]) == 3
+    assert {name.rpartition(".")[0].partition(".attention")[0] for name in found["gradients"]} >= {"norm", "blocks.1"}
+    assert all(name.startswith(("blocks.1.", "norm.")) for name in found["gradients"])
+    assert all(not torch.equal(tensor, found["initial"][name]) for name, tensor in found["weights"].items())
