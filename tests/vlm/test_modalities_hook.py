@@ -162,8 +162,8 @@ def measured(recipe: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 LAYOUTS = {
-    "joint_decoder": ["dp_shard=2", "tp=2", "pp=2"],
-    "cross_attention": ["dp_shard=2"],
+    "joint_decoder": ["tp=2", "pp=2"],
+    "cross_attention": ["dp_shard=2", "dp_replicate=2"],
     "mot": ["pp=2"],
     "moma": ["dp_shard=2"],
 }
@@ -176,7 +176,9 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("fusion", LAYOUTS)
+@pytest.mark.parametrize(
+    "fusion", ["joint_decoder", "cross_attention", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mot", "moma"))]
+)
 def test_a_run_measures_alike_in_every_layout(world: World, recipe: Path, tmp_path: Path, fusion: str) -> None:
     every = ", every=2" if fusion == "cross_attention" else ""
     more = ["--train.max_steps=2", "--schedule.warmup=1", f"--model.fusion={{name='{fusion}'{every}}}"]
@@ -210,6 +212,7 @@ def test_a_run_measures_alike_in_every_layout(world: World, recipe: Path, tmp_pa
         assert bool(routed) == experts
 
 
+@pytest.mark.slow
 def test_two_data_ranks_that_read_a_whole_set_have_its_loss(world: World, recipe: Path, tmp_path: Path) -> None:
     more = ["--train.max_steps=2", "--schedule.warmup=1"]
     recipe.write_text(RECIPE.replace("batches = 3", "batches = 100"))
@@ -233,6 +236,31 @@ def test_shares_are_those_of_tokens_that_are_not_padding() -> None:
     second = Batch(torch.tensor([[9, 9]]), documents)
     run: Any = SimpleNamespace(batches=[first, second], topology=Topology.of(Layout.parse("1"), CPU))
     assert shares(run, Modalities({"image": (9, 10)})) == {"modality/text/share": 3 / 8, "modality/image/share": 5 / 8}
+
+
+def test_its_time_is_no_time_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((10.0, 12.5))
+    monkeypatch.setattr("forge_vlm.hooks.modalities.perf_counter", lambda: next(times))
+    model = build(MODELS["joint"])
+    parts = SimpleNamespace(parts=(model,), specs=model.specs(), tensors=model.named_parameters)
+    logged: list[Any] = []
+    run: Any = SimpleNamespace(
+        model=parts,
+        state=SimpleNamespace(step=4),
+        watch=SimpleNamespace(enter=lambda *_: None),
+        judge=lambda: None,
+        topology=Topology.of(Layout.parse("1"), CPU),
+        batches=[Batch(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))],
+        evaluations={},
+        measured={},
+        paused=1.0,
+        log=logged.append,
+    )
+    hook = ModalitiesHook(every=3)
+    hook.after_step(run, None)  # type: ignore[arg-type]
+    assert not logged
+    hook.finish(run)
+    assert run.paused == 3.5 and logged == [{"modality/text/share": 1.0, "modality/image/share": 0.0}]
 
 
 def _told(model: Any, rows: int = 12) -> Batch:

@@ -43,11 +43,11 @@ def test_each_parameter_has_one_role_and_the_decoder_is_the_text_model(name: str
     assert plain == {key for key, _ in text.named_parameters()}
 
 
-ROWS = (
+ROWS = ("fusion_cross dp_shard accumulate", "fusion_moma experts ep_all_gather dp_shard accumulate")
+SLOW = (
     "fusion_joint dp_shard tp tp_whole accumulate recompute",
     "fusion_mot dp_shard pp_1f1b accumulate",
     "fusion_cross dp_shard dp_replicate",
-    "fusion_moma dp_shard experts ep_all_gather accumulate",
     "fusion_moma_choice dp_shard experts ep_all_to_all",
     "fusion_moma_threshold experts pp_interleaved accumulate",
 )
@@ -59,7 +59,7 @@ def _measured(row: str, layout: str) -> Measurement:
     return measured(replace(case_of(words), stages=(*first, *STAGES[len(first) :]), steps=4), layout, words)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW)])
 def test_stages_of_a_fusion_are_those_of_one_process(world: World, row: str) -> None:
     alone, layout = _measured(row, "1"), layout_of(frozenset(row.split()))
     assert alone.gradients and not any(key.startswith(("encoder.", "embed.", "head.")) for key in alone.gradients)

@@ -184,17 +184,14 @@ def test_a_decay_that_an_optimizer_does_not_have_is_refused() -> None:
         optimizer.at_step(1)
 
 
-ROWS = (
-    "dp_shard accumulate recompute",
+ROWS = ("dp_shard accumulate recompute", "dp_shard bf16", "tp", "pp_1f1b accumulate", "dp_shard experts ep_all_to_all accumulate")
+SLOW = (
     "dp_shard dp_replicate",
-    "dp_shard muon",
-    "tp",
-    "cp_ring",
-    "pp_1f1b accumulate",
     "pp_1f1b dp_shard accumulate tied",
+    "dp_shard muon",
+    "cp_ring",
     "pp_zbv accumulate",
-    "dp_shard experts ep_all_to_all accumulate",
-    "dp_shard bf16",
+    "dp_shard compile accumulate recompute",
 )
 
 
@@ -224,8 +221,9 @@ def test_stages_in_a_layout_are_those_of_one_process(world: World, row: str) -> 
 
 
 @pytest.mark.slow
-def test_stages_of_compiled_blocks_are_those_of_one_process(world: World) -> None:
-    _equal(world, "dp_shard compile accumulate recompute")
+@pytest.mark.parametrize("row", SLOW)
+def test_stages_in_further_layouts_are_those_of_one_process(world: World, row: str) -> None:
+    _equal(world, row)
 
 
 def _copy_learns() -> list[bool]:

@@ -55,13 +55,13 @@ def test_every_optimizer_goes_on_bit_for_bit_inside_of_stages_and_at_their_borde
 ) -> None:
     whole = train(recipe, options(tmp_path / "whole", name, 6))
     losses: list[float] = []
-    for stop in (1, 2, 3, 4, 5, 6):  # 2 and 4 are borders
+    for stop in (2, 3, 6):  # a border, and inside of a stage
         losses += train(recipe, options(tmp_path / "cut", name, 6, f"--train.stop_at={stop}"))["losses"]
     last = digest(prepared(recipe, options(tmp_path / "cut", name, 7))[0])
     assert losses == whole["losses"] and last == whole["weights"]
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["pp=2", pytest.param("dp_shard=2", marks=pytest.mark.slow)])
 def test_on_two_ranks_too_and_then_on_one(world: World, recipe: Path, tmp_path: Path, layout: str) -> None:
     more = [f"--parallel.{layout}"]
     whole = world.run(train, 2, recipe, options(tmp_path / "whole", "adamw", 6, *more))

@@ -87,7 +87,7 @@ def modalities_of(run: Run) -> Modalities | None:
 def shares(run: Run, known: Modalities) -> dict[str, float]:
     """Collective: `modality/NAME/share` of the tokens of the step's batches on all ranks."""
     counts = torch.zeros(len(known.names), dtype=torch.float64)
-    for batch in run.batches if _reads(run) else ():
+    for batch in run.batches:  # ranks that read the same rows are as many for each row
         place = known.of(batch.tokens)
         place = place if batch.documents is None else place[batch.documents != PADDING]
         counts += torch.bincount(place.flatten(), minlength=len(known.names))
