@@ -59,6 +59,32 @@ def schedule_suits_the_optimizer(job: Job, layout: Layout | None) -> list[Fault]
     return []
 
 
+def stages_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Stages of training that do not follow each other, or that never begin."""
+    stages, first = job.train.stages, 0
+    for index, stage in enumerate(stages):
+        key, last = f"train.stages.{index}", index == len(stages) - 1
+        if last and stage.until is not None:
+            yield Fault(f"{key}.until", f"the last stage ends at step {stage.until}", hint="remove it, or add a stage behind it")
+        elif not last and stage.until is None:
+            yield Fault(f"{key}.until", "is missing: a stage follows that would never begin", hint="say at which step it ends")
+        elif not last and (stage.until or 0) <= first:
+            yield Fault(
+                f"{key}.until", f"{stage.until} is not after {first}, where the stage begins", hint="stages stand in their order"
+            )
+        elif stage.until is not None and stage.until >= job.train.max_steps:
+            text = (
+                f"the stage after it begins at step {stage.until}, and the run ends with train.max_steps = {job.train.max_steps}"
+            )
+            yield Caution(f"{key}.until", text)
+        length = (job.train.max_steps if stage.until is None else stage.until) - first
+        for name, steps in stage.warmups.items():
+            if 0 < length < steps:
+                what = "" if name == "*" else f" of {name!r}"
+                yield Fault(f"{key}.warmup", f"a warm-up of {steps} steps{what} is longer than its stage of {length}")
+        first = stage.until or first
+
+
 def mtp_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Multi-token prediction: a schedule of its weight that does not fit the run, or rows too short to have labels."""
     mtp = getattr(job.model, "mtp", None)
