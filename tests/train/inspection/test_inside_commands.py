@@ -1,6 +1,5 @@
 """`forge-train probe` and `similarity`, against the model itself."""
 
-import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -16,38 +15,7 @@ from forge_models.interp.store.read import ActivationStore
 from forge_train.cli import main
 from forge_train.inference.open import load_model, open_weights
 from forge_train.inspection.heat_map import heat_map
-from train.runs import TINY, train
-
-BYTES = TINY.replace("vocab_size = 61", "vocab_size = 257") + '\n[data.tokenizer]\nname = "bytes"\n'
-TEXT = "Some words that a model reads,\nand a second line of them.\n" * 4
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, and a text next to it."""
-    folder = tmp_path_factory.mktemp("inside")
-    (folder / "tiny.toml").write_text(BYTES)
-    (folder / "text.txt").write_text(TEXT)
-    overrides = ["--train.max_steps=4", "--optimizer.lr=0.1", "--checkpoint.every=2", '--hooks=[{name="save"}]']
-    train(folder / "tiny.toml", [f"--job.dir={folder / 'run'}", *overrides])
-    return folder
-
-
-def said(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
-    """The JSON document of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, arguments), "--json"])
-    captured = capsys.readouterr()
-    assert not ended.value.code, captured
-    return json.loads(captured.out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, arguments)])
-    captured = capsys.readouterr()
-    assert ended.value.code == 2
-    return captured.err + captured.out
+from train.inspection.commands import TEXT, refused, said
 
 
 def values(model: Any, length: int, name: str) -> torch.Tensor:
