@@ -27,9 +27,12 @@ ROUTING = "routing.json"
 SAMPLES = "samples.json"
 """The newest texts that hook `sample` generated."""
 
+INSIDE = "inside"
+"""What hook `inside` compares with: products of activations at the first look and at later ones."""
+
 OWNED = (
     *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, "tensorboard"),
-    *("profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
+    *(INSIDE, "profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 
