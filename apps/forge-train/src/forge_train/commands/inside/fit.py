@@ -1,5 +1,6 @@
 """`forge-train lens MODEL` and `forge-train sae STORE`: what is fitted to the inner values of a model."""
 
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -83,8 +84,8 @@ def sae(
     _writable(output)
     if name is None and len(opened.names) > 1:
         raise ForgeError(f"{store} has {len(opened.names)} inner values, choose one with --name: {', '.join(opened.names)}")
-    chosen = opened.names[0] if name is None else name
-    width = opened.read(chosen, 0, 0).flatten(1).shape[1]
+    chosen = next(iter(opened.names)) if name is None else name
+    width = prod(opened.read(chosen, 0, 0).shape[1:])
     count = 8 * width if latents is None else latents
     found, good = train_sae(opened, chosen, latents=count, k=min(k, count), steps=steps, batch=batch, lr=lr, held_out=held_out)
     found.save(output, {"name": chosen, "store": opened.manifest["facts"]})
@@ -93,8 +94,8 @@ def sae(
         console.document({"name": chosen, "latents": count, "k": found.k, **good._asdict()})
         return
     console.text(
-        f"{chosen}: {good.explained:.1%} of the variance of {good.rows:,} held-out tokens explained by {good.l0:.1f} of {count:,} "
-        f"directions a token; {good.dead:,} directions without a token"
+        f"{chosen}: {good.explained:.1%} of the variance of {good.rows:,} held-out tokens is explained by {good.l0:.1f} of "
+        f"{count:,} directions a token; {good.dead:,} directions without a token"
     )
 
 

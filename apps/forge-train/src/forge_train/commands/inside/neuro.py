@@ -211,17 +211,16 @@ def _write(
 
     from forge_core.durable import replace_file
     from forge_core.errors import ForgeError
-    from forge_train.inspection.heat_map import heat_map
+    from forge_train.inspection.heat_map import write_heat_map
 
     if output is None:
         return
     names = [row["name"] for row in facts["results"]]
     values = [[row[column] for column in columns] for row in facts["results"]]
-    picture = heat_map(f"{measure}: {place.name} and {target.name}", values, names, columns)
     try:
         output.mkdir(parents=True, exist_ok=True)
         np.savez(output / "results.npz", **{name: value.numpy() for name, value in arrays.items()})
-        replace_file(output / "layers.svg", picture.encode())
+        write_heat_map(output / "layers.svg", f"{measure}: {place.name} and {target.name}", values, names, columns)
         said = {"place": str(place), "target": str(target), **facts}
         replace_file(output / "results.json", json.dumps(said, indent=1).encode())
     except OSError as cause:

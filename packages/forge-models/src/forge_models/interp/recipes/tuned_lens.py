@@ -1,4 +1,4 @@
-"""The tuned lens: an affine map for each layer, behind which the model's head predicts what the model will (Belrose et al., 2023)."""
+"""The tuned lens: an affine map for each layer, behind which the head predicts what the model will (Belrose et al., 2023)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
