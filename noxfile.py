@@ -26,6 +26,7 @@ LIBRARIES = (
     *("lion-pytorch", "lm-eval[hf]", "safetensors", "schedulefree", "tensorboard", "torchao", "transformers", "wandb"),
     *("av", "datasets", "fsspec", "pyarrow", "scikit-learn", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
     *("flask", "flask-cors", "moto[s3]", "s3fs"),
+    *("h5py", "ipykernel", "matplotlib", "nbclient", "scikit-learn", "scipy", "xarray", "zarr"),
 )
 TRITON = "triton==3.7.1"
 """The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""

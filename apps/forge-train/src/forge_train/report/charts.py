@@ -55,6 +55,14 @@ FAMILIES = (
     Family("Experts", "Loss of the router", "per token", "routing/(.+)/loss"),
     Family("Experts", "Largest bias", "", "routing/(.+)/bias_max"),
     Family("Experts", "Smallest bias", "", "routing/(.+)/bias_min"),
+    Family("Inside", "Likeness to the first weights", "CKA", "inside/(.+)/cka_first"),
+    Family("Inside", "Likeness to the last time", "CKA", "inside/(.+)/cka_previous"),
+    Family("Inside", "Effective rank", "dimensions", "inside/(.+)/effective_rank", from_zero=True),
+    Family("Inside", "Entropy of attention", "nats", "inside/(.+)/attention_entropy", from_zero=True),
+    Family("Inside", "Largest attention score", "before the softmax", "inside/(.+)/max_score"),
+    Family("Inside", "Loss of the logit lens", "nats per token", "inside/(.+)/lens_loss"),
+    Family("Inside", "Agreement of routers with the last time", "share", "inside/(.+)/router_agreement", from_zero=True),
+    Family("Inside", "Time of a look inside", "seconds", "inside/seconds", "rank 0", from_zero=True),
 )
 SHOWN_ELSEWHERE = re.compile(r"tokens|skipped|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens")
 """Metrics without a chart: others say the same, or a table does."""
