@@ -29,12 +29,14 @@ def test_without_a_launcher_there_is_one_process() -> None:
 
 
 def test_torchrun() -> None:
-    assert read_launcher(TORCHRUN) == Launch(3, 8, 1, 2, "node1", 29500, "torchrun")
+    assert read_launcher(TORCHRUN) == Launch(3, 8, 1, 2, "node1", 29500, "torchrun", device=1)
+    assert read_launcher(TORCHRUN | {"FORGE_LOCAL_DEVICE": "3"}).device == 3, "devices before it are left out"
 
 
 def test_bare_srun() -> None:
     found = read_launcher(SRUN)
     assert (found.rank, found.size, found.local_rank, found.local_size, found.address) == (5, 8, 1, 4, "gpu03")
+    assert found.device == 1
     assert read_launcher(SRUN | {"SLURM_PROCID": "0"}).port == found.port, "every rank derives the same port"
     assert read_launcher(SRUN | {"MASTER_PORT": "4242", "MASTER_ADDR": "head"}).address == "head"
 
