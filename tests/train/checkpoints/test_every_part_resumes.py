@@ -127,7 +127,7 @@ USUAL = {
     "objectives": 'name = "cross_entropy"',
     "hooks": 'name = "norms"\nevery = 2',
 }
-CLOCKS = re.compile(r"time(/.*)?|.*seconds.*|tokens_per_second|model_tflops|mfu|mfu_attended|peak_memory|straggler.*")
+CLOCKS = re.compile(r"time(/.*)?|.*seconds.*|tokens_per_second|model_tflops|mfu|mfu_attended|peak_memory|straggler.*|machine/.*")
 """Numbers of the metrics that say how long something took, or what else the process has held."""
 
 

@@ -35,6 +35,10 @@ class Failing(Hook):
         if run.state.step >= 4 and how == "a bad place" and os.environ["FORGE_LOCAL_DEVICE"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def start(self, run):
+        if run.topology.rank == 1 and LIFE == 0 and os.environ["HOW"] == "a faulty machine":
+            next(hook for hook in run.hooks if hasattr(hook, "compute")).compute = lambda: "the device is hot"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fails(Component):
@@ -44,11 +48,24 @@ class Fails(Component):
         return Failing()
 '''
 
+HOOKS = """
+[[hooks]]
+name = "machine"
+every = 4
+
+[[hooks]]
+name = "./mine.py:Fails"
+
+[[hooks]]
+name = "log"
+every = 1
+"""
+
 
 def train(folder: Path, how: str, restarts: int, *more: str, processes: int = 2) -> tuple[int, str]:
     """Exit code and standard error."""
     (folder / "mine.py").write_text(HOOK)
-    (folder / "tiny.toml").write_text(TINY + '\n[[hooks]]\nname = "./mine.py:Fails"\n\n[[hooks]]\nname = "log"\nevery = 1\n')
+    (folder / "tiny.toml").write_text(TINY + HOOKS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOW": how}
     options = [f"--processes={processes}", f"--restarts={restarts}"]
     command = [sys.executable, "-m", "forge_train", "run", "tiny.toml", *options, *more]
@@ -73,6 +90,15 @@ def test_fault_33_a_rank_that_is_killed_is_started_again_and_the_bits_are_those_
     assert code == 0, said
     assert last(tmp_path / "a") == last(tmp_path / "b")
     assert len(last(tmp_path / "a")) >= 2
+
+
+@pytest.mark.slow
+def test_fault_51_a_machine_that_fails_a_probe_is_named_and_the_run_started_again(tmp_path: Path) -> None:
+    code, said = train(tmp_path, "a faulty machine", 1)
+    assert code == 0, said
+    named = r"rank 1 .*exit code 6: after step 4, the machine of rank 1 on \S+ fails a probe: the device is hot\."
+    assert re.search(f"{named}.*; restart 1 of 1", said)
+    assert re.search(r"rank 0: .*after step 4, the machine of rank 1 on", said)
 
 
 @pytest.mark.slow

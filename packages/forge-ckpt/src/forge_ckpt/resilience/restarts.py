@@ -9,10 +9,13 @@ from forge_ckpt.resilience.local_ranks import FOLLOWS, Ended, run
 FULL = 8
 """Exit code of a rank that ran out of memory, and has noted what may fit."""
 
-AGAIN = (1, FOLLOWS, FULL)
+FAULTY = 6
+"""Exit code of a rank whose machine has failed a probe."""
+
+AGAIN = (1, FOLLOWS, FAULTY, FULL)
 """Exit codes after which ranks are started again, besides every signal that they did not ask for: a fault of the program, the
-loss of another rank, and a step that did not fit and will be cut into smaller parts. Others say that the same would happen again,
-or that the end was asked for."""
+loss of another rank, one of the machine, and a step that did not fit and will be cut into smaller parts. Others say that the same
+would happen again, or that the end was asked for."""
 
 
 class Passed:
