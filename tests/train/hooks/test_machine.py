@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -128,9 +129,11 @@ def test_fault_51_a_wrong_sum_is_found(rank: int) -> None:
 
 
 def _clean(recipe: Path, folder: Path, probed: bool) -> tuple[list[str], str]:
+    """Warnings and weights."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1", "--train.max_steps=30"])
     run.hooks = [MachineHook(every=1)] if probed else []
     fit(run)
+    assert [hook.writes for hook in run.hooks] == [run.topology.rank == 0] * probed, "one file for each host"
     return run.health.summary(), digest(run)
 
 
@@ -197,26 +200,28 @@ def test_a_disk_that_is_full_is_not_a_fault_and_one_that_fails_once_is_asked_aga
     assert failed and list(tmp_path.iterdir()) == []
 
 
-def test_the_device_of_this_machine_is_well() -> None:
-    assert device_probe(torch.device("cpu"))() == ""
+def test_the_device_of_this_machine_is_well_and_one_that_loses_bytes_is_not() -> None:
+    probe, real = device_probe(torch.device("cpu")), torch.Tensor.cpu
+    assert probe() == ""
+    with patch.object(torch.Tensor, "cpu", lambda tensor: real(tensor) + (tensor.dtype == torch.int32)):
+        assert probe() == "the device gives back other bytes than it was given"
 
 
 def _by_clock(recipe: Path, folder: Path, minutes: float) -> list[int]:
-    """Steps after which this rank probed; its own clock runs only on rank 0."""
+    """Steps after which this rank probed; only the clock of rank 0 runs, by 29.6 seconds a step."""
     run, _ = prepared(recipe, [f"--job.dir={folder}", "--train.micro_batch=1"])
-    hook, steps = MachineHook(every=1, minutes=minutes), []
-    real = hook.act
-    hook.act = lambda given: (steps.append(given.state.step), real(given))[1]  # type: ignore[method-assign]
+    hook, steps, now = MachineHook(every=1, minutes=minutes), [], [0.0]
+    hook.act = lambda given: steps.append(given.state.step)  # type: ignore[method-assign]
 
     class Clock(Hook):
         def before_step(self, run: Any) -> None:
-            if run.topology.rank == 0:
-                hook.since -= 30
+            now[0] += 29.6 * (run.topology.rank == 0)
 
     run.hooks = [Clock(), hook]
-    fit(run)
+    with patch.object(machine, "time", SimpleNamespace(monotonic=lambda: now[0])):
+        fit(run)
     return steps
 
 
 def test_minutes_are_those_of_rank_0(world: World, recipe: Path, tmp_path: Path) -> None:
-    assert world.run(_by_clock, 2, recipe, tmp_path / "run", 0.99) == [[2, 4, 6, 8]] * 2
+    assert world.run(_by_clock, 2, recipe, tmp_path / "run", 1.0) == [[3, 6]] * 2
