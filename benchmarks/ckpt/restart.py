@@ -3,9 +3,9 @@
     python benchmarks/ckpt/restart.py [--processes 4] [--rounds 3]
 
 A small model is trained by `forge-train run --processes N --restarts 1`, with a line of metrics every step and a save every
-fifth. One rank is killed in the middle. `gone` is the time until the launcher has noticed and ended all ranks, `step` until the first step after
-the restart is in the metrics, `ahead` until the run is where it was. The rest of `step` is starting Python and torch on every rank,
-meeting, and loading the checkpoint.
+fifth. One rank is killed in the middle. `gone` is the time until the launcher has noticed and ended all ranks, `step` until the
+first step after the restart is in the metrics, `ahead` until the run is where it was. The rest of `step` is starting Python and
+torch on every rank, meeting, and loading the checkpoint.
 """
 
 import argparse
