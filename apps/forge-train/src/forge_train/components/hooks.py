@@ -206,6 +206,32 @@ class Stragglers(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Machine(Component):
+    """Asks now and then whether device, exchange between ranks, disk and memory of every machine are well. What is wrong ends the
+    run with the rank and its host named; what is slow or short is a warning."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 200
+    """Optimizer steps between two probes."""
+    minutes: Annotated[float, Ge(0)] = 0.0
+    """Least time between two probes, by the clock of rank 0; then `every` is how often the clock is looked at."""
+    slow: Annotated[float, Gt(0)] = 10.0
+    """Seconds of one probe above which it is a warning. Each takes milliseconds on a machine that is well."""
+    least_memory: Annotated[float, Ge(0)] = 0.5
+    """GiB of free host memory below which it is a warning."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Machine]":
+        return (cls(every=2),)
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.machine import MachineHook
+
+        return MachineHook(every=self.every, minutes=self.minutes, slow=self.slow, least_memory=self.least_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Norms(Component):
     """Logs norms of gradients, updates and parameters, by group of parameters or by tensor."""
 
