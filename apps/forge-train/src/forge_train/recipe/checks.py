@@ -8,21 +8,8 @@ from typing import Any
 
 from forge_core.errors import Caution, Fault, did_you_mean
 from forge_core.layout import Layout
-from forge_train.components.hooks import (
-    Best,
-    EarlyStop,
-    Ema,
-    Evaluate,
-    Inside,
-    Log,
-    Profile,
-    Progress,
-    Replicas,
-    Routing,
-    Sample,
-    Save,
-    Tasks,
-)
+from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
+from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
 from forge_train.hooks.evaluation.results import metrics
 from forge_train.recipe.schema import Job
 
