@@ -160,6 +160,8 @@ def test_a_row_has_no_more_images_than_it_may(corpus: Path, tmp_path: Path) -> N
 
     (unbounded, few), (bounded, many) = most(), most(items_per_row=3)
     assert unbounded > 3 == bounded and many > few
+    for limit in (4, 5, 7):  # some divide the length of a row, some do not
+        assert most(items_per_row=limit)[0] <= limit
     with pytest.raises(DataError, match=r"has 3 items, and data\.items_per_row = 2; raise it"):
         list(steps(data(source(corpus), items_per_row=2), tmp_path, 1))
 
@@ -203,7 +205,8 @@ def test_a_step_ends_with_the_image_that_cannot_be_read(corpus: Path, tmp_path: 
 def test_held_out_documents_come_once_on_any_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     (held_out,) = evaluation(data(evaluation={"set": source(corpus)}), workspace=tmp_path).values()
     for ranks in (1, 2, 3):
-        parts = [list(held_out.batches(rank, ranks, 4)) for rank in range(ranks)]
+        parts = [list(held_out.batches(rank, ranks, 7)) for rank in range(ranks)]
+        assert any(-1 in batch.samples for part in parts for batch in part), "some rows only fill up"
         assert len({len(part) for part in parts}) == 1
         seen = sorted(pair for part in parts for batch in part for pair in audit(batch))
         assert seen == [(number, 0 if number % 5 == 4 else 1 + number % 3) for number in range(60)]
@@ -216,11 +219,11 @@ def test_questions_are_what_stands_before_the_first_learned_token(tmp_path: Path
     talk = [
         asked,
         {"role": "assistant", "content": "A"},
-        {"role": "user", "content": "And?"},
+        {"role": "user", "content": "And <image>?"},
         {"role": "assistant", "content": "B"},
     ]
     records = [
-        {"messages": talk, "image": ["1.png"]},
+        {"messages": talk, "image": ["1.png", "0.png"]},
         {"text": "no question"},
         {"text": "<image><image>C", "image": ["0.png", "1.png"]},
     ]
@@ -229,7 +232,7 @@ def test_questions_are_what_stands_before_the_first_learned_token(tmp_path: Path
     one, two = questions(held_out.source, 10)
     hole = [HOLE] * EACH
     assert (one.prompt.tolist(), one.answer.tolist(), one.items) == ([*b"User: ", *hole, *b"?\nAssistant:"], [*b" A\n"], (0, 1))
-    assert (two.prompt.tolist(), two.answer.tolist(), two.items) == (hole + hole, [*b"C", EOS], (1, 3))
+    assert (two.prompt.tolist(), two.answer.tolist(), two.items) == (hole + hole, [*b"C", EOS], (2, 4))
     found = inputs_of(held_out.source, [one, two])  # type: ignore[arg-type]
     assert found["image_rows"].tolist() == [[0, -1], [1, 2]]
     assert [color(image)[0] for image in found["images"]] == [1, 0, 1]

@@ -125,6 +125,7 @@ def test_a_tile_is_an_image_to_the_model(tmp_path: Path) -> None:
     path = written(tmp_path, [{"text": "a", "image": "wide.png"}, {"text": "b", "image": "wide.png"}])
     source = opened(ImageJsonl(path=path, tiling=Tiling(name="anyres", grids=((1, 2),)), **GIVEN), tmp_path / "w")
     assert documents(source)[0][0] == [HOLE] * 6 + [ord("a"), EOS] and documents(source)[0][2] == 3
+    assert source.items_before(np.arange(17)).tolist() == [0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 6, 6]
     items = source.load(0, 6)
     assert items[1].max() == items[4].max() == -1 and items[2].min() == items[5].min() == 1, "left is black, right is white"
     assert np.array_equal(source.load(2, 5), items[2:5])
@@ -178,7 +179,11 @@ def test_a_moved_folder_is_the_same_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"placeholder": 301}, {"per_image": 3}, {"size": 4}, {"template": "chatml"}, {"split": "train"}]
+    "change",
+    [
+        *({"placeholder": 301}, {"per_image": 3}, {"size": 4}, {"template": "chatml"}, {"split": "train"}),
+        {"tiling": Tiling(name="anyres")},
+    ],
 )
 def test_what_changes_the_tokens_is_prepared_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     example_images.jsonl(tmp_path)

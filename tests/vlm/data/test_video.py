@@ -14,6 +14,7 @@ from forge_core.errors import DataError
 from forge_vlm.components.sources import VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
 from forge_vlm.data.frames import chosen
+from forge_vlm.data.readers.video import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened
 
 FRAME = [HOLE, HOLE]
@@ -31,6 +32,7 @@ FRAME = [HOLE, HOLE]
         ([0, 0.1, 0.2, 0.3, 10], 3, [0, 3, 4]),  # by time, not by number
         ([0, 0.1, 0.2, 10], 3, [0, 2, 3]),
         ([0, 9, 9.5, 10], 3, [0, 1, 3]),
+        ([10, 11, 12, 13, 14], 3, [0, 2, 4]),
     ],
 )
 def test_frames_are_chosen_by_their_times(times: list[float], count: int, wanted: list[int]) -> None:
@@ -119,6 +121,14 @@ def test_a_table_of_videos(tmp_path: Path) -> None:
     assert shown.size == (8, 8)
     again = opened(replace(component, skip=2), tmp_path / "w")
     assert np.array_equal(again.load(1, 3), source.load(1, 3)) and again.fingerprint == source.fingerprint
+
+
+def test_times_are_told_from_the_first_frame_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    video(tmp_path / "1.mp4", [0, 40])
+    (tmp_path / "clips.csv").write_text("videoid,name\n1,one\n")
+    monkeypatch.setattr(VideoExamples, "_times", lambda self, name: [7.0, 7.5])
+    source = opened(VideoCsv(path=str(tmp_path / "clips.csv"), file="{videoid}.mp4", **GIVEN), tmp_path / "w")
+    assert documents(source)[0][0] == [*b"0.0s", *FRAME, *b"0.5s", *FRAME, *b"one", EOS]
 
 
 def test_a_clip_that_changed_is_named(tmp_path: Path) -> None:
