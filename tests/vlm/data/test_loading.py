@@ -166,6 +166,16 @@ def test_a_row_has_no_more_images_than_it_may(corpus: Path, tmp_path: Path) -> N
         list(steps(data(source(corpus), items_per_row=2), tmp_path, 1))
 
 
+def test_images_that_take_few_tokens_are_counted_too(tmp_path: Path) -> None:
+    """Eight documents of three tokens fit a row of 24, and seven images may be in it."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
+    (tmp_path / "records.jsonl").write_text('{"text": "a", "image": "0.png"}\n' * 40)
+    chosen = data(replace(source(tmp_path), per_image=1), epochs=1, items_per_row=7)
+    found = [batch for batches, _ in steps(chosen, tmp_path, 100, global_batch=1, micro_batch=1) for batch in batches]
+    counts = [int((batch.extras["image_rows"] >= 0).sum()) for batch in found]
+    assert sum(counts) == 40 and 5 <= max(counts) <= 7
+
+
 def test_documents_are_never_cut(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="packing = 'concatenate' would cut them"):
         list(steps(data(source(corpus), packing="concatenate"), tmp_path, 1))
