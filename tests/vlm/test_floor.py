@@ -57,7 +57,7 @@ def lowest(name: str, leak: bool = False) -> float:
     return sum(losses[-20:]) / 20
 
 
-FAST = ("joint-prefix", "cross")
+FAST = ("joint-prefix",)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])

@@ -49,7 +49,10 @@ def options(directory: Path, name: str, steps: int, *more: str) -> list[str]:
     return [f"--job.dir={directory}", *named, *CONSTANT, *more]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FAST = ("adamw", "schedule_free_adamw")
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS])
 def test_every_optimizer_goes_on_bit_for_bit_inside_of_stages_and_at_their_borders(
     recipe: Path, tmp_path: Path, name: str
 ) -> None:
