@@ -157,6 +157,19 @@ def test_modules_without_anything_to_learn_run_as_in_evaluation() -> None:
     assert all(module.training for module in model.part.modules())
 
 
+def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
+    class OneCount:
+        shards = "elementwise"
+
+        def build(self, model: Any) -> Any:
+            made = AdamW().build(model)
+            made.state = lambda: {"count": {"all": torch.zeros(())}}
+            return made
+
+    with pytest.raises(PlanError, match=r"keeps a state under a name that is not a parameter's.*train\.stages"):
+        _laid_out(OneCount(), STAGES[2:])
+
+
 def test_dropout_of_what_is_frozen_does_not_drop() -> None:
     """And what has no parameters by itself follows the module that it is in."""
     frozen = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).requires_grad_(False)
