@@ -57,7 +57,7 @@ def lowest(name: str, leak: bool = False) -> float:
     return sum(losses[-20:]) / 20
 
 
-FAST = ("joint-prefix", "cross")
+FAST = ("joint-prefix",)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
@@ -100,6 +100,19 @@ def test_labels_of_what_a_prefix_shows_are_refused() -> None:
     _called([0, 1], documents=[0, 0, 1, 1, 1, 1, 1, 1])  # a document before the image's has no prefix
     with pytest.raises(Misplaced, match="place 0"):
         _called([0], documents=[0, 0, 0, 0, 0, 0, 0, 0])
+    _called([1], prefix=[1, 1, 1, 1, 1, 1, 0, 0], documents=[0, 0, 1, 1, 1, 1, 1, 1])  # prefixes of two documents
+
+
+def test_batches_for_checks_have_no_label_that_a_prefix_shows() -> None:
+    """Those of another mask have some, in the same places."""
+    tokens = torch.randint(1, IMAGE, (6, 24), generator=torch.Generator().manual_seed(2))
+    plain = Batch(tokens, tokens.clone())
+    model, other = MODELS["joint-prefix"].build(), MODELS["joint"].build()
+    made, wide = model.with_extras(plain), other.with_extras(plain)
+    assert torch.equal(made.tokens, wide.tokens)
+    assert not model._seen_labels(made.labels, made.tokens, {}).any()  # type: ignore[union-attr]
+    seen = model._seen_labels(wide.labels, wide.tokens, {})
+    assert seen is not None and seen.any() and torch.equal(made.labels, wide.labels.masked_fill(seen, IGNORE))
 
 
 def test_a_mask_of_images_hides_all_text() -> None:

@@ -162,9 +162,9 @@ def measured(recipe: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 LAYOUTS = {
-    "joint_decoder": ["tp=2", "pp=2"],
+    "joint_decoder": ["tp=2"],
     "cross_attention": ["dp_shard=2", "dp_replicate=2"],
-    "mot": ["pp=2"],
+    "mot": ["pp=2", "dp_shard=2"],
     "moma": ["dp_shard=2"],
 }
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from forge_core.errors import PlanError
 from forge_core.registry import Registry
 from forge_core.specs import Specs
 from forge_parallel.build.chosen import apply, settings_of
+from forge_parallel.build.frozen import rest
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW, AdamW8bit, Lion, ScheduleFreeAdamW
@@ -153,6 +155,32 @@ def test_modules_without_anything_to_learn_run_as_in_evaluation() -> None:
     assert model.part.embed.training and not blocks["2"].mlp.training and not model.part.head.training
     optimizer.at_step(3)
     assert all(module.training for module in model.part.modules())
+
+
+def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
+    class OneCount:
+        shards = "elementwise"
+
+        def build(self, model: Any) -> Any:
+            made = AdamW().build(model)
+            made.state = lambda: {"count": {"all": torch.zeros(())}}
+            return made
+
+    with pytest.raises(PlanError, match=r"keeps a state under a name that is not a parameter's.*train\.stages"):
+        _laid_out(OneCount(), (Stage(train=("*",)),))
+
+
+def test_dropout_of_what_is_frozen_does_not_drop() -> None:
+    """And what has no parameters by itself follows the module that it is in."""
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).requires_grad_(False)
+    part = nn.ModuleDict({"frozen": frozen, "mixed": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), "drop": nn.Dropout(0.5)})
+    rest(part)
+    assert not frozen[1].training and part["mixed"][1].training and part["drop"].training and part.training  # type: ignore[index]
+    x = torch.ones(5, 2)
+    assert torch.equal(frozen(x), frozen[0](x))
+    everything = nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)
+    rest(everything)
+    assert everything.training and not everything[0].training
 
 
 @pytest.mark.parametrize("component", [AdamW(lr=1e-2), Lion(), AdamW8bit(block=4, smallest=0), ScheduleFreeAdamW()], ids=str)

@@ -23,16 +23,17 @@ def freeze(model: ParallelModel, frozen: Collection[str]) -> None:
         model.everything[name].requires_grad_(model.specs.ties.get(name, name) not in frozen)
     for part in model.parts:
         part.train()
-        _rest(part)
+        rest(part)
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 look_at_parameters_again(module)
 
 
-def _rest(module: nn.Module) -> None:
+def rest(module: nn.Module) -> None:
+    """Puts the outermost modules inside of `module` that have parameters, and none that takes a gradient, in evaluation mode."""
     for child in module.children():
         parameters = list(child.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             child.eval()
         else:
-            _rest(child)
+            rest(child)

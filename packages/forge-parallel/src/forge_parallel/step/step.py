@@ -91,7 +91,7 @@ class Evaluation:
 
     loss: float
     tokens: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
