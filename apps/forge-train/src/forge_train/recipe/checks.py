@@ -97,7 +97,9 @@ def inside_can_be_measured(job: Job, layout: Layout | None) -> Iterator[Fault]:
             yield Fault(f"hooks.{index}.name", "'inside' needs a held-out set", hint=hint)
         elif hook.held_out is not None and hook.held_out not in sets:
             yield Fault(
-                f"hooks.{index}.held_out", f"{hook.held_out!r} is not a held-out set", hint=did_you_mean(hook.held_out, list(sets))
+                f"hooks.{index}.held_out",
+                f"{hook.held_out!r} is not a held-out set",
+                hint=did_you_mean(hook.held_out, list(sets)),
             )
         cut = {} if layout is None else {"attention": ("cp", layout.cp), "lens": ("pp", layout.pp)}
         why = {"attention": "has each row's keys on several ranks", "lens": "has the head on its last stage only"}
