@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import edit, replace
 from forge_models.interp.listing import InterpError
+from forge_models.interp.recipes import sae as autoencoders
 from forge_models.interp.recipes.lens import logit_lens
 from forge_models.interp.recipes.sae import SAE, largest, loss_recovered, quality, train_sae
 from forge_models.interp.recipes.tuned_lens import TunedLens, divergences, tuned_lens
@@ -122,6 +123,25 @@ def test_rows_without_structure_are_explained_less(planted, tmp_path):
     options = {"latents": 48, "k": 3, "steps": 600, "batch": 256, "lr": 3e-3}
     assert train_sae(flat, "blocks.0.residual", **options)[1].explained < 0.8
     assert train_sae(store, "blocks.0.residual", **options)[1].explained > 0.8
+
+
+def test_rows_are_read_in_chunks_whose_first_ones_need_not_be_like_the_others(tmp_path, monkeypatch):
+    """What is held at a time bounds memory; the center is learned, not that of the first chunk."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 3 * torch.rand(1200, 1, generator=generator) * F.normalize(torch.randn(1, 6, generator=generator), dim=1)
+    rows[100:] += torch.tensor([1.0, -1, 2, 0, 1, 0])
+    store = stored(tmp_path / "store", rows)
+    monkeypatch.setattr(autoencoders, "CHUNK", 50)
+    monkeypatch.setattr(autoencoders, "MIXED", 2)
+    sizes, read = [], ActivationStore.read
+    monkeypatch.setattr(ActivationStore, "read", lambda self, *given: (sizes.append(given), read(self, *given))[1])
+    sae, found = train_sae(store, "blocks.0.residual", latents=4, k=1, steps=800, batch=50, lr=1e-2)
+    assert {start for _, start, _ in sizes if start} >= set(range(50, 1080, 50))
+    assert max(stop - start for _, start, stop in sizes) <= 100
+    assert found.explained > 0.5
+    fitted = rows[100:1080]
+    missed = (fitted - sae.reconstruct(fitted)).square().sum() / (fitted - fitted.mean(0)).square().sum()
+    assert float(missed) < 0.5
 
 
 def test_latents_that_do_nothing_are_revived(planted):

@@ -101,12 +101,21 @@ def test_a_capture_that_is_killed_goes_on_to_the_same_files(make, inputs, tmp_pa
     with pytest.raises(Killed):
         kept(model, inputs, tmp_path / "cut", report=stop)
     (tmp_path / "cut" / ".shard-00007.safetensors.partial").write_bytes(b"half")
+    (tmp_path / "cut" / f".{MANIFEST}.4711").write_bytes(b"half")
     with pytest.raises(InterpError, match=r"the capture stopped behind input \d"):
         ActivationStore(tmp_path / "cut")
     begun = []
     kept(model, inputs, tmp_path / "cut", report=begun.append)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     assert killed < 3 or begun[0] > 2  # what was stored is not run again
+
+
+def test_a_capture_that_was_killed_before_its_first_manifest_can_be_started_again(make, inputs, tmp_path):
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / f".{MANIFEST}.4711").write_bytes(b"half")
+    kept(make(), inputs, tmp_path / "cut")
+    kept(make(), inputs, tmp_path / "whole")
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
 def test_a_disk_that_takes_no_more_stops_with_a_message_and_can_be_gone_on_from(make, inputs, tmp_path):

@@ -52,7 +52,7 @@ def written(directory: Path) -> dict[int, dict[str, float]]:
         entry = json.loads(line)
         inside = {name: value for name, value in entry.items() if name.startswith("inside/") and name != "inside/seconds"}
         if inside:
-            found.setdefault(entry["step"], {}).update(inside)
+            found[entry["step"]] = inside  # a line behind a resume takes the place of an older one
     return found
 
 
@@ -140,8 +140,8 @@ def test_a_run_goes_back_to_what_its_checkpoint_was_compared_with(recipe: Path) 
     whole, cut = recipe.parent / "whole", recipe.parent / "cut"
     run(recipe, "whole", hooks())
     with pytest.raises(KeyboardInterrupt):
-        interrupted(recipe, 7)
-    run(recipe, "cut", hooks())  # from step 6, behind which there was a look already
+        interrupted(recipe, 5)
+    run(recipe, "cut", hooks())  # from step 3, behind which there was a look already
     assert written(cut) == written(whole)
     for file in (cut / "inside").iterdir():
         file.unlink()

@@ -14,7 +14,6 @@ from forge_models.interp.names import layer_of
 from forge_models.interp.qk import AttentionScores, rule_of
 from forge_models.interp.tap import listening, speaks
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.step.reduce import speaks as counts
 from forge_train.inspection.on_ranks import capture_on_ranks
 
 STREAM = "residual_after"
@@ -106,8 +105,7 @@ class _Local:
 def _means(model: ParallelModel, losses: dict[str, Tensor]) -> dict[str, float]:
     if not losses:
         return {}
-    sums = torch.stack(list(losses.values()))
-    sums = model.topology.all_reduce(sums if counts(model) else torch.zeros_like(sums))
+    sums = model.topology.all_reduce(torch.stack(list(losses.values())))  # ranks with the same rows weigh the same
     return {name: (total / count.clamp(min=1)).item() for name, (total, count) in zip(losses, sums, strict=True)}
 
 
