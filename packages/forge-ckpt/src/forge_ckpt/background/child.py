@@ -24,8 +24,8 @@ from forge_core.protocols.ckpt import Store
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 GIVES_WAY = 5
-"""Added to the niceness of the parent. Of a core that both want, training gets three quarters; with more, saves last many times as
-long on a machine that is full."""
+"""Added to the niceness of the parent. Of a core that both want, training gets three quarters; with more, saves last many times
+as long on a machine that is full."""
 
 
 class Relayed:
