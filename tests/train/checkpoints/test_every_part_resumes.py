@@ -225,9 +225,9 @@ def compare(folder: Path, example: str) -> None:
 
 
 def named(entry: Entry) -> Any:
-    """A case with the part's name. Slow ones: the library behind `tasks` takes seconds to import, and schedules and objectives
-    keep nothing."""
-    marks = [pytest.mark.slow] if entry.name == "tasks" or entry.group in GROUPS[3:] else []
+    """A case with the part's name. Slow ones: the library behind `tasks` takes seconds to import, schedules and objectives keep
+    nothing, and conformance checks the position in a source."""
+    marks = [pytest.mark.slow] if entry.name == "tasks" or entry.group in GROUPS[2:] else []
     return pytest.param(entry, id=f"{entry.group.removeprefix('forge.')}-{entry.name}", marks=marks)
 
 
@@ -239,6 +239,7 @@ def test_fault_17_a_run_that_is_cut_and_killed_ends_as_one_that_is_not(tmp_path:
         compare(folder, recipe.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [named(entry) for entry in PARTS if entry.group == "forge.optimizers"])
 def test_fault_17_what_is_rounded_at_random_is_rounded_alike_after_a_resume(tmp_path: Path, entry: Entry) -> None:
     """With state in bf16; an optimizer that has none refuses it."""
