@@ -24,8 +24,9 @@ CONSTRAINTS = ROOT / "constraints.txt"
 TOOLS = ("hatchling", "hypothesis", "pyright", "pytest", "pytest-xdist")
 LIBRARIES = (
     *("lion-pytorch", "lm-eval[hf]", "safetensors", "schedulefree", "tensorboard", "torchao", "transformers", "wandb"),
-    *("datasets", "fsspec", "pyarrow", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
+    *("av", "datasets", "fsspec", "pyarrow", "scikit-learn", "sentencepiece", "tiktoken", "torchdata", "zstandard"),
     *("flask", "flask-cors", "moto[s3]", "s3fs"),
+    *("h5py", "ipykernel", "matplotlib", "nbclient", "scikit-learn", "scipy", "xarray", "zarr"),
 )
 TRITON = "triton==3.7.1"
 """The version that torch of `constraints.txt` requires where it is built for CUDA. Only the rehearsal has one."""

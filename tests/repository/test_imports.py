@@ -19,7 +19,7 @@ PROJECTS = {
     for path in ROOT.glob(f"{folder}/*/pyproject.toml")
 }
 MIDDLE = {"forge_parallel", "forge_models", "forge_data", "forge_ckpt"}
-PROVIDES = {"yaml": "pyyaml", "PIL": "pillow"}
+PROVIDES = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn"}
 """Import names that differ from the name of their distribution by more than a dash."""
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "datasets", "torchao", "matplotlib", "safetensors")
 

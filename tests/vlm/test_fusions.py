@@ -240,7 +240,6 @@ def test_specs_are_of_every_tensor() -> None:
 def test_bad_keys_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"fusion": CrossAttention(every=9)}, "gives no cross block"),
-        ({"fusion": MoMa()}, "needs experts"),
         ({"fusion": MoMa(routing="threshold"), "moe": replace(EXPERTS, capacity=1.0)}, "takes no moe.capacity"),
         ({"modalities": {"image": (1, 2)}}, "that of the encoder"),
         ({"modalities": {"text": (1, 2)}}, "others do not claim"),
@@ -273,3 +272,7 @@ def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
         model(**batch(longest(component, 3, "1", 4, length=16)))
     assert len(heard) == len(set(heard)), sorted({path for path in heard if heard.count(path) > 1})
     assert any(".image." in path for path in heard)
+
+
+def test_moma_without_experts_has_the_default_ones() -> None:
+    assert replace(JOINT, fusion=MoMa()).moe == MoE()

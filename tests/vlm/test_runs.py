@@ -48,14 +48,6 @@ def test_a_tower_in_a_run_has_the_weights_of_its_folder(tmp_path: Path) -> None:
             assert torch.equal(tensor, found[name]), name
 
 
-def test_two_sources_of_weights_are_refused(tmp_path: Path) -> None:
-    stored(tmp_path, siglip())
-    job = recipe(encoder=f"{{name='siglip', path='{tmp_path}'}}")
-    started = SimpleNamespace(model=job.model, start=SimpleNamespace(weights="elsewhere"), job=job.job)
-    with pytest.raises(ForgeError, match=r"start\.weights and the weights of model\.encoder"):
-        initial_weights(started, Registry(), lambda _: None)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("words", "pair"),
     [

@@ -348,6 +348,15 @@ time.sleep(60)
 """
 
 
+def test_a_saver_gives_way_to_training(tmp_path: Path, opened: Callable[..., Background]) -> None:
+    background = opened(LocalStore(tmp_path), by="process")
+    background.save(whole(sample(1)), Order(1, {}))
+    assert background.settled(wait=True)[0].error is None
+    assert background._process is not None and background._process.process is not None
+    mine, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, background._process.process.pid))
+    assert its == min(19, mine + 5)
+
+
 def test_a_saver_ignores_signals_and_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "gate").touch()
     with subprocess.Popen([sys.executable, "-c", PARENT, tmp_path], stdout=subprocess.PIPE, text=True) as parent:

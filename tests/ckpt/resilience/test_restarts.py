@@ -62,20 +62,20 @@ def alive(folder: Path) -> list[int]:
 
 
 CAUSES = {
-    "SIGKILL": Ended(-9, "rank 2 was ended by SIGKILL"),
-    "SIGSEGV": Ended(-11, "rank 2 was ended by SIGSEGV"),
-    "exit": Ended(9, "rank 2 ended with exit code 9 without a word"),
-    "exception": Ended(1, "rank 2 ended with exit code 1 without a word"),
-    "import": Ended(1, "rank 2 ended with exit code 1 without a word"),
-    "refused": Ended(2, "rank 2 exit code 2: a wrong key"),
-    "all follow": Ended(-9, "rank 2 was ended by SIGKILL"),
+    "SIGKILL": Ended(-9, "rank 2 was ended by SIGKILL", 2),
+    "SIGSEGV": Ended(-11, "rank 2 was ended by SIGSEGV", 2),
+    "exit": Ended(9, "rank 2 ended with exit code 9 without a word", 2),
+    "exception": Ended(1, "rank 2 ended with exit code 1 without a word", 2),
+    "import": Ended(1, "rank 2 ended with exit code 1 without a word", 2),
+    "refused": Ended(2, "rank 2 exit code 2: a wrong key", 2),
+    "all follow": Ended(-9, "rank 2 was ended by SIGKILL", 2),
 }
 
 
 @pytest.mark.parametrize("how", CAUSES)
 def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_path: Path, how: str) -> None:
     began = time.monotonic()
-    assert run(command(tmp_path, how), 4, os.environ, grace=1.0) == CAUSES[how]
+    assert run(command(tmp_path, how), range(4), os.environ, grace=1.0) == CAUSES[how]
     assert time.monotonic() - began < 10
     assert len(list(tmp_path.glob("pid-0-*"))) == 4
     assert alive(tmp_path) == []
@@ -84,7 +84,7 @@ def test_fault_33_when_a_rank_is_gone_all_are_and_the_first_cause_is_named(tmp_p
 def test_fault_33_ranks_do_not_outlive_who_started_them(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     started = command(tmp_path, "waits")
-    parent.write_text(f"import os\nfrom forge_ckpt.resilience.local_ranks import run\nrun({started!r}, 2, os.environ)\n")
+    parent.write_text(f"import os\nfrom forge_ckpt.resilience.local_ranks import run\nrun({started!r}, range(2), os.environ)\n")
     with subprocess.Popen([sys.executable, str(parent)]) as supervisor:
         until = time.monotonic() + 30
         while len(alive(tmp_path)) < 2 and time.monotonic() < until:

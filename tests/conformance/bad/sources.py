@@ -39,6 +39,29 @@ def no_borders(starts, length):
     return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
+PLACES = np.arange(0, 4000, 40)
+
+
+def learned(start, stop):
+    return ~np.isin(np.arange(start, stop), PLACES)
+
+
+def loaded(first, stop):
+    return np.arange(first, stop, dtype=np.float32).reshape(-1, 1)
+
+
+def with_items(**says) -> Part:
+    """Random tokens with an item every 40."""
+    right = {
+        "extras": ("things", "rows"),
+        "item_shape": (1,),
+        "items_before": lambda tokens: np.searchsorted(PLACES, tokens),
+        "learned": learned,
+        "load": loaded,
+    }
+    return made(**(right | says))
+
+
 class Documents:
     """A stream of two shards, and what `says` sets."""
 
@@ -119,6 +142,16 @@ BAD = {
         (Part(make=lambda context: Documents(max_id=7)), "but max_id is 7"),
         (Part(make=lambda context: Documents(stream=consumed())), "does not go on"),
         (Part(make=lambda context: Documents(stream=lambda shard, start=0: Documents().stream(shard))), "does not go on"),
+    ],
+    "check_items": [
+        (with_items(items_before=lambda tokens: np.searchsorted(PLACES, tokens) + 1), "does not ascend from 0"),
+        (with_items(items_before=lambda tokens: np.zeros(len(tokens), dtype=np.int64)), "has none"),
+        (with_items(learned=lambda start, stop: np.ones(stop - start, dtype=bool)), "a place of an item is learned"),
+        (with_items(learned=lambda start, stop: np.ones(stop - start, dtype=np.int64)), "is int64 of 4000"),
+        (with_items(learned=lambda start, stop: learned(0, stop - start)), "is not of all"),
+        (with_items(load=lambda first, stop: loaded(first, stop)[:, 0]), "not float32"),
+        (with_items(load=lambda first, stop: loaded(first, stop) * np.nan), "not finite"),
+        (with_items(load=lambda first, stop: loaded(0, stop - first)), r"are not those of \[0, 100\)"),
     ],
     "check_again": [
         (Restless(what="fingerprint"), "opened twice"),

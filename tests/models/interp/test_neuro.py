@@ -8,7 +8,7 @@ from sklearn.linear_model import RidgeCV
 
 from forge_models.interp.listing import InterpError
 from forge_models.interp.neuro.rdm import rdm, rsa
-from forge_models.interp.neuro.ridge import ALPHAS, correlations, encode, folds_of, lagged, noise_ceiling, ridge
+from forge_models.interp.neuro.ridge import ALPHAS, correlations, encode, folds_of, lagged, noise_ceiling, normalized, ridge
 
 
 def recording(rows=150, features=12, voxels=6, noise=1.0, seed=0):
@@ -75,6 +75,9 @@ def test_the_noise_ceiling_is_what_the_true_signal_reaches():
     reached = correlations(signal[:, :2], repeats.mean(0)[:, :2])
     torch.testing.assert_close(noise_ceiling(repeats)[:2], reached, rtol=0, atol=0.01)
     assert float(noise_ceiling(repeats)[2]) < 0.25
+    share = normalized(torch.tensor([0.3, 0.3, 0.3]), torch.tensor([0.6, 0.1, 0.09]))
+    assert share[:2].tolist() == pytest.approx([0.5, 3.0])
+    assert share[2].isnan()
     with pytest.raises(InterpError, match="needs two recordings"):
         noise_ceiling(repeats[:1])
 

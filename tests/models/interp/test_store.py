@@ -1,16 +1,20 @@
 """What is stored is what was captured; a capture that is killed, or meets a full disk, goes on to the same files."""
 
+import json
 import resource
+import sys
 
+import h5py
 import numpy as np
 import pytest
 import torch
+import xarray
 from pyarrow import parquet
 
 from forge_models.interp.capture import capture
 from forge_models.interp.listing import InterpError
 from forge_models.interp.store import convert as conversion
-from forge_models.interp.store.convert import convert
+from forge_models.interp.store.convert import as_xarray, convert
 from forge_models.interp.store.read import ActivationStore
 from forge_models.interp.store.record import fingerprint, record
 from forge_models.interp.store.write import MANIFEST, StoreWriter
@@ -97,12 +101,21 @@ def test_a_capture_that_is_killed_goes_on_to_the_same_files(make, inputs, tmp_pa
     with pytest.raises(Killed):
         kept(model, inputs, tmp_path / "cut", report=stop)
     (tmp_path / "cut" / ".shard-00007.safetensors.partial").write_bytes(b"half")
+    (tmp_path / "cut" / f".{MANIFEST}.4711").write_bytes(b"half")
     with pytest.raises(InterpError, match=r"the capture stopped behind input \d"):
         ActivationStore(tmp_path / "cut")
     begun = []
     kept(model, inputs, tmp_path / "cut", report=begun.append)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     assert killed < 3 or begun[0] > 2  # what was stored is not run again
+
+
+def test_a_capture_that_was_killed_before_its_first_manifest_can_be_started_again(make, inputs, tmp_path):
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / f".{MANIFEST}.4711").write_bytes(b"half")
+    kept(make(), inputs, tmp_path / "cut")
+    kept(make(), inputs, tmp_path / "whole")
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
 def test_a_disk_that_takes_no_more_stops_with_a_message_and_can_be_gone_on_from(make, inputs, tmp_path):
@@ -200,11 +213,30 @@ def test_other_formats_hold_the_same_numbers(make, inputs, tmp_path, dtype):
         convert(store, tmp_path / f"found{suffix}")
     arrays = np.load(tmp_path / "found.npz", allow_pickle=False)
     table = parquet.read_table(tmp_path / "found.parquet")
+    in_memory, opened = as_xarray(store), xarray.open_zarr(tmp_path / "found.zarr", consolidated=False)
+    hdf5 = h5py.File(tmp_path / "found.h5")
+    assert json.loads(hdf5.attrs["facts"]) == store.manifest["facts"] == opened.attrs["facts"]
     for name in (*store.names, "input", "position", "token"):
         expected = store.read(name)
         expected = expected.float() if dtype == torch.bfloat16 and name in store.names else expected
-        assert arrays[name].dtype == expected.numpy().dtype
-        assert np.array_equal(arrays[name], expected.numpy())
+        for found in (arrays[name], hdf5[name][()], opened[name].values, in_memory[name].values):
+            assert found.dtype == expected.numpy().dtype
+            assert np.array_equal(found, expected.numpy())
         assert np.array_equal(np.array(table[name].to_pylist()).reshape(expected.shape), expected.numpy())
-    with pytest.raises(InterpError, match=r"found.csv: activations can be written as .npz and .parquet"):
+    with pytest.raises(InterpError, match=r"found.csv: activations can be written as .npz, .parquet, .h5, .zarr files"):
         convert(store, tmp_path / "found.csv")
+
+
+def test_a_converter_without_its_library_or_place_says_so(make, inputs, tmp_path, monkeypatch):
+    kept(make(), inputs, tmp_path / "store")
+    store = ActivationStore(tmp_path / "store")
+    assert set(as_xarray(store, ["blocks.1.hook_resid_pre"]).data_vars) == {"blocks.1.hook_resid_pre"}
+    with pytest.raises(InterpError, match="cannot be written"):
+        convert(store, tmp_path / "no" / "found.h5")
+    for library, suffix in (("h5py", ".h5"), ("zarr", ".zarr"), ("pyarrow", ".parquet")):
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(InterpError, match=rf"{suffix} files need {library}: pip install 'forge-models\[interp\]'"):
+            convert(store, tmp_path / f"x{suffix}")
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    with pytest.raises(InterpError, match="a data set of xarray need"):
+        as_xarray(store)

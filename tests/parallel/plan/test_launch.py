@@ -1,8 +1,10 @@
 """Reading a launcher's variables, and the messages when they are wrong."""
 
 import pytest
+import torch
 
 from forge_core.errors import LayoutError
+from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch, first_host, read_launcher
 
 TORCHRUN = {
@@ -29,12 +31,20 @@ def test_without_a_launcher_there_is_one_process() -> None:
 
 
 def test_torchrun() -> None:
-    assert read_launcher(TORCHRUN) == Launch(3, 8, 1, 2, "node1", 29500, "torchrun")
+    assert read_launcher(TORCHRUN) == Launch(3, 8, 1, 2, "node1", 29500, "torchrun", device=1)
+    assert read_launcher(TORCHRUN | {"FORGE_LOCAL_DEVICE": "3"}).device == 3, "devices before it are left out"
+
+
+def test_a_rank_takes_the_device_that_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_parallel.accelerator.count", lambda: 4)
+    monkeypatch.setattr("forge_parallel.accelerator.use", lambda number: torch.device("meta", number))
+    assert process_group.start(Launch(local_rank=1, device=2), timeout=1) == torch.device("meta", 2)
 
 
 def test_bare_srun() -> None:
     found = read_launcher(SRUN)
     assert (found.rank, found.size, found.local_rank, found.local_size, found.address) == (5, 8, 1, 4, "gpu03")
+    assert found.device == 1
     assert read_launcher(SRUN | {"SLURM_PROCID": "0"}).port == found.port, "every rank derives the same port"
     assert read_launcher(SRUN | {"MASTER_PORT": "4242", "MASTER_ADDR": "head"}).address == "head"
 

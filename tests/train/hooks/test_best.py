@@ -1,6 +1,8 @@
 """The best checkpoint and early stopping: over a script of results, and in runs that stop and resume."""
 
+import errno
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,11 +172,38 @@ def test_marks_of_a_store(tmp_path: Path) -> None:
     assert (tmp_path / "best").read_text() == "step-00000001\n"
     saved(store, 4, keep=1, marks={"best": 9})
     assert (tmp_path / "best").read_text() == "step-00000001\n", "there is no step 9"
+    assert locate(tmp_path / "best").name == "step-00000001", "what is named stays until another one is"
+    shutil.rmtree(tmp_path / "step-00000001")
     with pytest.raises(CheckpointError, match="names step-00000001, which is not there"):
         locate(tmp_path / "best")
     for wrong in ("latest", "owner", "step-00000001", "a/b", ".saving-x"):
         with pytest.raises(CheckpointError, match="cannot be the name of a mark"):
             saved(store, 5, marks={wrong: 5})
+
+
+@pytest.mark.parametrize("rules", [["--checkpoint.keep=1"], ["--checkpoint.keep=1", "--checkpoint.keep_every=3"]])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_one_stays_under_every_rule_and_when_a_better_one_could_not_be_saved(
+    recipe: Path, tmp_path: Path, mode: str, rules: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of steps 1 to 8, NaN and none among them: step 2 is best, then 5, whose save fails for want of room."""
+    recipe.write_text(
+        recipe.read_text().replace('name = "best"', f'name = "best"\nmode = "{mode}"').replace("patience = 2", "patience = 9")
+    )
+    sign, kept, write = 1 if mode == "min" else -1, tmp_path / "run" / "checkpoints", LocalStore.write
+
+    def full(store: LocalStore, path: str, chunks: Any, **more: Any) -> Any:
+        if "step-00000005" in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(store, path, chunks, **more)
+
+    monkeypatch.setattr(LocalStore, "write", full)
+    values = {1: 5.0, 2: 3.0, 3: math.nan, 4: 4.0, 5: 1.0, 7: 2.0, 8: math.nan}
+    overrides = [f"--job.dir={tmp_path / 'run'}", "--checkpoint.every=1", "--schedule.name=constant", *rules]
+    scripted(recipe, overrides, {step: sign * value for step, value in values.items()})
+    held = {entry.step for entry in committed(path.name for path in kept.iterdir())}
+    assert held == {2, 8} | ({3, 6} if len(rules) > 1 else set())
+    assert locate(kept / "best").name == "step-00000002"
 
 
 def test_a_step_that_becomes_due_after_it_was_saved_is_saved_again() -> None:

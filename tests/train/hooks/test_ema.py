@@ -159,7 +159,7 @@ def test_a_run_may_begin_and_cease_to_average(recipe: Path, tmp_path: Path) -> N
 
 def alone(hook: EmaHook, weights: torch.Tensor) -> Any:
     """A run of one parameter."""
-    model = SimpleNamespace(trainable=lambda: [NamedTensor("w", weights, "matrix")])
+    model = SimpleNamespace(trained_sometime=lambda: [NamedTensor("w", weights, "matrix")])
     run = SimpleNamespace(model=model, state=SimpleNamespace(step=0))
     hook.start(run)  # type: ignore[arg-type]
     return run

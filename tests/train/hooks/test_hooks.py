@@ -17,7 +17,8 @@ from rich.console import Console
 from forge_core.layout import Layout
 from forge_parallel.launch.watch import Watch
 from forge_parallel.step.phases import Phases
-from forge_train.components.hooks import Evaluate, Log, Progress, Save
+from forge_train.components.evaluation import Evaluate
+from forge_train.components.hooks import Log, Progress, Save
 from forge_train.hooks.clock import pause, paused
 from forge_train.hooks.evaluation.evaluate import EvaluateHook
 from forge_train.hooks.replicas import ReplicasHook

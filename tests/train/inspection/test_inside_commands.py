@@ -1,53 +1,28 @@
 """`forge-train probe` and `similarity`, against the model itself."""
 
-import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from forge_core.errors import ForgeError
 from forge_core.registry import Registry
+from forge_models.components.moe import MoE
 from forge_models.interp.capture import capture
+from forge_models.interp.listing import InterpError
 from forge_models.interp.similarity.linear import cca, unbiased_cka
 from forge_models.interp.similarity.moments import Moments
 from forge_models.interp.store.read import ActivationStore
 from forge_train.cli import main
+from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.inference.open import load_model, open_weights
-from forge_train.inspection.heat_map import heat_map
-from train.runs import TINY, train
-
-BYTES = TINY.replace("vocab_size = 61", "vocab_size = 257") + '\n[data.tokenizer]\nname = "bytes"\n'
-TEXT = "Some words that a model reads,\nand a second line of them.\n" * 4
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, and a text next to it."""
-    folder = tmp_path_factory.mktemp("inside")
-    (folder / "tiny.toml").write_text(BYTES)
-    (folder / "text.txt").write_text(TEXT)
-    overrides = ["--train.max_steps=4", "--optimizer.lr=0.1", "--checkpoint.every=2", '--hooks=[{name="save"}]']
-    train(folder / "tiny.toml", [f"--job.dir={folder / 'run'}", *overrides])
-    return folder
-
-
-def said(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
-    """The JSON document of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, arguments), "--json"])
-    captured = capsys.readouterr()
-    assert not ended.value.code, captured
-    return json.loads(captured.out)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, arguments)])
-    captured = capsys.readouterr()
-    assert ended.value.code == 2
-    return captured.err + captured.out
+from forge_train.inspection.heat_map import heat_map, heat_map_png, write_heat_map
+from forge_train.inspection.shortened import Shortened, shortened
+from train.inspection.commands import TEXT, refused, said
 
 
 def values(model: Any, length: int, name: str) -> torch.Tensor:
@@ -132,7 +107,11 @@ def test_options_that_do_not_go_together_are_refused(trained: Path, capsys: pyte
     assert "overrides go with --list" in refused(capsys, "probe", trained / "run", "--model.layers=2")
     assert "needs --text" in refused(capsys, "similarity", trained / "run")
     assert "--measure cosine: one of" in refused(capsys, "similarity", trained / "run", "--measure", "cosine")
-    assert "heat maps are .svg" in refused(capsys, "similarity", trained / "run", "--output", "x.png")
+    assert "heat maps are .svg and .png" in refused(capsys, "similarity", trained / "run", "--output", "x.jpg")
+    assert "--pairs goes with --steps" in refused(capsys, "similarity", trained / "run", "--pairs")
+    assert "--pairs goes with --steps" in refused(
+        capsys, "similarity", trained / "run", "--steps", "--pairs", "--output", "x.svg"
+    )
     assert "--steps takes one run" in refused(capsys, "similarity", trained, trained, "--steps")
 
 
@@ -172,3 +151,49 @@ def test_a_heat_map_is_svg_with_a_cell_for_each_number() -> None:
     assert [title.text for title in root.findall(".//{*}title")][3] == "y, 2: 0.2500"
     with pytest.raises(ValueError, match="zip"):
         heat_map("", [[0.0]], ["x", "y"], ["1"])
+
+
+def test_a_png_has_the_colors_of_the_numbers(tmp_path, monkeypatch) -> None:
+    import sys
+    from io import BytesIO
+
+    from matplotlib.image import imread
+
+    drawn = imread(BytesIO(heat_map_png("t", [[0.0, 1.0], [1.0, 0.0]], ["x", "y"], ["1", "2"])))
+    colors = {tuple(round(float(part) * 255) for part in pixel[:3]) for pixel in drawn.reshape(-1, drawn.shape[-1])}
+    assert {(247, 251, 255), (8, 48, 107)} <= colors
+    with pytest.raises(ValueError, match="a number for each"):
+        heat_map_png("", [[0.0]], ["x", "y"], ["1"])
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ForgeError, match="PNG pictures need matplotlib"):
+        write_heat_map(tmp_path / "a.png", "", [[0.0]], ["x"], ["1"])
+
+
+def test_pairs_of_layers_at_each_checkpoint_without_later_blocks(trained, tmp_path, capsys, monkeypatch) -> None:
+    read, one = [], ForgeWeights.read
+    monkeypatch.setattr(ForgeWeights, "read", lambda self, names: (read.extend(names), one(self, names))[1])
+    names = ["blocks.0.residual", "blocks.0.residual_mid"]
+    arguments = ("similarity", trained / "run", "--steps", "--pairs", "--text", trained / "text.txt", "--length", 20)
+    found = said(capsys, *arguments, "--names", "blocks.0.residual*", "--output", tmp_path / "pairs.npz", "--limit", 100)
+    assert not [name for name in read if name.startswith("blocks.1.")]
+    assert any(name.startswith("blocks.0.") for name in read)
+    assert found["names"] == ["blocks.0.residual", "blocks.0.residual_mid", "blocks.0.residual_after"]
+    kept = np.load(tmp_path / "pairs.npz")
+    assert kept["values"].shape == (2, 3, 3)
+    assert kept["checkpoints"].tolist() == found["checkpoints"]
+    for number, name in enumerate(found["checkpoints"]):
+        model = load_model(open_weights(trained / "run" / "checkpoints" / name, Registry()))
+        expected = unbiased_cka(Moments.of(*(values(model, 20, one) for one in names)))
+        assert found["values"][number][0][1] == pytest.approx(float(expected), abs=1e-6)
+        assert kept["values"][number].tolist() == found["values"][number]
+
+
+def test_a_model_is_shortened_only_where_that_changes_nothing(trained) -> None:
+    opened = open_weights(trained / "run", Registry())
+    for names, layers in (("blocks.0.residual", 1), ("blocks.*.residual", 2), ("norm", 2), (["norm", "blocks.0.residual"], 2)):
+        assert shortened(opened, names).model.layers == layers
+    sparse = Shortened(replace(opened.model, moe=MoE(experts=4, first_dense=1)), opened)
+    assert shortened(sparse, "blocks.0.residual").model.layers == 2  # one block alone would have no experts
+    with pytest.raises(InterpError, match="matches no inner value"):
+        shortened(opened, "blocks.7.residual")

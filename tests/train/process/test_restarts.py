@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from forge_ckpt.resilience.progress import REASON
+from forge_train.trackers.jsonl import METRICS, read
+from train import runs
 from train.runs import TINY
 
 HOOK = '''
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from forge_core.component import Component
 from forge_core.protocols.run import Hook
 
-LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Failing(Hook):
@@ -30,6 +32,12 @@ class Failing(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
         if run.state.step == 1 and how == "never gets there":
             raise RuntimeError("a fault that comes again")
+        if run.state.step >= 4 and how == "a bad place" and os.environ["FORGE_LOCAL_DEVICE"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def start(self, run):
+        if run.topology.rank == 1 and LIFE == 0 and os.environ["HOW"] == "a faulty machine":
+            next(hook for hook in run.hooks if hasattr(hook, "compute")).compute = lambda: "the device is hot"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +48,27 @@ class Fails(Component):
         return Failing()
 '''
 
+HOOKS = """
+[[hooks]]
+name = "machine"
+every = 4
 
-def train(folder: Path, how: str, restarts: int, *more: str) -> tuple[int, str]:
+[[hooks]]
+name = "./mine.py:Fails"
+
+[[hooks]]
+name = "log"
+every = 1
+"""
+
+
+def train(folder: Path, how: str, restarts: int, *more: str, processes: int = 2) -> tuple[int, str]:
     """Exit code and standard error."""
     (folder / "mine.py").write_text(HOOK)
-    (folder / "tiny.toml").write_text(TINY + '\n[[hooks]]\nname = "./mine.py:Fails"\n')
+    (folder / "tiny.toml").write_text(TINY + HOOKS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOW": how}
-    command = [sys.executable, "-m", "forge_train", "run", "tiny.toml", "--processes=2", f"--restarts={restarts}", *more]
+    options = [f"--processes={processes}", f"--restarts={restarts}"]
+    command = [sys.executable, "-m", "forge_train", "run", "tiny.toml", *options, *more]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stderr
 
@@ -71,6 +93,15 @@ def test_fault_33_a_rank_that_is_killed_is_started_again_and_the_bits_are_those_
 
 
 @pytest.mark.slow
+def test_fault_51_a_machine_that_fails_a_probe_is_named_and_the_run_started_again(tmp_path: Path) -> None:
+    code, said = train(tmp_path, "a faulty machine", 1)
+    assert code == 0, said
+    named = r"rank 1 .*exit code 6: after step 4, the machine of rank 1 on \S+ fails a probe: the device is hot\."
+    assert re.search(f"{named}.*; restart 1 of 1", said)
+    assert re.search(r"rank 0: .*after step 4, the machine of rank 1 on", said)
+
+
+@pytest.mark.slow
 def test_fault_26_restarts_that_get_nowhere_end_with_93(tmp_path: Path) -> None:
     code, said = train(tmp_path, "never gets there", 9)
     assert code == 93, said
@@ -82,7 +113,42 @@ def test_fault_26_restarts_that_get_nowhere_end_with_93(tmp_path: Path) -> None:
     assert record == {"step": 0, "restarts": 3}
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    code, said = train(tmp_path, "well", 1, "--fresh")
+@pytest.mark.slow
+def test_fault_34_a_place_that_fails_again_is_left_out_and_the_losses_are_those_of_one_process(tmp_path: Path) -> None:
+    """Four ranks, of which that at place 1 dies in step 5 of every start; three cannot share eight rows, two can."""
+    exact = ["--precision.compute=fp64", "--precision.state=fp64"]
+    (tmp_path / "a").mkdir()
+    code, said = train(tmp_path / "a", "a bad place", 4, *exact, "--min-processes=2", processes=4)
+    assert code == 0, said
+    assert "the rank at local place 1 failed twice in a row: going on with 2 of 4 ranks, at local places 0, 2\n" in said
+    assert re.findall(r"restart (\d) of 4", said) == ["1", "2"]
+    alone = runs.train(recipe_of(tmp_path / "alone.toml"), [f"--job.dir={tmp_path / 'alone'}", *exact])
+    found = {line["step"]: line["loss"] for line in read(tmp_path / "a" / "runs" / "tiny" / METRICS)}
+    assert sorted(found) == list(range(1, 9))
+    assert [found[step] for step in range(1, 9)] == pytest.approx(alone["losses"], rel=1e-9)
+
+
+def recipe_of(path: Path) -> Path:
+    path.write_text(TINY)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("restarts", "more", "says"),
+    [
+        (1, ["--fresh"], "--fresh with --restarts would start over after a failure"),
+        (0, ["--min-processes=1"], "--min-processes says what a restart may do, and there is none"),
+        (1, ["--min-processes=2"], "--min-processes = 2 is not below --processes = 2"),
+        (1, ["--min-processes=1", "--parallel.dp_shard=2"], "with 1: parallel: the world size is 1, but dp_shard 2 = 2"),
+        (
+            1,
+            ["--min-processes=1", "--model.moe.experts=4", "--model.moe.capacity=1.0"],
+            "with 1: what model.moe.capacity does depends on the number of ranks",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, restarts: int, more: list[str], says: str) -> None:
+    code, said = train(tmp_path, "well", restarts, *more)
     assert code == 2
-    assert "--fresh with --restarts would start over after a failure" in said
+    assert says in " ".join(said.split())
+    assert not (tmp_path / "runs").exists()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forge_core.protocols.run import Hook
-from forge_train.components.hooks import Evaluate
+from forge_train.components.evaluation import Evaluate
 from forge_train.process import stop
 from forge_train.process.stop import STOPPED, Interrupted, Signals
 from forge_train.run.directory import SAMPLES

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from forge_parallel.accelerator import is_out_of_memory
+from forge_parallel.verify import proven
 from forge_train.process.stop import TrainingError
 from forge_train.resilience.memory import FILE, OutOfMemory, smaller
 from forge_train.run.loop import fit
@@ -203,3 +204,23 @@ def test_smaller_micro_batches_that_change_the_loss_are_not_taken(
     with pytest.raises(TrainingError, match=why):
         fit(run)
     assert not (run.directory / FILE).exists()
+
+
+def test_smaller_micro_batches_are_not_taken_where_accumulation_is_not_proven(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One micro-batch a step is proven with recomputation; as if no test ran several of them with it."""
+    pair = {"accumulate", "recompute_full"}
+    left = {kind: tuple(row for row in runs if not pair <= row) for kind, runs in proven.rows().items()}
+    assert all(proven.is_proven({feature}) for feature in pair)
+    monkeypatch.setattr(proven, "rows", lambda: left)
+    assert not proven.is_proven(pair)
+    settings = ["--train.micro_batch=8", '--transforms.recompute={policy = "full"}']
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *settings])
+    run.step = Full(run, most=4)  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match="smaller ones are not taken") as ended:
+        fit(run)
+    said = str(ended.value)
+    assert "train.global_batch larger than one micro-batch per data rank with transforms.recompute" in said
+    assert "no test proves that it equals one process" in said and said.endswith("Set train.micro_batch yourself")
+    assert ended.value.exit_code == 3 and not (run.directory / FILE).exists()

@@ -70,16 +70,16 @@ def test_points_share_their_prepared_data(prepared: Any, tmp_path: Path) -> None
 
 def test_a_failed_run_is_started_once_more_and_the_others_go_on(prepared: Any) -> None:
     first, second, third, fourth = (point.name for point in prepared.points)
-    runs = FakeRuns(loss, codes={first: [1], second: [-9, 5], third: [2], fourth: [3]})
+    runs = FakeRuns(loss, codes={first: [1], second: [-9, 1], third: [2], fourth: [3]})
     found, said = run_all(prepared, runs)
     assert [name for name, _ in runs.started] == [first, second, third, fourth, first, second]
     assert {name: (one.status, one.code, one.starts) for name, one in found.items()} == {
         first: ("finished", 0, 2),
-        second: ("failed", 5, 2),
+        second: ("failed", 1, 2),
         third: ("failed", 2, 1),
         fourth: ("diverged", 3, 1),
     }
-    assert found[second].said[-1] == "it ended with 5" and found[first].said == ()
+    assert found[second].said[-1] == "it ended with 1" and found[first].said == ()
     assert any("it ended with 2" in line and third in line for line in said)
     later = FakeRuns(loss)
     found, _ = run_all(prepared, later)
@@ -235,16 +235,30 @@ def test_more_processes_than_accelerators_are_refused(jobs: int, processes: int,
 
 
 def test_what_the_end_of_a_process_means() -> None:
-    codes = {0: "finished", 1: "failed", 2: "refused", 3: "diverged", 4: "refused", 5: "failed", 75: "stopped", -9: "failed"}
+    codes = {0: "finished", 1: "failed", 2: "refused", 3: "diverged", 4: "refused", 5: "lost", 75: "stopped", -9: "failed"}
+    codes |= {6: "lost", 7: "diverged", 8: "lost", 93: "refused"}
     assert {code: meaning(code, asked=False) for code in codes} == codes
-    assert meaning(1, asked=True) == "stopped", "torchrun hides the code of its workers"
+    assert meaning(1, asked=True) == "stopped", "with any code"
     assert meaning(0, asked=True) == "finished"
 
 
-def test_several_processes_are_started_by_torchrun() -> None:
+def test_a_run_of_several_processes_starts_them_by_itself() -> None:
     assert command_of(["run", "a.toml"])[1:] == ["-m", "forge_train", "run", "a.toml"]
-    several = " ".join(command_of(["run", "a.toml"], 4))
-    assert "-m torch.distributed.run --standalone --nproc-per-node 4 -m forge_train run a.toml" in several
+    assert command_of(["run", "a.toml"], 4)[1:] == ["-m", "forge_train", "run", "a.toml", "--processes=4"]
+
+
+def test_a_run_that_lost_a_rank_or_had_too_little_memory_is_started_again_as_long_as_it_may_help(prepared: Any) -> None:
+    """Every start after code 8 has smaller micro-batches, so that more than one more may be needed."""
+    first, second, third, fourth = (point.name for point in prepared.points)
+    runs = FakeRuns(loss, codes={first: [8, 8, 5, 8], second: [5] * 9, third: [93], fourth: [7]})
+    found, said = run_all(prepared, runs)
+    assert {name: (one.status, one.code, one.starts) for name, one in found.items()} == {
+        first: ("finished", 0, 5),
+        second: ("failed", 5, 5),
+        third: ("failed", 93, 1),
+        fourth: ("diverged", 7, 1),
+    }
+    assert sum(f"{second}: failed" in line and "it is tried again" in line for line in said) == 4
 
 
 def test_a_process_gets_its_environment_and_its_output_is_kept(tmp_path: Path) -> None:

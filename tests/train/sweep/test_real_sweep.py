@@ -168,6 +168,16 @@ def test_a_failed_point_is_listed_and_the_code_says_so(here: Path) -> None:
     assert outcome_of(here / "sweeps/seeds/points/seed=1").status == "finished"
 
 
+@pytest.mark.slow
+def test_a_task_whose_run_lost_a_rank_in_all_its_starts_says_so_to_its_scheduler(here: Path) -> None:
+    (here / "fails.py").write_text(FAILS.replace('raise RuntimeError("as meant")', "__import__('os')._exit(5)"))
+    hooks = "--hooks=[{name = './fails.py:Fails'}, {name = 'evaluate'}, {name = 'save'}]"
+    (here / "seeds.toml").write_text('recipe = "tiny.toml"\nvary.job.seed = [1, 2]\n')
+    out = forge("sweep", "seeds.toml", hooks, "--point", "1", code=5)
+    assert out.count("it is tried again") == 4
+    forge("sweep", "seeds.toml", hooks, "--point", "0")
+
+
 def test_a_start_with_a_fault_leaves_nothing(here: Path) -> None:
     (here / "lr.toml").write_text('recipe = "tiny.toml"\nvary.optimizer.lrr = [1e-3, 1e-2]\n')
     forge("sweep", "lr.toml", code=2)

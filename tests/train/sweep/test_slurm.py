@@ -56,7 +56,7 @@ def test_one_array_over_all_points_with_the_users_options(tmp_path: Path) -> Non
     assert "#SBATCH --array=0-2" in script(sweep_of(tmp_path, GRID), [], None).splitlines()
 
 
-@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 7, 93])
 def test_fault_31_and_32_a_task_trains_its_point_and_its_code_is_that_of_the_run(
     tmp_path: Path, cluster: dict[str, str], code: int
 ) -> None:
@@ -85,6 +85,17 @@ def test_fault_31_and_32_a_warning_lets_the_run_save_and_queues_the_task_again_o
     assert signaled(tmp_path, cluster, number) == 75
     assert (tmp_path / "scontrol").read_text() == "requeue 41_2\n"
     assert (tmp_path / "squeue").read_text() == "--noheader --jobs=41_2 --format=%T\n"
+
+
+@pytest.mark.parametrize("code", [5, 6, 8])
+def test_fault_31_a_lost_rank_and_too_little_memory_queue_the_task_again(
+    tmp_path: Path, cluster: dict[str, str], code: int
+) -> None:
+    done = subprocess.run(
+        ["bash", str(written(tmp_path))], env={**cluster, "CODE": str(code)}, cwd=tmp_path, timeout=60, check=False
+    )
+    assert done.returncode == code
+    assert (tmp_path / "scontrol").read_text() == "requeue 41_2\n"
 
 
 def test_fault_31_where_the_state_is_not_known_the_task_is_queued_again(tmp_path: Path, cluster: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
-from forge_train.components.hooks import Evaluate
+from forge_train.components.evaluation import Evaluate
 from forge_train.process.stop import Stop
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy

@@ -94,6 +94,10 @@ def _empty() -> Mapping[str, str]:
     return MappingProxyType({})
 
 
+def _no_roles() -> Mapping[str, frozenset[str]]:
+    return MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Specs:
     """All that strategies know about a model.
@@ -112,6 +116,8 @@ class Specs:
             pipeline are given along with hidden states, and `document_starts` of a batch, for all parts, where it has them.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
         whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
+        roles: names for sets of parameters by what they are for, such as `encoder`: what stages of training may name. Sets may
+            overlap, and need not have every parameter.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -125,3 +131,4 @@ class Specs:
     whole_stream: tuple[str, ...] = ()
     mtp_depth: int = 0
     needs: tuple[Literal["tokens", "document_starts"], ...] = ()
+    roles: Mapping[str, frozenset[str]] = field(default_factory=_no_roles)

@@ -44,6 +44,17 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
             yield Absent(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
 
 
+def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Documents with images, or other items, are never cut."""
+    data = job.data
+    if data.packing != "concatenate":
+        return
+    for index, source in enumerate(data.sources):
+        if getattr(source, "keeps_documents", False):
+            message = f"cuts documents, and those of data.sources.{index} have images"
+            yield Fault("data.packing", message, hint="set data.packing = 'best_fit', or 'pad'")
+
+
 def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
     """Every id that text and sources have is one of the model's."""
     rows, tokenizer = getattr(job.model, "vocab_size", None), job.data.tokenizer

@@ -63,6 +63,8 @@ def features(job: ParallelJob, layout: Layout) -> list[Use]:
         found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
     groups = getattr(getattr(job, "parameters", None), "groups", ())
     found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
+    stages = getattr(job.train, "stages", ())
+    found += [use for index, stage in enumerate(stages) for use in _options(stage, f"train.stages.{index}", sizes)]
     found += _options(job.model, "model", sizes)
     found += _options(getattr(job, "objective", None), "objective", sizes)
     found += _named(job.model, "model")

@@ -144,6 +144,15 @@ def after_backward(module: Any) -> None:
         group.post_backward()
 
 
+def look_at_parameters_again(module: Any) -> None:
+    """Lets FSDP find out anew which parameters of a module take a gradient: it has noted in which format it reduces theirs when
+    it first ran. The public way gathers them."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        if group._reset_sharded_params:  # else it has not run
+            group.lazy_init()
+
+
 def forget_meshes() -> None:
     """Empties DTensor's caches, which hold meshes of groups that are gone."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_models.interp.tap import inside
+from forge_vlm.modality import TEXT
 
 
 def is_real(x: Tensor) -> bool:
@@ -56,6 +57,11 @@ class ByModality(nn.ModuleDict):
 
     def __init__(self, copies: Mapping[str, nn.Module]) -> None:
         super().__init__(copies)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Modules in it that a text model does not have."""
+        return tuple(name for name in self if name != TEXT)
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
         """(B, T, width) -> (B, T, what the copies make)."""

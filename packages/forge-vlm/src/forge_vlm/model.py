@@ -1,23 +1,25 @@
 """A decoder that sees images: encoder, adapter and fusion around `forge_models.decoder.Decoder`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from forge_core.batch import Batch
+from forge_core.batch import IGNORE, Batch
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Specs
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
+from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
 from forge_vlm.fusion.fusion import Fusion, Inputs
+from forge_vlm.fusion.prefix import prefix_of, seen_labels
 from forge_vlm.groups import is_real
 from forge_vlm.made_up import with_images
-from forge_vlm.places import agree, feature_places
+from forge_vlm.places import Misplaced, agree, feature_places, on_host
 
 
 class VisionLanguageModel(Decoder):
@@ -45,7 +47,13 @@ class VisionLanguageModel(Decoder):
         self.adapter: nn.Module | None = adapter
 
     def forward(self, x: Tensor, **given: Any) -> Tensor | LossTerms:
-        """See `Decoder`. With a cache the placeholder has the logit -inf: no image could come with it."""
+        """See `Decoder`. With a cache the placeholder has the logit -inf: no image could come with it.
+
+        Raises:
+            Misplaced: a label is of a token that its place sees, in a prefix; on a device the process ends.
+        """
+        if given.get("labels") is not None:
+            self._refuse_seen(given["labels"], x if given.get("tokens") is None else given["tokens"], given)
         out = super().forward(x, **given)
         token = self.context.image_token
         if given.get("cache") is None or token is None or self.head is None or not isinstance(out, Tensor):
@@ -136,7 +144,31 @@ class VisionLanguageModel(Decoder):
     def with_extras(self, batch: Batch) -> Batch:
         """The batch with images that are a function of each row: for checks, see `forge_core.protocols.model.Model`."""
         token = self.context.image_token
-        return batch if token is None else with_images(batch, token, self.context.per_image, self.blank)
+        if token is None:
+            return batch
+        batch = with_images(batch, token, self.context.per_image, self.blank)
+        seen = self._seen_labels(batch.labels, batch.tokens, {"documents": batch.documents})
+        return batch if seen is None else replace(batch, labels=batch.labels.masked_fill(seen, IGNORE))
+
+    def _seen_labels(self, labels: Tensor, tokens: Tensor, given: Mapping[str, Any]) -> Tensor | None:
+        token, documents = self.context.image_token, given.get("documents")
+        if token is None or getattr(self.fusion, "image_attention", "causal") != "prefix":
+            return None
+        return seen_labels(labels, prefix_of(tokens, token, documents, given.get("prefix")), documents)
+
+    def _refuse_seen(self, labels: Tensor, tokens: Tensor, given: Mapping[str, Any]) -> None:
+        seen = self._seen_labels(labels, tokens, given) if is_real(labels) and not torch.compiler.is_compiling() else None
+        if seen is None:
+            return
+        if not on_host(labels):
+            assert_async(~seen.any(), "a label in a prefix is of a token that the model sees")
+        elif seen.any():
+            row, place = seen.nonzero()[0].tolist()
+            raise Misplaced(
+                f"row {row} has a label at place {place}, inside of its prefix, where the model sees the token that it is to "
+                f"predict; give labels of a prefix {IGNORE}, mark as `prefix` what is not predicted, or set "
+                "model.fusion.image_attention = 'bidirectional_image'"
+            )
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -148,4 +180,20 @@ class VisionLanguageModel(Decoder):
         """All that strategies know about this model."""
         specs = super().specs()
         entry = tuple(name for name in ("encoder", "adapter") if getattr(self, name) is not None)
-        return replace(specs, entry=(*specs.entry, *entry), whole_stream=(*specs.whole_stream, WHOLE_STREAM))
+        return replace(
+            specs,
+            entry=(*specs.entry, *entry),
+            whole_stream=(*specs.whole_stream, WHOLE_STREAM),
+            roles=self._roles(name for name, _ in self.named_parameters()),
+        )
+
+    def _roles(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
+        """`encoder` and `adapter`; `fusion`, what blocks have that those of a text model do not; `decoder`, all the rest."""
+        places = {"encoder": ["encoder"], "adapter": ["adapter"], "fusion": []}
+        for path, module in self.named_modules():
+            places["fusion"] += [f"{path}.{name}" for name in getattr(module, "added", ())]
+        found: dict[str, set[str]] = {}
+        for name in names:
+            role = next((role for role, inside in places.items() if name.startswith(tuple(f"{at}." for at in inside))), "decoder")
+            found.setdefault(role, set()).add(name)
+        return {role: frozenset(of) for role, of in found.items()}

@@ -49,7 +49,7 @@ def seen_images(tokens: Tensor, image_token: int, documents: Tensor | None) -> t
 
 
 class Misplaced(DataError, ValueError):
-    """A batch whose placeholders are not as many as its images need."""
+    """A batch whose placeholders are not as many as its images need, or with labels that its model would see."""
 
 
 def on_host(x: Tensor) -> bool:

@@ -11,6 +11,8 @@ from forge_core.terminal.console import Console
 from forge_train.commands.completion import Recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from forge_core.layout import Layout
     from forge_parallel.verify.parity import Measurement
     from forge_train.recipe.schema import Job
@@ -24,7 +26,7 @@ def parity(
     rows: Annotated[int, typer.Option(help="Sequences of the global batch.")] = 8,
     micro_batch: Annotated[int, typer.Option(help="Sequences per forward; gradients are accumulated over the rest.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; with train.stages at least one for each.")] = 2,
     record: Annotated[
         Path | None,
         typer.Option(help="Write receipts of equal layouts to this folder; check reads them with parallel.proofs = ['DIR']."),
@@ -142,14 +144,22 @@ def rank(
         length=length,
         rows=rows,
         micro_batch=micro_batch,
-        steps=steps,
+        steps=max(steps, len(job.train.stages)),
         seed=job.job.seed,
         compute=mode,
         state=mode,
         groups=tuple(job.parameters.groups),
         narrow=None if narrow is None else narrow.build,
+        stages=short_stages(job.train.stages),
     )
     return asdict(measure(case, plan_of(as_measured(job, at, rows, micro_batch), at, registry), torch.device("cpu")))
+
+
+def short_stages(stages: "Sequence[Any]") -> tuple[Any, ...]:
+    """The stages of a recipe with a step each, and the rest for the last one."""
+    return tuple(
+        replace(stage, until=None if number == len(stages) else number, warmup=0) for number, stage in enumerate(stages, 1)
+    )
 
 
 def as_measured(job: "Job", layout: "Layout", rows: int, micro_batch: int) -> "Job":

@@ -31,9 +31,9 @@ def prepare(
     claim(directory)
     workspace = directory / "data"
     vocab_size = getattr(job.model, "vocab_size", None)
-    spec = LoadSpec(job.data, workspace, vocab_size=vocab_size)
+    spec = LoadSpec(job.data, workspace, vocab_size=vocab_size, model=job.model)
     opened = open_sources(spec, context_of(spec, console.note))
-    held_out = evaluation(job.data, workspace=workspace, report=console.note, vocab_size=vocab_size)
+    held_out = evaluation(job.data, workspace=workspace, report=console.note, vocab_size=vocab_size, model=job.model)
     found: dict[str, Any] = {
         "workspace": str(workspace),
         "sources": {label: source.tokens for label, source in opened.sources.items() if not isinstance(source, StreamedSource)},

@@ -33,6 +33,10 @@ def run(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often failed ranks are started again, from the newest checkpoint.")
     ] = 0,
+    min_processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="After failures of one device, go on with fewer ranks, down to so many."),
+    ] = None,
 ) -> None:
     """Train a recipe; started again, it resumes. Any key can be set: --optimizer.lr=1e-3
 
@@ -43,10 +47,10 @@ def run(
     from forge_train.process.logs import logging_of
     from forge_train.process.stop import Signals
 
-    if processes > 1 or restarts > 0:
+    if processes > 1 or restarts > 0 or min_processes is not None:
         from forge_train.resilience.local import supervised
 
-        raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts))
+        raise typer.Exit(supervised(recipe, context.args, fresh, processes, restarts, min_processes))
     signals = Signals()
     where = read_launcher(os.environ)
     with signals.listening(), logging_of(where.rank, where.size) as log:

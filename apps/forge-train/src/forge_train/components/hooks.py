@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from forge_core.component import FREE, IDENTITY, Component
 
@@ -48,73 +48,6 @@ class Progress(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Component):
-    """Loss and perplexity on every set of `[data.evaluation]`, weighted by tokens over all ranks."""
-
-    key_class: ClassVar = FREE
-
-    every: Annotated[int, Gt(0)] = 500
-    """Optimizer steps between two evaluations; the last step of the run is always evaluated."""
-    at_start: bool = False
-    """Also evaluate the initial weights, before the first step."""
-    weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps. Results of the average have `@ema` in their names."""
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.evaluate import EvaluateHook
-
-        return EvaluateHook(every=self.every, at_start=self.at_start, weights=self.weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tasks(Component):
-    """Tasks of the LM Evaluation Harness, on the weights as they are; needs `pip install "forge-train[eval]"`. The metrics of a
-    task are logged as `tasks/NAME/METRIC`."""
-
-    key_class: ClassVar = FREE
-
-    tasks: Annotated[list[str], MinLen(1)]
-    """Their names, or those of groups of tasks."""
-    every: Annotated[int, Gt(0)] = 1000
-    """Optimizer steps between two times; after the last step they are always asked."""
-    folder: str | None = None
-    """Folder with task files of your own."""
-    shots: Annotated[int, Ge(0)] | None = None
-    """Examples before each question; what the task says when absent."""
-    limit: Annotated[int, Gt(0)] | None = None
-    """Questions of each task at most; all when absent."""
-    batch: Annotated[int, Gt(0)] = 8
-    """Texts in one forward of a rank."""
-    weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps; then `NAME@ema` takes the place of NAME."""
-
-    @classmethod
-    def examples(cls, folder: "Path") -> "Iterable[Tasks]":
-        """A task of one question."""
-        question = folder / "question.jsonl"
-        question.write_text('{"text": "a", "answer": 1}\n')
-        (folder / "task.yaml").write_text(
-            f"task: forge_example\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {question}}}}}\ntest_split: test\n"
-            "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: [b, c]\ndoc_to_target: '{{answer}}'\n"
-            "metric_list: [{metric: acc}]\n"
-        )
-        return (cls(tasks=["forge_example"], folder=str(folder), every=2),)
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.tasks import TasksHook
-
-        return TasksHook(
-            tasks=self.tasks,
-            every=self.every,
-            folder=self.folder,
-            shots=self.shots,
-            limit=self.limit,
-            batch=self.batch,
-            weights=self.weights,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ema(Component):
     """Keeps an exponential moving average of the weights, in checkpoints too; `evaluate` and `sample` use it when asked."""
 
@@ -133,44 +66,6 @@ class Ema(Component):
         from forge_train.hooks.ema import EmaHook
 
         return EmaHook(decay=self.decay, start=self.start, every=self.every, dtype=self.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best(Component):
-    """Saves where an evaluation is better than all before; retention spares that checkpoint, and the file `best` names it."""
-
-    key_class: ClassVar = FREE
-
-    metric: str = "evaluation/held_out/loss"
-    """The result that counts, by the name under which it is logged."""
-    mode: Literal["min", "max"] = "min"
-    """Whether less or more is better."""
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.best import BestHook
-
-        return BestHook(metric=self.metric, mode=self.mode)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyStop(Component):
-    """Ends the run when evaluations no longer get better, with a checkpoint and exit code 0."""
-
-    key_class: ClassVar = FREE
-
-    metric: str = "evaluation/held_out/loss"
-    """The result that counts, by the name under which it is logged."""
-    mode: Literal["min", "max"] = "min"
-    """Whether less or more is better."""
-    patience: Annotated[int, Gt(0)] = 3
-    """Evaluations in a row that may be no better than the best one; the last of them ends the run."""
-    min_delta: Annotated[float, Ge(0)] = 0.0
-    """By how much a result has to be better than the best one to count as better."""
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.evaluation.early_stop import EarlyStopHook
-
-        return EarlyStopHook(metric=self.metric, mode=self.mode, patience=self.patience, min_delta=self.min_delta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +98,32 @@ class Stragglers(Component):
         from forge_train.hooks.stragglers import StragglersHook
 
         return StragglersHook(every=self.every, ratio=self.ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Component):
+    """Asks now and then whether device, exchange between ranks, disk and memory of every machine are well. What is wrong ends the
+    run with the rank and its host named; what is slow or short is a warning."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 200
+    """Optimizer steps between two probes."""
+    minutes: Annotated[float, Ge(0)] = 0.0
+    """Least time between two probes, by the clock of rank 0; then `every` is how often the clock is looked at."""
+    slow: Annotated[float, Gt(0)] = 10.0
+    """Seconds of one probe above which it is a warning. Each takes milliseconds on a machine that is well."""
+    least_memory: Annotated[float, Ge(0)] = 0.5
+    """GiB of free host memory below which it is a warning."""
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[Machine]":
+        return (cls(every=2),)
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.machine import MachineHook
+
+        return MachineHook(every=self.every, minutes=self.minutes, slow=self.slow, least_memory=self.least_memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +173,35 @@ class Routing(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Inside(Component):
+    """Looks inside the model on the same held-out rows each time, and logs what it finds by layer: likeness to the first weights
+    and to the last time (CKA), effective rank, entropy and largest score of attention, loss of the logit lens, agreement of
+    routers with the last time."""
+
+    key_class: ClassVar = FREE
+
+    every: Annotated[int, Gt(0)] = 100
+    """Optimizer steps between two looks; the initial weights and the last step always have one."""
+    statistics: Annotated[list[Literal["cka", "effective_rank", "attention", "lens", "routing"]], MinLen(1)] = field(
+        default_factory=lambda: ["cka", "effective_rank", "attention", "lens", "routing"]
+    )
+    """What is measured. A layout that cannot measure one refuses it."""
+    held_out: str | None = None
+    """The held-out set that rows are from; the first one when absent."""
+    rows: Annotated[int, Gt(0)] = 4
+    """Rows of the set, its first ones; all data ranks run them."""
+    tokens: Annotated[int, Ge(8)] = 256
+    """Tokens of these rows, evenly spaced, whose values are compared: the run's directory keeps tokens^2 numbers a layer."""
+
+    def build(self) -> "Hook":
+        from forge_train.hooks.inside import InsideHook
+
+        return InsideHook(
+            every=self.every, statistics=self.statistics, held_out=self.held_out, rows=self.rows, tokens=self.tokens
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile(Component):
     """Records some steps on every rank with torch.profiler; `forge-train profile RUN` says where their time went."""
 
@@ -297,45 +247,4 @@ class Profile(Component):
             stacks=self.stacks,
             shapes=self.shapes,
             keep=self.keep,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample(Component):
-    """Generates text from prompts: at the end of the run, and every N steps if asked; shown and kept for the report."""
-
-    key_class: ClassVar = FREE
-
-    prompts: list[str] = field(default_factory=lambda: ["The "])
-    """Texts to continue."""
-    every: Annotated[int, Ge(0)] = 0
-    """Optimizer steps between samples; 0 samples at the end only."""
-    max_tokens: Annotated[int, Gt(0)] = 96
-    """Tokens to generate for each prompt."""
-    temperature: Annotated[float, Ge(0)] = 0.8
-    """Divides the logits before sampling; 0 takes the most likely token."""
-    top_k: Annotated[int, Gt(0)] | None = None
-    """Samples among the k most likely tokens."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 0.95
-    """Samples among the most likely tokens that together have this probability."""
-    min_p: Annotated[float, Ge(0), Le(1)] | None = None
-    """Leaves out tokens below this fraction of the most likely one's probability."""
-    repetition_penalty: Annotated[float, Gt(0)] = 1.0
-    """Above 1, tokens that already occurred become less likely."""
-    weights: Literal["model", "ema"] = "model"
-    """Whose weights: the model's, or their average, which hook `ema` keeps."""
-
-    def build(self) -> "Hook":
-        from forge_train.hooks.sample import SampleHook
-
-        return SampleHook(
-            prompts=self.prompts,
-            every=self.every,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            weights=self.weights,
         )

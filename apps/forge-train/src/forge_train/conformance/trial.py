@@ -13,7 +13,7 @@ from forge_core.config.tree import plain
 from forge_core.protocols.run import Hook, Run
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
-from forge_train.recipe.load import load
+from forge_train.recipe.load import Resolved, load
 from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
 
@@ -35,7 +35,8 @@ experts = 4
 first_dense = 1
 
 [data]
-sequence_length = 16
+sequence_length = 32
+packing = "best_fit"
 
 [data.tokenizer]
 name = "bytes"
@@ -45,6 +46,13 @@ name = "random"
 vocab_size = 257
 tokens = 4000
 document = 23
+
+[data.evaluation.talk]
+name = "image_jsonl"
+path = "talk.jsonl"
+placeholder = 299
+per_image = 1
+size = 8
 
 [data.evaluation.held_out]
 name = "random"
@@ -70,6 +78,10 @@ name = "constant"
 [checkpoint]
 every = 2
 """
+
+
+TALK = '{"messages": [{"role": "", "content": "Hi"}, {"role": "assistant", "content": "!"}]}\n'
+"""A conversation, for hooks that ask questions."""
 
 
 @dataclass
@@ -146,11 +158,9 @@ def place() -> "Iterator[Any]":
     """A run that was not assembled, in an empty directory: its `beyond` are attributes that were used of it and are not of the
     protocol."""
     with TemporaryDirectory(prefix="forge-run-") as folder:
-        recipe = Path(folder) / "trial.toml"
-        recipe.write_text(RECIPE)
         directory = Path(folder) / "run"
         directory.mkdir()
-        resolved = load(str(recipe), [f"--job.dir={directory}"], 1, Registry())
+        resolved = _resolved(Path(folder), Registry())
         beyond: set[str] = set()
         run = _Watched(_Place(directory, resolved.job, plain(resolved.tree)), beyond)
         object.__setattr__(run, "beyond", beyond)
@@ -161,10 +171,8 @@ def trained(hook: Hook | None) -> Trained:
     """Trains four steps with a hook, or without any."""
     found, threads = Trained(), torch.get_num_threads()
     with torch.random.fork_rng(devices=()), TemporaryDirectory(prefix="forge-run-") as folder:
-        recipe = Path(folder) / "trial.toml"
-        recipe.write_text(RECIPE)
         registry = Registry()
-        resolved = load(str(recipe), [f"--job.dir={folder}/run"], 1, registry)
+        resolved = _resolved(Path(folder), registry)
         run = assemble(resolved, Path(folder) / "run", read_launcher({}), torch.device("cpu"), registry, None)
         run.hooks = () if hook is None else (_Passes(hook, found.beyond),)
         for one in run.hooks:
@@ -175,3 +183,11 @@ def trained(hook: Hook | None) -> Trained:
         torch.set_num_threads(threads)  # the run has set those of its recipe
         found.weights = {item.name: item.tensor.detach().clone() for item in run.model.trainable()}
     return found
+
+
+def _resolved(folder: Path, registry: Registry) -> Resolved:
+    """The recipe, with what it reads, in a folder."""
+    recipe, talk = folder / "trial.toml", folder / "talk.jsonl"
+    recipe.write_text(RECIPE)
+    talk.write_text(TALK)
+    return load(str(recipe), [f"--job.dir={folder}/run", f"--data.evaluation.talk.path={talk}"], 1, registry)

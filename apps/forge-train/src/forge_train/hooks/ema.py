@@ -16,7 +16,8 @@ SECTION = "ema"
 
 
 class EmaHook(Hook):
-    """Average m of each parameter w that takes a gradient: m = w after step `start`, then m += (1 - decay) (w - m) every N steps.
+    """Average m of each parameter w that is trained, in any stage of the run: m = w after step `start`, then every N steps
+    m += (1 - decay) (w - m).
 
     Each rank averages the elements that it holds, so nothing is exchanged. A step whose update is skipped moves nothing, without
     the host asking for it. Before `start`, and where a run begins to average later, m is the weights themselves.
@@ -51,9 +52,9 @@ class EmaHook(Hook):
         self.begun = state.get("begun", False)
 
     def tensors(self, model: ParallelModel) -> Mapping[str, Mapping[str, Tensor]]:
-        """The average of each parameter that takes a gradient, laid out as it is."""
+        """The average of each parameter that is trained, laid out as it is."""
         if not self.average:
-            for name, tensor, _ in model.trainable():
+            for name, tensor, _ in model.trained_sometime():
                 wide = tensor.dtype if self.dtype == "weights" else torch.promote_types(tensor.dtype, torch.float32)
                 self.average[name] = torch.zeros_like(tensor.detach(), dtype=wide, memory_format=torch.preserve_format)
         if not self.begun:
@@ -74,4 +75,4 @@ class EmaHook(Hook):
 
     def _pairs(self, model: ParallelModel) -> list[tuple[Tensor, Tensor]]:
         """This rank's elements of each average and of its parameter."""
-        return [(local_box(self.average[name]).local, local_box(tensor).local) for name, tensor, _ in model.trainable()]
+        return [(local_box(self.average[name]).local, local_box(tensor).local) for name, tensor, _ in model.trained_sometime()]

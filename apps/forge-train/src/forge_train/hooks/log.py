@@ -20,13 +20,13 @@ class LogHook(Hook):
     A line has the numbers of the step at which it is due. On an accelerator all ranks wait for them; steps without a line do not.
 
     Values: `loss` (nats per token), `grad_norm` (before clipping), `lr` (where the optimizer has a single one), `skipped` (this
-    step), `skipped_steps` (of the run so far, once there is one) and every other number of the step, such as `source/LABEL/loss`
-    and `source/LABEL/tokens` (of that step, where it has any) of each source of a mixture; `data/LABEL/tokens` and
-    `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and asked for by the weights); `tokens` (seen by
-    the run so far), `step_tokens` (with loss, in this step), `tokens_per_second` and `step_seconds` (means since the last line,
-    all ranks together, without evaluation and saving), `peak_memory` (bytes, resident memory of rank 0's process). On an
-    accelerator also `device_memory`, `device_memory_reserved` and `device_memory_retries` of rank 0 since the last line, as
-    `forge_parallel.accelerator.take_peaks` has them.
+    step), `stage` (its number, from 1, of a run in stages), `skipped_steps` (of the run so far, once there is one) and every
+    other number of the step, such as `source/LABEL/loss` and `source/LABEL/tokens` (of that step, where it has any) of each
+    source of a mixture; `data/LABEL/tokens` and `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and
+    asked for by the weights); `tokens` (seen by the run so far), `step_tokens` (with loss, in this step), `tokens_per_second`
+    and `step_seconds` (means since the last line, all ranks together, without evaluation and saving), `peak_memory` (bytes,
+    resident memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved` and
+    `device_memory_retries` of rank 0 since the last line, as `forge_parallel.accelerator.take_peaks` has them.
 
     Of the speed: `model_tflops`, `mfu` and `mfu_attended` (`forge_train.speed.utilization`; their convention is printed at the
     start). Of this step on rank 0: `time/data`, `time/count`, `time/forward`, `time/backward`, `time/reduce`, `time/optimizer`
@@ -40,7 +40,6 @@ class LogHook(Hook):
     def __init__(self, every: int = 10) -> None:
         self.every = every
         self.first = True
-        self.held: dict[str, int] = {}
         self.speed: Utilization | None = None
 
     def start(self, run: Run) -> None:
@@ -78,6 +77,8 @@ class LogHook(Hook):
             numbers["step_seconds"] = seconds / steps
             if self.speed is not None:
                 numbers |= self.speed.numbers(tokens / seconds, run.batches)
+        if (stage := getattr(run.optimizer, "stage_number", None)) is not None:
+            numbers["stage"] = stage + 1
         numbers |= {f"time/{name}": value for name, value in run.phases.take().items()}
         numbers |= mixture(getattr(run, "data", None), step) | take_peaks(run.topology.device)
         numbers |= self._memory(run, numbers.get("device_memory"))
@@ -93,13 +94,13 @@ class LogHook(Hook):
         run.phases.timed = run.topology.rank == 0 and self._due(run, run.state.step + 1)
 
     def _memory(self, run: Run, peak: float | None) -> dict[str, float]:
-        self.held = self.held or held_memory(run)
-        rest = {} if peak is None else {"memory/rest": peak - sum(self.held.values())}
-        return {**self.held, **rest}
+        held = held_memory(run)
+        rest = {} if peak is None else {"memory/rest": peak - sum(held.values())}
+        return {**held, **rest}
 
 
 def held_memory(run: Run) -> dict[str, int]:
-    """Bytes that this rank holds all the time; gradients are as large as what they belong to."""
+    """Bytes that this rank holds all the time, in this stage of training; gradients are as large as what they belong to."""
     parameters = [tensor for _, tensor in run.model.parameters_held()]
     states = [tensor for named in run.optimizer.state().values() for tensor in named.values()]
     return {

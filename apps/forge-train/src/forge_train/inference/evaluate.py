@@ -95,7 +95,8 @@ def scores(
             tokenizer = None  # the weights were trained on ids, or their data are elsewhere by now
         workspace = (weights.facts.run or run_directory(job)) / "data"
         vocab_size = getattr(job.model, "vocab_size", None)
-        sets = evaluation(job.data, workspace=workspace, report=say, vocab_size=vocab_size, tokenizer=tokenizer)
+        shape: dict[str, Any] = {"workspace": workspace, "vocab_size": vocab_size, "model": job.model, "report": say}
+        sets = evaluation(job.data, tokenizer=tokenizer, **shape)
     model = laid_out(weights, resolved, device, registry)
     topology, step = model.topology, Step(model, job.objective.build())
     for name, held_out in sets.items():

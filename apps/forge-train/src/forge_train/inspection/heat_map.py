@@ -1,7 +1,12 @@
-"""A table of numbers from 0 to 1 as colors, in SVG text that needs no style of a page."""
+"""A table of numbers from 0 to 1 as colors: SVG text that needs no style of a page, or a PNG by matplotlib."""
 
 from collections.abc import Sequence
 from html import escape
+from io import BytesIO
+from pathlib import Path
+
+from forge_core.durable import replace_file
+from forge_core.errors import ForgeError
 
 CELL, LABEL, TITLE = 34, 190, 40
 """Pixels: side of a cell, room for names, room for the title."""
@@ -33,3 +38,61 @@ def heat_map(title: str, values: Sequence[Sequence[float]], rows: Sequence[str],
         left, top = LABEL + CELL * place + CELL / 2 + 4, TITLE + CELL * len(rows) + 6
         parts.append(f'<text transform="translate({left:.0f},{top}) rotate(-90)" text-anchor="end">{escape(column)}</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def heat_map_png(title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]) -> bytes:
+    """The same as a PNG, a cell for each number.
+
+    Raises:
+        ForgeError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+    except ImportError as cause:
+        raise ForgeError("PNG pictures need matplotlib: pip install 'forge-train[pictures]', or choose .svg") from cause
+
+    if [len(line) for line in values] != [len(columns)] * len(rows):
+        raise ValueError("a heat map has a number for each row and column")
+    figure = Figure(figsize=((LABEL + CELL * len(columns)) / 80, (LABEL + CELL * len(rows)) / 80), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ends = [tuple(value / 255 for value in color) for color in (LIGHT, DARK)]
+    axes.imshow(values, cmap=LinearSegmentedColormap.from_list("", ends), vmin=0, vmax=1)
+    axes.set_title(title)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), columns, rotation=90)
+    for at, line in enumerate(values):
+        for place, value in enumerate(line):
+            axes.text(place, at, f"{value:.2f}", ha="center", va="center", size=7, color="white" if value > 0.5 else "black")
+    written = BytesIO()
+    figure.savefig(written, format="png")
+    return written.getvalue()
+
+
+PICTURES = (".svg", ".png")
+
+
+def check_picture(path: Path | None) -> None:
+    """Raises `ForgeError` for a file that is not a picture, before anything is computed."""
+    if path is not None and path.suffix not in PICTURES:
+        raise ForgeError(f"--output {path}: heat maps are {' and '.join(PICTURES)} files; --json prints the numbers")
+
+
+def write_heat_map(
+    path: Path, title: str, values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str]
+) -> None:
+    """By the suffix of the file.
+
+    Raises:
+        ForgeError: another suffix, a library that is missing, or a file that cannot be written.
+    """
+    check_picture(path)
+    drawn = (
+        heat_map_png(title, values, rows, columns) if path.suffix == ".png" else heat_map(title, values, rows, columns).encode()
+    )
+    try:
+        replace_file(path, drawn)
+    except OSError as cause:
+        raise ForgeError(f"{path} cannot be written: {cause.strerror}; choose another --output") from cause

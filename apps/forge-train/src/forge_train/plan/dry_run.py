@@ -1,7 +1,7 @@
 """A recipe as a dry run sees it, and the dry run as plain data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -162,7 +162,8 @@ def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] =
 
 def _workload(job: Job, layout: Layout) -> Workload:
     train = job.train
-    settings = settings_in(job, Blueprint.of(job.model.build))
+    # Of stages what any of them trains, so that none needs more.
+    settings = replace(settings_in(job, Blueprint.of(job.model.build)), stages=())
     return Workload(
         build=job.model.build,
         objective=job.objective.build(),

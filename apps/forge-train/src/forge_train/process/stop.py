@@ -36,6 +36,12 @@ class TrainingError(ForgeError):
     exit_code = 3
 
 
+class RolledBackTooOften(ForgeError):
+    """The run went back as often as it may, and its steps were bad again."""
+
+    exit_code = 7
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal ends this process before there is anything to save. Not an `Exception`, so that nothing takes it for a failure."""
 

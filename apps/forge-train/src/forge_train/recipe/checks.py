@@ -8,20 +8,8 @@ from typing import Any
 
 from forge_core.errors import Caution, Fault, did_you_mean
 from forge_core.layout import Layout
-from forge_train.components.hooks import (
-    Best,
-    EarlyStop,
-    Ema,
-    Evaluate,
-    Log,
-    Profile,
-    Progress,
-    Replicas,
-    Routing,
-    Sample,
-    Save,
-    Tasks,
-)
+from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
+from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
 from forge_train.hooks.evaluation.results import metrics
 from forge_train.recipe.schema import Job
 
@@ -59,6 +47,32 @@ def schedule_suits_the_optimizer(job: Job, layout: Layout | None) -> list[Fault]
     return []
 
 
+def stages_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
+    """Stages of training that do not follow each other, or that never begin."""
+    stages, first = job.train.stages, 0
+    for index, stage in enumerate(stages):
+        key, last = f"train.stages.{index}", index == len(stages) - 1
+        if last and stage.until is not None:
+            yield Fault(f"{key}.until", f"the last stage ends at step {stage.until}", hint="remove it, or add a stage behind it")
+        elif not last and stage.until is None:
+            yield Fault(f"{key}.until", "is missing: a stage follows that would never begin", hint="say at which step it ends")
+        elif not last and (stage.until or 0) <= first:
+            yield Fault(
+                f"{key}.until", f"{stage.until} is not after {first}, where the stage begins", hint="stages stand in their order"
+            )
+        elif stage.until is not None and stage.until >= job.train.max_steps:
+            text = (
+                f"the stage after it begins at step {stage.until}, and the run ends with train.max_steps = {job.train.max_steps}"
+            )
+            yield Caution(f"{key}.until", text)
+        length = (job.train.max_steps if stage.until is None else stage.until) - first
+        for name, steps in stage.warmups.items():
+            if 0 < length < steps:
+                what = "" if name == "*" else f" of {name!r}"
+                yield Fault(f"{key}.warmup", f"a warm-up of {steps} steps{what} is longer than its stage of {length}")
+        first = stage.until or first
+
+
 def mtp_fits(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)
     """Multi-token prediction: a schedule of its weight that does not fit the run, or rows too short to have labels."""
     mtp = getattr(job.model, "mtp", None)
@@ -83,6 +97,32 @@ def evaluate_has_sets(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: 
         for index, hook in enumerate(job.hooks)
         if isinstance(hook, Evaluate) and not job.data.evaluation
     ]
+
+
+def inside_can_be_measured(job: Job, layout: Layout | None) -> Iterator[Fault]:
+    """A hook that looks inside, without rows to look at, or at what this layout spreads over ranks."""
+    for index, hook in enumerate(job.hooks):
+        if not isinstance(hook, Inside):
+            continue
+        sets = job.data.evaluation
+        if not sets:
+            hint = 'add a held-out set, such as [data.evaluation.held_out] name = "stdlib" split = "held_out"'
+            yield Fault(f"hooks.{index}.name", "'inside' needs a held-out set", hint=hint)
+        elif hook.held_out is not None and hook.held_out not in sets:
+            yield Fault(
+                f"hooks.{index}.held_out",
+                f"{hook.held_out!r} is not a held-out set",
+                hint=did_you_mean(hook.held_out, list(sets)),
+            )
+        cut = {} if layout is None else {"attention": ("cp", layout.cp), "lens": ("pp", layout.pp)}
+        why = {"attention": "has each row's keys on several ranks", "lens": "has the head on its last stage only"}
+        for name, (axis, size) in cut.items():
+            if name in hook.statistics and size > 1:
+                yield Fault(
+                    f"hooks.{index}.statistics",
+                    f"{name!r} cannot be measured: parallel.{axis} = {size} {why[name]}",
+                    hint=f"leave out {name!r}, or set parallel.{axis} = 1",
+                )
 
 
 def something_is_saved(job: Job, layout: Layout | None) -> list[Fault]:  # noqa: ARG001 (every check is given both)

@@ -28,6 +28,7 @@ class Switch:
 SWITCHES = (
     Switch("checkpoint.mode = 'async'", lambda job: job.checkpoint.mode == "async", "checkpoint", ("saver", "busy")),
     Switch("train.rollback_after", lambda job: job.train.rollback_after is not None, "train", ("max_rollbacks", "rollback_lr")),
+    Switch("data.packing = 'best_fit'", lambda job: job.data.packing == "best_fit", "data", ("items_per_row",)),
     Switch("start.weights", lambda job: job.start.weights is not None, "start"),
 )
 

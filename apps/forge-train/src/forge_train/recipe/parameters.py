@@ -11,13 +11,14 @@ from forge_train.recipe.schema import Job
 
 
 def settings_in(job: Job, blueprint: Blueprint) -> Settings:
-    """Those of `[parameters]`, for the blueprint of the recipe's model.
+    """Those of `[parameters]` and of `[[train.stages]]`, for the blueprint of the recipe's model.
 
     Raises:
-        PlanError: a pattern matches nothing, everything is frozen, or widths cannot be scaled.
+        PlanError: a pattern matches nothing, everything is frozen, widths cannot be scaled, or stages do not fit the model.
     """
     narrow = narrow_of(job)
-    return settings_of(blueprint, job.parameters.groups, None if narrow is None else Blueprint.of(narrow.build))
+    made = None if narrow is None else Blueprint.of(narrow.build)
+    return settings_of(blueprint, job.parameters.groups, made, job.train.stages)
 
 
 def narrow_of(job: Job) -> Any:

@@ -43,6 +43,11 @@ FAMILIES = (
     Family("Speed and memory", "Allocator retries", "so far", "device_memory_retries", "retries", from_zero=True, exact=True),
     Family("Data", "Loss by source", "nats per token", "source/(.+)/loss"),
     Family("Data", "Tokens by source", "share since the line before", "share/(.+)", from_zero=True, exact=True),
+    Family("Modalities", "Loss by modality", "nats per token", "modality/(.+)/loss"),
+    Family("Modalities", "Accuracy by modality", "share of tokens", "modality/(.+)/accuracy"),
+    Family("Modalities", "Image gain", "nats per token", "modality/(.+)/image_gain"),
+    Family("Modalities", "Tokens by modality", "share of the step", "modality/(.+)/share", from_zero=True, exact=True),
+    Family("Modalities", "Gates of cross blocks", "tanh", "gate/(.+)", exact=True),
     Family("Experts", "Most loaded expert", "of the mean load", "routing/(.+)/load_max", from_zero=True),
     Family("Experts", "Least loaded expert", "of the mean load", "routing/(.+)/load_min", from_zero=True),
     Family("Experts", "Entropy of the router", "nats per token", "routing/(.+)/entropy", from_zero=True),
@@ -50,6 +55,14 @@ FAMILIES = (
     Family("Experts", "Loss of the router", "per token", "routing/(.+)/loss"),
     Family("Experts", "Largest bias", "", "routing/(.+)/bias_max"),
     Family("Experts", "Smallest bias", "", "routing/(.+)/bias_min"),
+    Family("Inside", "Likeness to the first weights", "CKA", "inside/(.+)/cka_first"),
+    Family("Inside", "Likeness to the last time", "CKA", "inside/(.+)/cka_previous"),
+    Family("Inside", "Effective rank", "dimensions", "inside/(.+)/effective_rank", from_zero=True),
+    Family("Inside", "Entropy of attention", "nats", "inside/(.+)/attention_entropy", from_zero=True),
+    Family("Inside", "Largest attention score", "before the softmax", "inside/(.+)/max_score"),
+    Family("Inside", "Loss of the logit lens", "nats per token", "inside/(.+)/lens_loss"),
+    Family("Inside", "Agreement of routers with the last time", "share", "inside/(.+)/router_agreement", from_zero=True),
+    Family("Inside", "Time of a look inside", "seconds", "inside/seconds", "rank 0", from_zero=True),
 )
 SHOWN_ELSEWHERE = re.compile(r"tokens|skipped|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens")
 """Metrics without a chart: others say the same, or a table does."""

@@ -12,7 +12,7 @@ from forge_core.errors import DataError
 from forge_core.redact import redacted, redacted_text
 from forge_train.report.faults import Fault, faults
 from forge_train.report.history import History
-from forge_train.run.directory import RECIPE, ROUTING, SAMPLES
+from forge_train.run.directory import ANSWERS, RECIPE, ROUTING, SAMPLES
 from forge_train.trackers.jsonl import METRICS, objects
 
 SUMMARY = "report.json"
@@ -40,6 +40,7 @@ _SHAPES: Mapping[str, _Is] = {
     "bytes_per_token": _values(_number),
     "routing": lambda value: isinstance(value, dict) and _values(_each(_number))(value.get("layers")),
     "samples": _each(_table),
+    "answers": _each(_table),
     "checkpoints": _each(lambda value: isinstance(value, dict) and _number(value.get("bytes", 0))),
     "warnings": _each(_text),
     "config": lambda value: isinstance(value, str) or _each(_table)(value),
@@ -105,7 +106,7 @@ def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
         lines = "1 line" if history.unread == 1 else f"{history.unread} lines"
         notes.append(f"{lines} of {METRICS} left out: cut off, or damaged")
     kept = _checked(dict(_summary(directory)) if summary is None else dict(summary), notes)
-    for name, file in (("samples", SAMPLES), ("routing", ROUTING)):
+    for name, file in (("samples", SAMPLES), ("answers", ANSWERS), ("routing", ROUTING)):
         newer = _json(directory / file, notes)
         kept |= _checked({} if newer is None else {name: redacted(newer)}, notes)
     return Found(

@@ -1,5 +1,6 @@
 """The report of one or several runs as one HTML file."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -15,6 +16,7 @@ from forge_train.report.heat import heat
 from forge_train.report.results import mixture, overview, results
 from forge_train.report.tables import rows, swatch
 
+_BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _LIBRARY = ("uplot/uPlot.min.css", "uplot/uPlot.iife.min.js", "uplot/LICENSE")
 
 
@@ -32,6 +34,7 @@ def page(runs: Sequence[Found]) -> str:
         _board(runs, shown, more),
         section("Faults and restarts", _faults(runs)),
         section("Generated text", _of_each(runs, lambda run: "".join(map(_sample, run.summary.get("samples", ()))))),
+        section("Answers to held-out documents", _of_each(runs, _answers)),
         section("Checkpoints", _of_each(runs, _checkpoints)),
         section("Model, machine and versions", environment(runs)),
         section("Recipe", _of_each(runs, _recipe)),
@@ -147,6 +150,20 @@ def _sample(item: Any) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in item.items() if key not in ("prompt", "text"))
     text = f"<pre><b>{escape(str(item.get('prompt', '')))}</b>{escape(str(item.get('text', '')))}</pre>"
     return (f'<p class="dim">{escape(settings)}</p>' if settings else "") + text
+
+
+def _answers(run: Found) -> str:
+    """What was said of each document, with its pictures; what the document says where it is another."""
+    cards = []
+    for item in run.summary.get("answers", ()):
+        names = [name for name in item.get("pictures", ()) if isinstance(name, str) and _BASE64.fullmatch(name)]
+        pictures = "".join(f'<img alt="" src="data:image/png;base64,{name}">' for name in names)
+        said, answer, prompt = (escape(str(item.get(key, "")).strip()) for key in ("said", "answer", "prompt"))
+        mark = f"<b>{said}</b>" if item.get("right") else f"<s>{said or '&nbsp;'}</s><br><b>{answer}</b>"
+        asked = f'<span class="dim">{prompt}</span><br>' if prompt else ""
+        cards.append(f"<figure>{pictures}<figcaption>{asked}{mark}</figcaption></figure>")
+    note = '<p class="dim">Bold is what the document says, struck out what was said instead; wrong answers come first.</p>'
+    return f'{note}<div class="answers">{"".join(cards)}</div>' if cards else ""
 
 
 def _checkpoints(run: Found) -> str:

@@ -11,6 +11,7 @@
     unigram_entropy     nats per token of the training corpus
     bytes_per_token     evaluation set -> mean bytes of text per token; gives bits per byte
     samples             list of {"prompt", "text"} and anything else, such as "temperature"
+    answers             list of {"step", "set", "prompt", "answer", "said", "right", "pictures": PNG files in base64}
     routing             {"step", "layers": mapping of a layer to its experts' loads in units of their mean}
     checkpoints         list of {"step", "path", "bytes"}
     warnings            list of text

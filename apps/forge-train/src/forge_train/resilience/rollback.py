@@ -10,20 +10,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forge_core.errors import ForgeError
 from forge_core.protocols.data import Cursor
-from forge_train.process.stop import TrainingError
+from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
 from forge_train.run.loop import fit
 from forge_train.run.run import Run
 
 _log = logging.getLogger(__name__)
-
-
-class RolledBackTooOften(ForgeError):
-    """The run went back as often as it may, and its steps were bad again."""
-
-    exit_code = 7
 
 
 @dataclass(frozen=True)

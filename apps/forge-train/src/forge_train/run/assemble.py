@@ -32,6 +32,7 @@ from forge_parallel.build.plan import Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
 from forge_parallel.optim import shards
+from forge_parallel.optim.stages.resolve import stage_at
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
 from forge_parallel.step.phases import Phases
@@ -112,7 +113,8 @@ def assemble(
         refuse_fresh(job, fresh)
         if world.rank == 0 or directory.is_dir():  # one that is missing is tried out by one rank
             probe(directory, fresh)
-        shape = {"workspace": directory / "data", "vocab_size": getattr(job.model, "vocab_size", None), "report": say}
+        vocab_size = getattr(job.model, "vocab_size", None)
+        shape: dict[str, Any] = {"workspace": directory / "data", "vocab_size": vocab_size, "model": job.model, "report": say}
         data = open_stream(
             job.data,
             seed=job.job.seed,
@@ -152,7 +154,9 @@ def assemble(
         return shards.build(job.optimizer, model, settings)
 
     def take_up(found: Found, model: ParallelModel, optimizer: Any) -> None:
-        meta.update(checkpoints.restore(found, model, optimizer, optimizer_of))
+        # Beginning is what a stage begins with: of settings in which that is trained, by an optimizer of one stage.
+        again = lambda some: shards.build(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
+        meta.update(checkpoints.restore(found, model, optimizer, again))
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
 
     def restore(model: ParallelModel) -> None:
@@ -165,7 +169,10 @@ def assemble(
         model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
         optimizer = optimizers[0] if optimizers else optimizer_of(model)
     parameters = model.parameter_count()
-    frozen = f" ({len(settings.frozen)} tensors frozen)" if settings.frozen else ""
+    now = checkpoints.frozen_by(optimizer)
+    frozen = f" ({len(now)} tensors frozen)" if now else ""
+    if settings.stages:
+        frozen += f", stage {stage_at(settings.stages, state.step) + 1} of {len(settings.stages)}"
     names = ", ".join(plan.names()) or "none"
     say(f"model: {parameters:,} parameters{frozen}, layout {layout}, {name(device)}, transforms: {names}")
     for line in sharding.lines():
@@ -239,7 +246,7 @@ def assemble(
         say(
             "\n  ".join([f"resuming after step {state.step} from {elsewhere(store) or directory / CHECKPOINTS}{changed}", *noted])
         )
-        for line in checkpoints.other_frozen(meta):
+        for line in checkpoints.other_frozen(meta, optimizer):
             say(line)
         for key in dropped:
             say(f"the checkpoint has a state of hook {key!r}, and no hook of the recipe takes it: the state is dropped")

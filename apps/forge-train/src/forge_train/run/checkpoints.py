@@ -76,7 +76,7 @@ def _of(piece: str) -> str:
 class Checkpoints:
     """What of one run is kept, and how it comes back.
 
-    `frozen`: parameters of the model that are not trained.
+    `frozen`: parameters of the model that are never trained.
     """
 
     store: Store
@@ -122,7 +122,7 @@ class Checkpoints:
             # The model is built from its part again, so that is kept as it is.
             "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
             "plugins": list(self.plugins),
-            "frozen": sorted(self.frozen),
+            "frozen": sorted(self.frozen_by(run.optimizer)),
             "health": run.health.state(),
             "hooks": states_of(run.hooks),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -193,7 +193,9 @@ class Checkpoints:
         Raises:
             CheckpointError: it does not fit the model.
         """
-        begins, ends = self._other_frozen(found.meta)
+        if callable(tell := getattr(optimizer, "at_step", None)):
+            tell(found.step)
+        begins, ends = self._other_frozen(found.meta, optimizer)
         with model.averaged() as trained:
             mine = [piece for piece in pieces(model, optimizer, trained) if _of(piece.name) not in begins]
             count = torch.zeros((), dtype=torch.int64)
@@ -214,18 +216,23 @@ class Checkpoints:
             raise CheckpointError(f"{found.name} cannot be resumed: {bad.name} has non-finite values. {self.advice(Health())}")
         return meta
 
-    def other_frozen(self, meta: Mapping[str, Any]) -> Iterator[str]:
+    def other_frozen(self, meta: Mapping[str, Any], optimizer: Optimizer) -> Iterator[str]:
         """Which parameters were frozen in a checkpoint and are not now, and the other way round; a line each."""
-        begins, ends = self._other_frozen(meta)
+        begins, ends = self._other_frozen(meta, optimizer)
         if begins:
             yield f"trained from now on, without optimizer state at first: {', '.join(sorted(begins))}"
         if ends:
             yield f"frozen from now on, their optimizer state is dropped: {', '.join(sorted(ends))}"
 
-    def _other_frozen(self, meta: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+    def frozen_by(self, optimizer: Optimizer) -> frozenset[str]:
+        """Parameters of the model that are not trained: never, or in the stage that the optimizer is in."""
+        stage = getattr(optimizer, "stage_settings", None)
+        return self.frozen if stage is None else stage.frozen
+
+    def _other_frozen(self, meta: Mapping[str, Any], optimizer: Optimizer) -> tuple[frozenset[str], frozenset[str]]:
         """Parameters that begin to be trained, and that no longer are."""
-        before = frozenset(meta.get("frozen", ()))
-        return before - self.frozen, self.frozen - before
+        before, now = frozenset(meta.get("frozen", ())), self.frozen_by(optimizer)
+        return before - now, now - before
 
     def restore_kept(self, found: resume.Found, run: Run) -> None:
         """Collective: fills the tensors that hooks keep, as far as the checkpoint has their section.

@@ -27,9 +27,15 @@ ROUTING = "routing.json"
 SAMPLES = "samples.json"
 """The newest texts that hook `sample` generated."""
 
+ANSWERS = "answers.json"
+"""The newest answers that hook `answers` was given, with their pictures."""
+
+INSIDE = "inside"
+"""What hook `inside` compares with: products of activations at the first look and at later ones."""
+
 OWNED = (
-    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, "tensorboard"),
-    *("profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
+    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, ANSWERS, "tensorboard"),
+    *(INSIDE, "profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""
 

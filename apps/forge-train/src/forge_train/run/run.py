@@ -128,7 +128,7 @@ class Run:
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
         """Before a step's first forward: random numbers depend on (seed, step, data rank) only, so a resumed run draws the
-        same ones; and a model whose loss changes over the run is told the step."""
+        same ones; and a model whose loss changes over the run is told the step, as is an optimizer of a run in stages."""
         # Steps of another size take another time, and the first one of a start compiles.
         section = f"step of {self.tokens_per_step} tokens" if self.settled else "first step"
         self.watch.enter(f"step {self.state.step + 1}", section)
@@ -136,6 +136,8 @@ class Run:
         key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
         torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
         self.model.at_step(self.state.step, self.job.train.max_steps)
+        if callable(tell := getattr(self.optimizer, "at_step", None)):
+            tell(self.state.step)
 
     @torch.no_grad()
     def update(self, result: StepResult) -> None:

@@ -15,8 +15,8 @@ from forge_train.sweep.processes import Process, Start, command_of, meaning, sta
 from forge_train.sweep.signals import Asked
 from forge_train.sweep.slots import Slot
 
-TRIES = 2
-"""Starts of a run that fails, in one start of its sweep."""
+TRIES = {"failed": 2, "lost": 5}
+"""Starts of a run that ends so, in one start of its sweep."""
 _SAY_EVERY = 30.0
 
 
@@ -51,7 +51,7 @@ class Executor:
     def run(self, tasks: Sequence[Task]) -> None:
         """Brings every task to its end, unless this process is asked to stop; `outcome_of` says afterwards what became of each.
 
-        A run that ends without having finished is started once more, after all others.
+        A run that fails is started once more, after all others; one that lost a rank, or had too little memory, a few times.
         """
         waiting = deque((task, 1) for task in tasks)
         free, running = deque(self.places), list[_Running]()
@@ -115,7 +115,7 @@ class Executor:
             now = replace(now, status="diverged" if end == "diverged" else "failed", said=lines)
             now = replace(now, rungs={**now.rungs, str(wanted): None})
         keep(folder, now)
-        again = end == "failed" and one.attempt < TRIES
+        again = one.attempt < TRIES.get(end, 1)
         self.say(_told(task.point, now, again, self.sweep.grid.search.metric))
         return again
 

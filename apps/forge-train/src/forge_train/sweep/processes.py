@@ -9,12 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from forge_train.process.stop import REQUEUE, TrainingError
+from forge_ckpt.resilience.local_ranks import FOLLOWS
+from forge_ckpt.resilience.progress import NoProgress
+from forge_ckpt.resilience.restarts import FAULTY, FULL
+from forge_train.process.stop import REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
 """Lines of a run's output that are shown where it failed."""
-_FINAL = (2, 4)
-"""Exit codes that another start would repeat: a refusal, and a run that another job has taken over."""
+LOST = (FOLLOWS, FAULTY, FULL)
+"""Exit codes after which a run that is started again goes on: a rank was lost, its machine failed a probe, or it had too little
+memory and noted what fits."""
+_BAD = (TrainingError.exit_code, RolledBackTooOften.exit_code)
+_FINAL = (2, 4, NoProgress.exit_code)
+"""Exit codes that another start would repeat: a refusal, a run that another job has taken over, and one that got nowhere."""
 
 
 class Process(Protocol):
@@ -69,22 +76,21 @@ def start(command: Sequence[str], environment: Mapping[str, str], output: Path) 
 
 
 def command_of(arguments: Sequence[str], processes: int = 1) -> list[str]:
-    """The command line of `forge-train ...`; under torchrun where it has several processes."""
-    several = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
-    return [sys.executable, "-m", *several, "forge_train", *arguments]
+    """The command line of `forge-train run ...`, which starts several processes by itself; its code is the first cause's."""
+    return [sys.executable, "-m", "forge_train", *arguments, *([f"--processes={processes}"] if processes > 1 else [])]
 
 
 def meaning(code: int, asked: bool) -> str:
-    """What the end of a run's process means: `finished`, `stopped`, `diverged`, `refused`, or `failed`, which is worth a try.
-
-    A launcher such as torchrun hides the codes of its workers; what was asked to stop has stopped.
-    """
+    """What the end of a run means: `finished`, `stopped`, `diverged`, `refused`, `lost`, which goes on at another start, or
+    `failed`, which is worth a try. What was asked to stop has stopped."""
     if code == 0:
         return "finished"
     if code == REQUEUE or asked:
         return "stopped"
-    if code == TrainingError.exit_code:
+    if code in _BAD:
         return "diverged"
+    if code in LOST:
+        return "lost"
     return "refused" if code in _FINAL else "failed"
 
 

@@ -40,7 +40,7 @@ class Grid:
     dir: str | None = None
     """Directory of the sweep instead of `sweeps/<name of its file>`."""
     processes: Annotated[int, Gt(0)] = 1
-    """Processes of each run: more than one are started by torchrun on this machine."""
+    """Processes of each run, on this machine."""
     search: Search = field(default_factory=Search)
     """How the space is searched."""
     vary: dict[str, Any]

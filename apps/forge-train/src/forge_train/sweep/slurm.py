@@ -7,13 +7,19 @@ from pathlib import Path
 from forge_core.errors import ForgeError
 from forge_train.process.stop import REQUEUE
 from forge_train.sweep.grid import Sweep
+from forge_train.sweep.processes import LOST
 
 _SECONDS = 120
 """Before a time limit, SLURM says so: enough to finish a step and to save."""
 
+AGAIN = (REQUEUE, *LOST)
+"""Exit codes of a task that is queued again."""
+
 _BODY = """
 # One task trains one point. SLURM's warning before the time limit, and a preemption, let the run save; the task is queued again.
 # A job that is canceled gets the same signal, but is already completing: it saves, too, and is not queued again.
+# Codes of a lost rank and of too little memory say that the run goes on when it is started again; one that gets nowhere ends with
+# another code by itself.
 {command} --point "$SLURM_ARRAY_TASK_ID" &
 child=$!
 trap 'kill -TERM "$child"' TERM USR1
@@ -21,12 +27,12 @@ wait "$child"
 code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
 task="${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
-if [ "$code" -eq {requeue} ]; then
+case "$code" in {requeue})
   case "$(squeue --noheader --jobs="$task" --format=%T)" in
     CANCEL* | COMPLETING*) ;;
     *) scontrol requeue "$task" ;;
-  esac
-fi
+  esac ;;
+esac
 exit "$code"
 """
 
@@ -65,4 +71,4 @@ def script(sweep: Sweep, arguments: list[str], jobs: int | None) -> str:
     ]
     command = shlex.join(["forge-train", "sweep", str(sweep.file.resolve()), *arguments])
     head = ["#!/bin/bash", *lines, "", f"cd {shlex.quote(str(Path(os.path.abspath('.'))))}"]  # noqa: PTH100
-    return "\n".join(head) + _BODY.format(command=command, requeue=REQUEUE)
+    return "\n".join(head) + _BODY.format(command=command, requeue=" | ".join(map(str, AGAIN)))

@@ -21,6 +21,9 @@ from pathlib import Path
 FOLLOWS = 5
 """Exit code of a rank that ended because of another one."""
 
+DEVICE = "FORGE_LOCAL_DEVICE"
+"""Variable with the number of the device that a rank takes, which is not its LOCAL_RANK where devices are left out."""
+
 _LOOK_SECONDS = 0.05
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
@@ -32,24 +35,27 @@ class Ended:
     Attributes:
         code: 0 where all of them were well; else that of the first cause, negative for a signal.
         why: the first cause, with its rank; empty where all were well.
+        rank: that of the first cause; -1 where all were well.
     """
 
     code: int
     why: str = ""
+    rank: int = -1
 
 
 def run(
     command: Sequence[str],
-    size: int,
+    places: Sequence[int],
     environment: Mapping[str, str],
     life: int = 0,
     grace: float = 8.0,
     asked: Callable[[], Sequence[int]] = lambda: (),
 ) -> Ended:
-    """Runs a command on `size` local ranks until all have ended.
+    """Runs a command on a local rank at each place until all have ended.
 
     Args:
         command: of every rank.
+        places: number of the local device of each rank: 0, 1, 2, ... where none is left out. Each finds its own in `DEVICE`.
         environment: to which the variables of each rank are added.
         life: how often they have been started before.
         grace: seconds after the end of a first rank that was not well, after which the others are killed.
@@ -57,12 +63,14 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="forge-ranks-") as name:
         folder = Path(name)
+        size = len(places)
         common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(_free_port()), "TORCHELASTIC_RESTART_COUNT": str(life)}
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(size):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}")}
+            for rank, place in enumerate(places):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), DEVICE: str(place)}
+                own["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}")
                 ranks.append(subprocess.Popen(command, env={**environment, **common, **own}, preexec_fn=_dies_with_parent()))
             order = _wait(ranks, grace, asked)
         finally:
@@ -75,7 +83,7 @@ def run(
         if not bad:
             return Ended(0)
         first = next((rank for rank in bad if codes[rank] != FOLLOWS), bad[0])
-        return Ended(codes[first], f"rank {first} {_said(codes[first], folder / f'error-{first}')}")
+        return Ended(codes[first], f"rank {first} {_said(codes[first], folder / f'error-{first}')}", first)
 
 
 def _wait(ranks: "Sequence[subprocess.Popen[bytes]]", grace: float, asked: Callable[[], Sequence[int]]) -> list[int]:

@@ -161,20 +161,24 @@ def _commit(store: Store, temporary: str, step: int) -> str:
 
 
 def _tidy(store: Store, world: World, name: str, order: Order) -> None:
-    """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now. The checkpoint
-    stands, so a fault here is a warning."""
+    """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now, unless the step
+    that a mark is to name was not saved. The checkpoint stands, so a fault here is a warning."""
+    spare = {*order.spare, *order.marks.values()}
     if world.rank == 0:
         mark = LATEST
         try:
             point(store, mark, name)
             names = {entry.step: entry.name for entry in reversed(committed(store.list()))}
             for mark, step in order.marks.items():
-                if step in names and pointed(store, mark) != names[step]:
+                before = pointed(store, mark)
+                if step in names and before != names[step]:
                     point(store, mark, names[step])
+                elif step not in names:
+                    spare |= {entry.step for entry in committed([before or ""])}
         except (OSError, CheckpointError) as cause:
             _log.warning("%s is committed, but %r could not be updated: %s", name, mark, cause)
     try:
-        retain(store, world, order.keep, {*order.spare, *order.marks.values()})
+        retain(store, world, order.keep, spare)
     except (OSError, CheckpointError) as cause:
         _log.warning("%s is committed, but older checkpoints could not be removed: %s", name, cause)
 

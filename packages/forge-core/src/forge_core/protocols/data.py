@@ -79,6 +79,40 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class Illustrated(Source, Protocol):
+    """What a `Source` offers too whose documents hold more than text: items, such as images, that stand at places of the stream.
+
+    An item's tokens are placeholders; what the item is goes with the batch. Documents are never cut, so they need a packing
+    that keeps them whole.
+
+    Attributes:
+        extras: names in `Batch.extras`: of the items of a batch, stacked (n, ...), and of the numbers of each row's items (B, M)
+            int64, -1 where a row has fewer. A batch without an item has neither.
+        item_shape: of one item.
+    """
+
+    extras: tuple[str, str]
+    item_shape: tuple[int, ...]
+
+    def learned(self, start: int, stop: int) -> "np.ndarray":
+        """(stop - start,) bool: whether a token is predicted; placeholders, and such as a question of a user, are not."""
+        ...
+
+    def items_before(self, tokens: "np.ndarray") -> "np.ndarray":
+        """How many items begin before each of `tokens` (N,) int64: items a to b - 1 are those of tokens [s, t) where these are
+        the numbers a of s and b of t."""
+        ...
+
+    def load(self, first: int, stop: int) -> "np.ndarray":
+        """(stop - first, *item_shape) float32: items [first, stop). It is called by several threads.
+
+        Raises:
+            DataError: one of them is not there, or damaged; names it.
+        """
+        ...
+
+
+@runtime_checkable
 class StreamedSource(Protocol):
     """Documents that can only be read in order, in shards: files of a remote data set, a generator, a live stream.
 
@@ -164,6 +198,7 @@ class SourceContext:
         workers: threads that may prepare data; the result does not depend on it.
         rank, ranks: of the data axis; only a foreign loader, which shards its samples itself, has a use for them.
         global_batch, micro_batch: rows per step over all ranks and rows of one batch; likewise.
+        model: the recipe's model component, for sources that prepare what it takes besides tokens; None where there is none.
     """
 
     workspace: Path
@@ -176,6 +211,7 @@ class SourceContext:
     ranks: int = 1
     global_batch: int = 1
     micro_batch: int = 1
+    model: Any = None
 
 
 Cursor = Mapping[str, Any]

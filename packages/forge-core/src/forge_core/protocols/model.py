@@ -289,6 +289,8 @@ class Optimizer(Protocol):
 
     One that works through its parameters in parts may have `shorten()`, which a dry run calls: steps may then leave out parts
     that take no more memory than those that are updated.
+
+    One whose parameters depend on the step may have `at_step(step)`: before a step's forward it is told how many are done.
     """
 
     def step(self, skip: "Tensor | None" = None) -> None:

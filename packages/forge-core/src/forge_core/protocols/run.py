@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forge_core.batch import Batch
 from forge_core.protocols.data import EvaluationSet, Stream
 from forge_core.protocols.job import Job
-from forge_core.protocols.model import Optimizer
+from forge_core.protocols.model import Objective, Optimizer
 from forge_core.protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -31,19 +31,22 @@ class StepResult(Protocol):
 
 
 class Evaluation(Protocol):
-    """Mean loss over all ranks, in nats per token, and the number of tokens behind it."""
+    """Mean loss over all ranks, in nats per token, the number of tokens behind it, and sums of metrics over these."""
 
     @property
     def loss(self) -> float: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Step(Protocol):
     """Runs the model on this rank's batches."""
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Collective: without gradients. Every rank brings the same number of batches."""
+    def evaluate(self, batches: Iterable[Batch], objective: Objective | None = None, metrics: Sequence[str] = ()) -> Evaluation:
+        """Collective: without gradients. Every rank brings the same number of batches. By another `objective` than that of the
+        training where one is given; `metrics` are names of its metrics, the same on all ranks, whose sums are wanted."""
         ...
 
 

@@ -39,6 +39,34 @@ def check_tokens(component: Any) -> None:
         assert found == wanted, f"borders are {found}, by ends they are {wanted}"
 
 
+def check_items(component: Any) -> None:
+    """Items lie at the places that are told, are not learned there, and are the same in parts and as a whole."""
+    import numpy as np
+
+    from forge_core.protocols.data import Illustrated
+
+    with _opened(component) as source:
+        if not isinstance(source, Illustrated):
+            return
+        total = source.tokens
+        before = source.items_before(np.arange(total + 1))
+        count = int(before[-1])
+        assert before[0] == 0 and bool((np.diff(before) >= 0).all()), "items_before does not ascend from 0"
+        assert count, "an example of a source with items has none"
+        learned, begins = source.learned(0, total), np.flatnonzero(np.diff(before))
+        assert learned.dtype == bool and len(learned) == total, f"learned(0, {total}) is {learned.dtype} of {len(learned)}"
+        assert bool(learned.any()) and not learned[begins].any(), "a place of an item is learned, or nothing is"
+        third = total // 3
+        assert np.array_equal(source.learned(third, total), learned[third:]), f"learned({third}, {total}) is not of all"
+        whole = source.load(0, count)
+        shape = (count, *source.item_shape)
+        assert whole.shape == shape and whole.dtype == np.float32, f"load gives {whole.dtype} {whole.shape}, not float32 {shape}"
+        assert bool(np.isfinite(whole).all()), "an item has values that are not finite"
+        half = count // 2
+        parts = np.concatenate([source.load(0, half), source.load(half, count)])
+        assert np.array_equal(parts, whole), f"items [0, {half}) and [{half}, {count}) are not those of [0, {count})"
+
+
 def check_stream(component: Any) -> None:
     """A source that is read in order gives the same documents from any of them on, and ids in range."""
     import numpy as np
@@ -114,7 +142,16 @@ def _samples(component: Any, seed: int, rank: int = 0, ranks: int = 1, begin: in
     from forge_data.loading.loader import open_stream
     from forge_data.section import Data
 
-    data = Data(sequence_length=LENGTH, sources=[component], tokenizer=Bytes(), verify=False, readers=4, shuffle_buffer=8)
+    packing: Any = "best_fit" if getattr(component, "keeps_documents", False) else "concatenate"
+    data = Data(
+        sequence_length=LENGTH,
+        sources=[component],
+        tokenizer=Bytes(),
+        verify=False,
+        readers=4,
+        shuffle_buffer=8,
+        packing=packing,
+    )
 
     def start(workspace: Path) -> Any:
         return open_stream(

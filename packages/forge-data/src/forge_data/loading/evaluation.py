@@ -1,6 +1,7 @@
 """Held-out rows, each read exactly once, with the same number of batches on every rank."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from forge_core.protocols.data import Source
 from forge_data import accelerator
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
+from forge_data.loading.items.load import Items
 from forge_data.loading.packings import open_packing
 from forge_data.loading.rows import Rows
 from forge_data.loading.spec import LoadSpec
@@ -40,10 +42,20 @@ class HeldOut:
         self.rows = self._packing.ragged
         self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)
         self._buffers = Buffers()
+        self._workers = spec.data.workers
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
         """This rank's share, in order; batch b of all ranks together holds rows [b n m, (b + 1) n m)."""
         together = ranks * micro_batch
+        pin = accelerator.is_used()
+        with Items([self._packing], self._workers) as items:
+            for batch, full in self._token_batches(rank, together, micro_batch, pin):
+                extras = items.begin([(0, number) for number in full.tolist()] + [(-1, 0)] * (micro_batch - len(full)))
+                yield replace(batch, extras=extras.extras(0, micro_batch, pin)) if items.names else batch
+                del batch
+
+    def _token_batches(self, rank: int, together: int, micro_batch: int, pin: bool) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Each batch without its items, and the numbers of its full rows."""
         for first in range(0, self.rows, together):
             numbers = np.arange(first + rank * micro_batch, first + (rank + 1) * micro_batch)
             full = numbers[numbers < self._packing.rows]
@@ -57,7 +69,7 @@ class HeldOut:
                     filled = labeled + 1
                 rows.pad(row, filled)
             samples = tuple(number if number < self.rows else -1 for number in numbers.tolist())
-            batch = rows.batch(0, micro_batch, samples, pin=accelerator.is_used())
+            batch = rows.batch(0, micro_batch, samples, pin=pin)
             del rows  # else its memory would count as held while the next batch looks for free memory
-            yield batch
+            yield batch, full
             del batch

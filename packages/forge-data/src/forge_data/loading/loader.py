@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import StatefulIterable, StreamedSource, Tokenizer
@@ -32,6 +33,7 @@ def open_stream(
     ranks: int = 1,
     report: Report = _silent,
     vocab_size: int | None = None,
+    model: Any = None,
 ) -> TrainingStream | ForeignStream:
     """Opens the training data of a recipe; text is tokenized into `workspace` the first time.
 
@@ -44,6 +46,7 @@ def open_stream(
         rank, ranks: of the data axis.
         report: called with progress messages.
         vocab_size: of the model; a source with a larger id is refused.
+        model: the model component, for sources that prepare what it takes besides tokens.
 
     Returns:
         The `TrainingStream`; or, where the only source is a foreign loader, the `ForeignStream` that reads it.
@@ -62,7 +65,7 @@ def open_stream(
             f"global_batch {global_batch} is not a multiple of {portion}; change train.micro_batch or the number of ranks"
         )
     shape = {"rank": rank, "ranks": ranks, "global_batch": global_batch, "micro_batch": micro_batch}
-    spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size)
+    spec = LoadSpec(data, workspace, seed if data.seed is None else data.seed, global_batch, vocab_size, model)
     opened = open_sources(spec, context_of(spec, report, **shape))
     if any(isinstance(source, StatefulIterable) for source in opened.sources.values()):
         return _foreign(data, opened, shape)
@@ -86,6 +89,7 @@ def evaluation(
     workspace: Path,
     report: Report = _silent,
     vocab_size: int | None = None,
+    model: Any = None,
     tokenizer: Tokenizer | None = None,
 ) -> dict[str, HeldOut]:
     """Opens the held-out sets of `[data.evaluation]`, by name; rows are made as those of training are.
@@ -97,7 +101,7 @@ def evaluation(
     """
     if not data.evaluation:
         return {}
-    spec = LoadSpec(data, workspace, vocab_size=vocab_size)
+    spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model)
     context = context_of(spec, report)
     sources = {name: build(component, name, context, vocab_size) for name, component in data.evaluation.items()}
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):

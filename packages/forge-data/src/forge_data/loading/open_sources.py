@@ -47,7 +47,7 @@ def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> So
         if isinstance(source, TextComponent) and weight_of(source) > 0 and (found := source.texts()) is not None
     )
     workers = data.workers or usable_cores()
-    context = SourceContext(spec.workspace, None, data.sequence_length, report, texts, workers, **more)
+    context = SourceContext(spec.workspace, None, data.sequence_length, report, texts, workers, model=spec.model, **more)
     component: Any = data.tokenizer
     return replace(context, tokenizer=None if component is None else component.build(context))
 

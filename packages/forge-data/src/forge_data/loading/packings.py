@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source, StreamedSource
+from forge_core.protocols.data import Illustrated, Source, StreamedSource
 from forge_data.loading.open_sources import OpenedSources
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import Stage
@@ -17,8 +17,13 @@ Report = Callable[[str], None]
 def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report: Report) -> Packing:
     """Rows of `length` tokens of one source, as the recipe packs them; a pack plan is made once and kept in the workspace."""
     if spec.data.packing == "concatenate":
+        if isinstance(source, Illustrated):
+            raise DataError(
+                f"documents of source {label!r} ({source.name}) have {source.extras[0]}, and packing = 'concatenate' would cut "
+                "them; set data.packing = 'best_fit', or 'pad'"
+            )
         return Concatenated(source, length)
-    made = planned(source, length, spec.data.packing, spec.workspace, label)
+    made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row)
     found = made.summary
     report(
         f"packed {label}: {found['documents']:,} documents in {found['rows']:,} rows, {found['efficiency']:.2%} full, "

@@ -41,6 +41,8 @@ class Rows:
     def fill(self, at: np.ndarray, cut: RowWindows) -> None:
         """Writes rows `at` (N,) int64 from N windows."""
         shift(cut.windows, cut.rows, cut.columns, self.tokens, self.labels, at)
+        if cut.learned is not None:
+            self.labels[at] = np.where(cut.learned[:, 1:], self.labels[at], IGNORE)
         if self.positions is not None and self.documents is not None:
             self.positions[at], self.documents[at] = places(cut)
         if cut.filled is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forge_data.section import Data
 
@@ -16,6 +17,7 @@ class LoadSpec:
         seed: of the order of samples.
         global_batch: rows per optimizer step over all ranks.
         vocab_size: of the model; a larger token id is refused. None: not known.
+        model: the model component, for sources that prepare what it takes besides tokens.
     """
 
     data: Data
@@ -23,6 +25,7 @@ class LoadSpec:
     seed: int = 0
     global_batch: int = 1
     vocab_size: int | None = None
+    model: Any = None
 
     @property
     def masked(self) -> bool:

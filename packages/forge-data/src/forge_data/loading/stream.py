@@ -17,6 +17,7 @@ from forge_core.protocols.data import Cursor, StreamedSource, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.entropy import token_counts, unigram_entropy
+from forge_data.loading.items.load import Items, StepItems
 from forge_data.loading.row_reader import RowReader
 from forge_data.loading.rows import Rows
 from forge_data.loading.workers.pool import WorkerPool
@@ -143,9 +144,12 @@ class TrainingStream:
 
     def _steps_from(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[list[Batch], Cursor]]:
         make = self._made_ahead if self.data.loader_workers else self._made_here
-        with closing(self._checksums(step)) as checksums:
+        pin = accelerator.is_used()
+        with closing(self._checksums(step)) as checksums, Items(self.reader.packings, self.data.workers) as items:
+            with_items = StepItems(items, self._rows_of, self.steps, pin)
             for rows, after in make(step, positions):
-                batches = rows.batches(self.micro_batch, self._first_row(step), accelerator.is_used(), self._sources(step))
+                batches = rows.batches(self.micro_batch, self._first_row(step), pin, self._sources(step))
+                batches = with_items.add(step, batches)
                 del rows  # else its memory would count as held while the next step looks for free memory
                 step += 1
                 cursor = self._cursor(step, after)
@@ -210,6 +214,12 @@ class TrainingStream:
             return None
         own = self._shape(step)[0]
         return self.labels, self.order.rows_of(step, self.rank * own, (self.rank + 1) * own)[0]
+
+    def _rows_of(self, step: int) -> list[tuple[int, int]]:
+        """This rank's rows of a step, each by the number of its source and its number there."""
+        own = self._shape(step)[0]
+        sources, numbers = self.order.rows_of(step, self.rank * own, (self.rank + 1) * own)
+        return list(zip(sources.tolist(), numbers.tolist(), strict=True))
 
     def _first_row(self, step: int) -> int:
         return self.order.timeline.first_row_of(step) + self.rank * self._shape(step)[0]

@@ -21,12 +21,14 @@ class RowWindows(NamedTuple):
         rows: (K,) int64 row of each document end, ascending.
         columns: (K,) int64 its column, 1 <= column <= T: token `column` of the window begins another document.
         filled: (N,) int64 columns that hold tokens; what follows is padding. None: every row is full.
+        learned: (N, T + 1) bool, whether each token is predicted. None: all are.
     """
 
     windows: np.ndarray
     rows: np.ndarray
     columns: np.ndarray
     filled: np.ndarray | None = None
+    learned: np.ndarray | None = None
 
 
 class Packing(Protocol):
@@ -54,6 +56,10 @@ class Packing(Protocol):
         """Where in the source the token in a column of a row lies, for messages."""
         ...
 
+    def items(self, number: int) -> list[tuple[int, int]]:
+        """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
+        ...
+
 
 class Concatenated:
     """Rows of T tokens cut from one source, back to back.
@@ -78,6 +84,10 @@ class Concatenated:
     def token_at(self, number: int, column: int) -> int:
         """Where in the source the token in a column of a row lies."""
         return number * self.length + column
+
+    def items(self, number: int) -> list[tuple[int, int]]:
+        """None: sources with items are not packed this way."""
+        return []
 
     def cut_last(self) -> tuple[RowWindows, int]:
         """The short last row, filled up with token 0, and how many of its columns have a label."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from forge_core.durable import publish, sync_path
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source
+from forge_core.protocols.data import Illustrated, Source
 from forge_data.packing.best_fit import best_fit
 from forge_data.packing.concatenate import RowWindows
-from forge_data.packing.portions import refuse_falling
+from forge_data.packing.portions import place_of, refuse_falling
 from forge_data.storage.document_ends import blocks_of
 from forge_data.storage.partial import Partial
 from forge_data.storage.workspace_lock import locked
@@ -61,9 +61,19 @@ class Planned:
         lengths = (stored & ~_GOES_ON).astype(np.int64)
         stops = np.cumsum(lengths)
         stops -= np.repeat((stops - lengths)[heads], counts)  # columns, counted in each row anew
-        windows = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
+        windows, learned = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
         whole = stored < _GOES_ON
-        return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1])
+        return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
+
+    def items(self, number: int) -> list[tuple[int, int]]:
+        """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
+        if not isinstance(self.source, Illustrated):
+            return []
+        pieces = slice(int(self._firsts[number]), int(self._firsts[number + 1]))
+        starts = self._starts[pieces].astype(np.int64)
+        stops = starts + (self._lengths[pieces] & ~_GOES_ON)
+        first, after = self.source.items_before(starts), self.source.items_before(stops)
+        return [(a, b) for a, b in zip(first.tolist(), after.tolist(), strict=True) if a < b]
 
     def cut_last(self) -> tuple[RowWindows, int]:
         """Never needed: no row is left over."""
@@ -98,29 +108,38 @@ class Planned:
             if int(lengths.max()) > self.length or ((begins > tokens) | (begins + lengths > tokens)).any():
                 raise ValueError("a piece lies outside the tokens")
 
-    def _read(self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
+    def _read(
+        self, rows: np.ndarray, starts: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         read, tokens = self.source.read, self.source.tokens
         # A piece that fills a row brings the token after it along: the last label, where the document goes on.
         stops = np.minimum(starts + lengths + (lengths == self.length), tokens)
         places = zip(rows.tolist(), columns.tolist(), starts.tolist(), stops.tolist(), strict=True)
         windows = np.zeros((count, self.length + 1), dtype=read(0, 1).dtype)
+        illustrated = self.source if isinstance(self.source, Illustrated) else None
+        learned = None if illustrated is None else np.zeros(windows.shape, dtype=bool)
         for row, column, start, stop in places:
             windows[row, column : column + stop - start] = read(start, stop)
-        return windows
+            if illustrated is not None and learned is not None:
+                learned[row, column : column + stop - start] = illustrated.learned(start, stop)
+        return windows, learned
 
 
-def planned(source: Source, length: int, mode: str, workspace: Path, label: str) -> Planned:
+def planned(source: Source, length: int, mode: str, workspace: Path, label: str, most_items: int | None = None) -> Planned:
     """The packing `best_fit` or `pad` of a source; the plan is made the first time.
 
+    `most_items` is how many items, such as images, the documents of one row may have together.
+
     Raises:
-        DataError: the workspace cannot be written, or a plan in it is damaged.
+        DataError: the workspace cannot be written, a plan in it is damaged, or a document with items fits no row.
     """
-    key = blake2b(f"{VERSION}/{source.fingerprint}/{length}/{mode}".encode(), digest_size=8).hexdigest()
+    limit = "" if most_items is None or not isinstance(source, Illustrated) else f"/{most_items}"
+    key = blake2b(f"{VERSION}/{source.fingerprint}/{length}/{mode}{limit}".encode(), digest_size=8).hexdigest()
     path = workspace / f"packed-{label}-{key}".replace("/", "-")
     if not (path / "plan.json").exists():
         with locked(workspace):
             if not (path / "plan.json").exists():
-                _write(source, length, mode, path)
+                _write(source, length, mode, path, most_items)
     try:
         return Planned(source, length, path)
     except (OSError, ValueError, KeyError) as error:
@@ -157,14 +176,14 @@ def _pieces(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarr
     return begins[document] + offsets, np.minimum(left, length), left > length
 
 
-def _write(source: Source, length: int, mode: str, path: Path) -> None:
+def _write(source: Source, length: int, mode: str, path: Path, most_items: int | None) -> None:
     try:
         owned = Partial(path, directory=True)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; choose another workspace") from error
     partial = owned.path
     try:
-        summary = _write_files(source, length, mode, partial)
+        summary = _write_files(source, length, mode, partial, most_items)
         (partial / "plan.json").write_text(json.dumps(summary), encoding="utf-8")
         for file in partial.iterdir():
             sync_path(file)
@@ -177,13 +196,14 @@ def _write(source: Source, length: int, mode: str, path: Path) -> None:
         owned.close()
 
 
-def _write_files(source: Source, length: int, mode: str, folder: Path) -> dict[str, Any]:
+def _write_files(source: Source, length: int, mode: str, folder: Path, most_items: int | None) -> dict[str, Any]:
     rows = pieces = documents = truncated = tokens = 0
     with ExitStack() as stack:
         firsts, starts, sizes = (stack.enter_context((folder / name).open("wb")) for name in _FILES)
         firsts.write(np.zeros(1, dtype="<u8").tobytes())
         for begins, lengths, goes_on, count in pieces_of(source, length):
-            row_of, used = best_fit(lengths, length) if mode == "best_fit" else (np.arange(len(lengths)), len(lengths))
+            sizes_in_row = _with_items(source, begins, lengths, goes_on, length, most_items)
+            row_of, used = best_fit(sizes_in_row, length) if mode == "best_fit" else (np.arange(len(lengths)), len(lengths))
             order = np.argsort(row_of, kind="stable")
             after = np.cumsum(np.bincount(row_of, minlength=used)) + pieces
             firsts.write(after.astype("<u8").tobytes())
@@ -204,6 +224,37 @@ def _write_files(source: Source, length: int, mode: str, folder: Path) -> dict[s
         "efficiency": tokens / (rows * length),
         "padding": 1 - tokens / (rows * length),
     }
+
+
+def _with_items(
+    source: Source, begins: np.ndarray, lengths: np.ndarray, goes_on: np.ndarray, capacity: int, most: int | None
+) -> np.ndarray:
+    """What each piece takes of a row of `capacity` tokens that also has room for `most` items.
+
+    A piece takes the larger of its two shares, so what fits one row by this measure fits it by both.
+
+    Raises:
+        DataError: a document with items is longer than a row, or has more items than one may have.
+    """
+    if not isinstance(source, Illustrated):
+        return lengths
+    items = source.items_before(begins + lengths) - source.items_before(begins)
+    if goes_on.any():
+        piece = int(np.argmax(goes_on))
+        where = place_of(source, int(begins[piece]))
+        raise DataError(
+            f"{source.name}: a document with more than {capacity} tokens ({where}) would be cut, and its images with it; raise "
+            "data.sequence_length, or shorten it"
+        )
+    if most is None:
+        return lengths
+    if (items > most).any():
+        piece = int(np.argmax(items))
+        raise DataError(
+            f"{source.name}: a document ({place_of(source, int(begins[piece]))}) has {int(items[piece])} items, and "
+            f"data.items_per_row = {most}; raise it"
+        )
+    return np.maximum(lengths, -(-items * capacity // most))
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

@@ -22,8 +22,14 @@ CHUNK = 256
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """How a layer makes weights of queries and keys."""
+class Rule:
+    """How a layer makes weights of queries and keys.
+
+    Attributes:
+        scale: factor of the products.
+        soft_cap: bound of the scores; None = none.
+        window: positions that one position sees; None = all.
+    """
 
     scale: float
     soft_cap: float | None
@@ -37,10 +43,16 @@ class AttentionScores:
     A head of keys serves heads / kv_heads heads of queries.
     """
 
-    def __init__(self, rules: dict[int, _Rule]) -> None:
+    def __init__(self, rules: dict[int, Rule], kept: dict[str, Tensor] | None = None, documents: Tensor | None = None) -> None:
+        """
+        Args:
+            rules: by layer.
+            kept: (B, heads, T, head_dim) of each `blocks.N.attention.q` and `.k`.
+            documents: (B, T) of each token; None = each row is one.
+        """
         self._rules = rules
-        self._kept: dict[str, Tensor] = {}
-        self._documents: Tensor | None = None
+        self._kept = {} if kept is None else kept
+        self._documents = documents
 
     @property
     def layers(self) -> list[int]:
@@ -120,7 +132,7 @@ def capture_qk(model: nn.Module, layers: Sequence[int] | None = None) -> Iterato
     """
     wanted = choose(taps(model), ("attention.q", "attention.k"), range(_count(model)) if layers is None else layers)
     kept = sorted({layer for name in wanted if (layer := layer_of(name)) is not None})
-    found = AttentionScores({layer: _rule(model, layer) for layer in kept})
+    found = AttentionScores({layer: rule_of(model, layer) for layer in kept})
 
     def note(forward: Forward | None) -> None:
         if forward is None:
@@ -142,7 +154,12 @@ def _count(model: nn.Module) -> int:
     return len(getattr(model, "blocks", ()))
 
 
-def _rule(model: nn.Module, layer: int) -> _Rule:
+def rule_of(model: nn.Module, layer: int) -> Rule:
+    """How a layer of a model, or of a part of it, makes weights.
+
+    Raises:
+        InterpError: it is not known, or a strategy has replaced it.
+    """
     attention: Any = model.get_submodule(f"blocks.{layer}.attention")
     core = getattr(attention, "core", None)
     if not isinstance(core, LocalAttention):
@@ -152,7 +169,7 @@ def _rule(model: nn.Module, layer: int) -> _Rule:
         )
     if not isinstance(getattr(attention, "scale", None), float):
         raise InterpError(f"blocks.{layer}.attention has no `scale`; its scores are not known")
-    return _Rule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
+    return Rule(attention.scale, getattr(attention, "soft_cap", None), getattr(attention, "window", None))
 
 
 def _entropy(scores: Tensor) -> Tensor:

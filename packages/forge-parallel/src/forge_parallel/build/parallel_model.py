@@ -67,6 +67,11 @@ class ParallelModel:
         copies = self.cut.copies if self.cut is not None else frozenset()
         return tuple((name, tensor) for name, tensor in self.everything.items() if name not in copies)
 
+    @cached_property
+    def learns(self) -> frozenset[str]:
+        """Names in `everything` that took a gradient when the model was made; a stage of training may freeze some for a while."""
+        return frozenset(name for name, tensor in self.everything.items() if tensor.requires_grad)
+
     @property
     def part(self) -> nn.Module:
         """The whole model as this rank runs it.
@@ -98,10 +103,14 @@ class ParallelModel:
 
     def trainable(self) -> list[NamedTensor]:
         """Every local parameter that takes a gradient, once."""
+        return [item for item in self.trained_sometime() if item.tensor.requires_grad]
+
+    def trained_sometime(self) -> list[NamedTensor]:
+        """As `trainable`, with what takes a gradient in other stages of training only."""
         return [
             NamedTensor(name, tensor, self.specs.tensors[name].group)
             for name, tensor in self.parameters_held()
-            if tensor.requires_grad
+            if name in self.learns
         ]
 
     def parameters_held(self) -> Iterator[tuple[str, nn.Parameter]]:

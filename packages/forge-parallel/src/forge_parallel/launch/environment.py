@@ -9,12 +9,19 @@ from dataclasses import dataclass
 
 from forge_core.errors import LayoutError
 
+DEVICE = "FORGE_LOCAL_DEVICE"
+"""Number of the local device of this process, where that is not its local rank."""
+
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Where this process stands among all: filled from the launcher's variables by `launch`."""
+    """Where this process stands among all, from the launcher's variables.
+
+    Attributes:
+        device: number of the local device; the local rank, unless a launcher leaves devices out.
+    """
 
     rank: int = 0
     size: int = 1
@@ -23,6 +30,7 @@ class Launch:
     address: str = ""
     port: int = 0
     launcher: str = "none"
+    device: int = 0
 
 
 def read_launcher(environment: Mapping[str, str]) -> Launch:
@@ -38,27 +46,29 @@ def read_launcher(environment: Mapping[str, str]) -> Launch:
                 f"the launcher set {', '.join(n for n in TORCHRUN if n in environment)} but not {', '.join(missing)}; "
                 "start with torchrun, or unset RANK and WORLD_SIZE for one process"
             )
-        size = _integer(environment, "WORLD_SIZE")
+        size, local_rank = _integer(environment, "WORLD_SIZE"), _integer(environment, "LOCAL_RANK", 0)
         found = Launch(
             rank=_integer(environment, "RANK"),
             size=size,
-            local_rank=_integer(environment, "LOCAL_RANK", 0),
+            local_rank=local_rank,
             local_size=_integer(environment, "LOCAL_WORLD_SIZE", size),
             address=environment["MASTER_ADDR"],
             port=_integer(environment, "MASTER_PORT"),
             launcher="torchrun",
+            device=_integer(environment, DEVICE, local_rank),
         )
     elif "SLURM_PROCID" in environment and _integer(environment, "SLURM_NTASKS", 1) > 1:
         job = _integer(environment, "SLURM_JOB_ID")
-        size = _integer(environment, "SLURM_NTASKS")
+        size, local_rank = _integer(environment, "SLURM_NTASKS"), _integer(environment, "SLURM_LOCALID")
         found = Launch(
             rank=_integer(environment, "SLURM_PROCID"),
             size=size,
-            local_rank=_integer(environment, "SLURM_LOCALID"),
+            local_rank=local_rank,
             local_size=_tasks_on_node(environment, size),
             address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_JOB_NODELIST", "")),
             port=_integer(environment, "MASTER_PORT", 20000 + job % 20000),
             launcher="srun",
+            device=local_rank,
         )
     else:
         return Launch()

@@ -50,7 +50,7 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
         LayoutError: the address cannot be used; names address, port and rank. Or ranks have devices that do not compute alike.
         PeerFailure: other processes did not come in `timeout` seconds, five minutes at most; names them.
     """
-    device = _own(where.local_rank)
+    device = _own(where.device)
     if where.size == 1:
         return device
     _tell(_NCCL if accelerator.COLLECTIVES.get(device.type) == "nccl" else (_RECORD,))
@@ -72,12 +72,12 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
     return device
 
 
-def _own(local_rank: int) -> torch.device:
+def _own(number: int) -> torch.device:
     """The accelerator of a process of this node; the CPU where there are none."""
     there = accelerator.count()
-    if there and local_rank >= there:
-        raise LayoutError(f"local rank {local_rank} has no GPU: this node shows {there}; start one process per GPU")
-    return accelerator.use(local_rank) if there else accelerator.CPU
+    if there and number >= there:
+        raise LayoutError(f"local rank {number} has no GPU: this node shows {there}; start one process per GPU")
+    return accelerator.use(number) if there else accelerator.CPU
 
 
 class _Wait:

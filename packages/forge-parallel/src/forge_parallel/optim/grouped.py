@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NOT_OF_PARAMETERS = (
+    "optimizer: it keeps a state under a name that is not a parameter's, so it cannot be used with parameters.groups, "
+    "parameters.width_base or train.stages"
+)
+
+
 class Selected:
     """Some parameters of a model, as an optimizer is given them; all else is the model's.
 
@@ -59,10 +65,7 @@ class Grouped:
         self.set_factor(1.0)
         owners = [key for _, part in parts for state, tensors in part.state().items() for key in ((state, n) for n in tensors)]
         if len(owners) != len(set(owners)):
-            raise PlanError(
-                "optimizer: it keeps a state under a name that is not a parameter's, so it cannot be used with "
-                "parameters.groups or parameters.width_base"
-            )
+            raise PlanError(NOT_OF_PARAMETERS)
 
     def step(self, skip: "Tensor | None" = None) -> None:
         """One update of all."""
@@ -107,16 +110,21 @@ def with_settings(component: Any, model: TrainableModel, settings: Settings) -> 
         shared.setdefault(settings.of(name), []).append(name)
     if shared.keys() <= {PLAIN}:
         return component.build(model)
-    return Grouped([(own.lr, _one(component, model, own, names)) for own, names in shared.items()])
+    return Grouped([(own.lr, one_setting(component, model, own, names)) for own, names in shared.items()])
 
 
-def _one(component: Any, model: TrainableModel, own: Setting, names: Sequence[str]) -> Optimizer:
+def one_setting(component: Any, model: TrainableModel, own: Setting, names: Sequence[str]) -> Optimizer:
+    """The optimizer of parameters that share a setting; their factor of the rate is the caller's.
+
+    Raises:
+        PlanError: see `with_settings`.
+    """
     given = own.weight_decay
     known = "weight_decay" in getattr(component, "__dataclass_fields__", ())
     if given is not None and not known:
         raise PlanError(
-            f"parameters.groups: weight_decay = {given} of {', '.join(names)}: optimizer {type(component).__name__} has no key "
-            "weight_decay; remove it from the group"
+            f"weight_decay = {given} of {', '.join(names)}: optimizer {type(component).__name__} has no key weight_decay; remove "
+            "it from parameters.groups and train.stages"
         )
     if known and (decay := (component.weight_decay if given is None else given) * own.decay) != component.weight_decay:
         component = replace(component, weight_decay=decay)

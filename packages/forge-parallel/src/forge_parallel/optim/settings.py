@@ -20,11 +20,13 @@ class Setting(NamedTuple):
         lr: factor of the learning rate.
         weight_decay: in place of the optimizer's; None = the optimizer's, of what it decays.
         decay: factor of either.
+        warmup: steps from the first of its stage over which its rate rises.
     """
 
     lr: float = 1.0
     weight_decay: float | None = None
     decay: float = 1.0
+    warmup: int = 0
 
 
 PLAIN = Setting()
@@ -38,11 +40,15 @@ class Settings:
         each: settings by global name; names that are not there have `PLAIN`.
         frozen: parameters that are not trained.
         std: standard deviation of initial weights that differs from the model's own.
+        stages: of a run in stages (`optim.stages`), the settings of each, in their order.
+        first: of a stage, its first step, counted from 0.
     """
 
     each: Mapping[str, Setting] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     std: Mapping[str, float] = field(default_factory=dict)
+    stages: "tuple[Settings, ...]" = ()
+    first: int = 0
 
     def of(self, name: str) -> Setting:
         """Of one parameter."""
@@ -81,7 +87,7 @@ def grouped(groups: Iterable[Group], names: Sequence[str], ties: Mapping[str, st
     for index, group in enumerate(groups):
         matches = [name for name in names if fnmatchcase(name, group.match)]
         if not matches:
-            raise PlanError(f"parameters.groups.{index}.match: {group.match!r} {_nothing(group.match, names, ties)}")
+            raise PlanError(f"parameters.groups.{index}.match: {group.match!r} {nearest(group.match, names, ties)}")
         keys = {"lr": group.lr, "weight_decay": group.weight_decay, "frozen": group.frozen}
         for name in matches:
             chosen[name] |= {key: value for key, value in keys.items() if value is not None}
@@ -98,14 +104,15 @@ def grouped(groups: Iterable[Group], names: Sequence[str], ties: Mapping[str, st
     return replace(before, each=each, frozen=frozen)
 
 
-def _nothing(pattern: str, names: Sequence[str], ties: Mapping[str, str]) -> str:
-    """Why a pattern matches nothing, and what is near to it."""
+def nearest(pattern: str, names: Sequence[str], ties: Mapping[str, str], roles: Sequence[str] = ()) -> str:
+    """Why a pattern matches nothing, and what is near to it: names, patterns of them, and `roles`, names for several."""
     for copy, original in ties.items():
         if fnmatchcase(copy, pattern):
             return f"matches only {copy}, which is tied to {original}; name {original}"
     near = [pattern for name in collapsed(names) for pattern in _patterns(name)]
-    close = get_close_matches(pattern, list(dict.fromkeys([*near, *names])), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {', '.join(collapsed(names))}"
+    close = get_close_matches(pattern, list(dict.fromkeys([*roles, *near, *names])), n=3, cutoff=0.5)
+    known = ", ".join([*roles, *collapsed(names)])
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {known}"
     return f"matches no parameter of the model; {hint}"
 
 

@@ -60,4 +60,8 @@ def build(component: Any, model: "ParallelModel", settings: Settings = NO_SETTIN
     """
     if why := refusal(component, model.topology.layout):
         raise PlanError(f"optimizer: {why}; {HINT}")
+    if settings.stages:
+        from forge_parallel.optim.stages.optimizer import Staged
+
+        return Staged(component, model, settings.stages)
     return with_settings(component, model, settings)

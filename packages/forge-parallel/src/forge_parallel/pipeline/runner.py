@@ -99,8 +99,9 @@ class Runner:
         dist.broadcast(letters, last, self._group)
         return json.loads(bytes(letters.tolist()))
 
-    def evaluate(self, batches: Iterable[Batch]) -> Iterator[LossTerms]:
+    def evaluate(self, batches: Iterable[Batch], objective: Objective | None = None) -> Iterator[LossTerms]:
         """Collective: forward passes only, for any number of batches; yields their terms on the last stage's rank, else nothing.
+        By another `objective` than that of training where one is given.
 
         Stages send to each other directly, in an order that no schedule decides. With one stage per rank the batches
         follow each other through the pipeline; with several, a batch waits for the one before.
@@ -113,7 +114,7 @@ class Runner:
                 if stage > 0 and self._cut.placement[stage - 1] != self._cut.rank:
                     hidden = torch.empty(self._hidden(batch), dtype=self._model.compute, device=self._model.topology.device)
                     dist.recv(hidden, self._peer(stage - 1), self._group)
-                out = self._call(stage, part, hidden, batch, self._objective)
+                out = self._call(stage, part, hidden, batch, objective or self._objective)
                 if stage == len(self._cut.placement) - 1:
                     yield out
                 elif self._cut.placement[stage + 1] == self._cut.rank:

@@ -4,7 +4,7 @@ The loss is the sum over all valid tokens of the step, over every rank and micro
 same number in every layout, and so are its gradients.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -87,10 +87,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Token-weighted mean loss over all ranks, in nats, and the number of valid tokens behind it."""
+    """Token-weighted mean loss over all ranks, in nats, the number of valid tokens behind it, and sums of metrics over these."""
 
     loss: float
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -178,22 +179,31 @@ class Step:
             (terms.sum / divisor).backward()
         return terms._replace(sum=terms.sum.detach())
 
-    def _forward(self, batch: Batch) -> LossTerms:
+    def _forward(self, batch: Batch, objective: Objective | None = None) -> LossTerms:
         mtp = {} if batch.mtp_targets is None else {"mtp_targets": batch.mtp_targets}
         return self.model.part(
-            batch.tokens, labels=batch.labels, objective=self.objective, **mtp, **batch.inputs(self.model.specs.needs)
+            batch.tokens,
+            labels=batch.labels,
+            objective=objective or self.objective,
+            **mtp,
+            **batch.inputs(self.model.specs.needs),
         )
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Collective: mean loss without gradients. Every rank must bring the same number of batches."""
+    def evaluate(self, batches: Iterable[Batch], objective: Objective | None = None, metrics: Sequence[str] = ()) -> Evaluation:
+        """Collective: mean loss without gradients, by another `objective` than the step's where one is given. Every rank must
+        bring the same number of batches, and the same names of `metrics` of the objective, whose sums are wanted."""
         topology = self.model.topology
-        total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+        total = torch.zeros(2 + len(metrics), dtype=torch.float64, device=topology.device)
         local = (local_batch(self.model, batch) for batch in batches)
         with self.model.inference():
-            for terms in map(self._forward, local) if self._pipeline is None else self._pipeline.evaluate(local):
-                total += torch.stack([terms.sum.double(), terms.tokens.double()])
-        loss, count = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()
-        return Evaluation(loss / max(count, 1.0), int(count))
+            if self._pipeline is None:
+                every = (self._forward(batch, objective) for batch in local)
+            else:
+                every = self._pipeline.evaluate(local, objective)
+            for terms in every:
+                total += torch.stack([terms.sum.double(), terms.tokens.double(), *(terms.metrics[m].double() for m in metrics)])
+        loss, count, *sums = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()
+        return Evaluation(loss / max(count, 1.0), int(count), dict(zip(metrics, sums, strict=True)))
 
 
 def _sum(terms: Sequence[LossTerms], take: Callable[[LossTerms], torch.Tensor]) -> torch.Tensor:

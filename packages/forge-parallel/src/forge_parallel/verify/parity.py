@@ -8,6 +8,7 @@ parameter's largest, since Adam turns a tiny g / |g| into a whole step.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.optim.settings import Group, Settings
+from forge_parallel.optim.stages.resolve import Stage
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
@@ -31,7 +33,8 @@ from forge_parallel.verify.tolerance import within
 class Case:
     """What is measured in every layout. The first `silent` rows of a global batch have no label at all.
 
-    `optimizer` is given the settings of parameters too, where there are `groups` of them or widths scaled from a `narrow` model.
+    `optimizer` is given the settings of parameters too, where there are `groups` of them, `stages`, or widths scaled from a
+    `narrow` model.
     """
 
     build: Callable[[], nn.Module]
@@ -49,11 +52,13 @@ class Case:
     state: str = "fp64"
     groups: tuple[Group, ...] = ()
     narrow: Callable[[], nn.Module] | None = None
+    stages: tuple[Stage, ...] = ()
 
     def blueprint(self) -> tuple[Blueprint, Settings]:
         """The model, with the settings of its parameters."""
         made = Blueprint.of(self.build)
-        settings = settings_of(made, self.groups, None if self.narrow is None else Blueprint.of(self.narrow))
+        narrow = None if self.narrow is None else Blueprint.of(self.narrow)
+        settings = settings_of(made, self.groups, narrow, self.stages)
         return apply(made, settings), settings
 
 
@@ -124,7 +129,8 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     with_extras = getattr(blueprint.module, "with_extras", lambda batch: batch)
     model = realize(blueprint, plan, topology, case.seed, case.compute, case.state)
     # An optimizer is not told of what is frozen: the model does not show it.
-    optimizer = case.optimizer(model, settings) if settings.each else case.optimizer(model)
+    told = bool(settings.each or settings.stages)
+    optimizer: Any = case.optimizer(model, settings) if told else case.optimizer(model)
     step = Step(model, case.objective)
     initial = gathered(model, _weights(model))
     gradients: dict[str, torch.Tensor] = {}
@@ -132,6 +138,9 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
     for index in range(case.steps):
         batch = synthetic(case, index)
         mine = share(batch, topology.data_rank, topology.data_size, case.micro_batch)
+        if settings.stages:
+            optimizer.at_step(index)
+            optimizer.set_factor(1.0)
         result = step([with_extras(batch) for batch in mine])
         if index == 0:
             gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})

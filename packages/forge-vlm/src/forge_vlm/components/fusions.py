@@ -95,10 +95,11 @@ class MixtureOfTransformers(Component):
 @dataclass(frozen=True, kw_only=True)
 class MoMa(Component):
     """Each modality has a group of experts; attention has one set of weights (Lin et al., 2024). `[model.moe]` says what the
-    experts of one modality are; `shared` ones are those of all modalities."""
+    experts of one modality are, by its defaults where it is absent; `shared` ones are those of all modalities."""
 
     key_class: ClassVar = IDENTITY
     in_stream: ClassVar[bool] = True
+    needs_experts: ClassVar[bool] = True
 
     routing: Literal["token_choice", "expert_choice", "threshold"] = "token_choice"
     """`token_choice`: each token takes `top_k` experts of its modality, by `moe.router` (ERNIE 4.5, 2025). `expert_choice`: in
@@ -114,8 +115,6 @@ class MoMa(Component):
 
     def check(self, model: Any) -> None:
         """Faults that need the model's keys."""
-        if model.moe is None:
-            raise ValueError("fusion 'moma' needs experts; set [model.moe]")
         if self.routing == "token_choice":
             return
         if model.moe.capacity is not None or model.moe.losses.any():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from forge_core.protocols.convert import Weights
     from forge_vlm.model import VisionLanguageModel
 
 IMAGE = "image"
@@ -73,6 +74,8 @@ class VLM(Decoder):
         )
 
     def __post_init__(self) -> None:
+        if self.moe is None and getattr(self._fusion, "needs_experts", False):
+            object.__setattr__(self, "moe", MoE())  # a default that depends on another key
         super().__post_init__()
         if self.mtp is not None:
             raise ValueError("a model with images does not support [model.mtp]; remove it")
@@ -100,7 +103,8 @@ class VLM(Decoder):
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
-    def _encoder(self) -> Any:
+    def vision(self) -> Any:
+        """The encoder's component, the default where none is given."""
         return ViT() if self.encoder is None else self.encoder
 
     @property
@@ -130,8 +134,14 @@ class VLM(Decoder):
 
     @property
     def _adapter_context(self) -> AdapterContext:
-        encoder = self._encoder
+        encoder = self.vision
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
+
+    def starts_from(self, weights: "Weights") -> "Weights":
+        """What `[start]` takes of given weights: those of a text model make the beginning of every modality."""
+        from forge_vlm.weights.from_text import from_text
+
+        return from_text(weights, self, self.modality_ids.names)
 
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""
@@ -146,7 +156,7 @@ class VLM(Decoder):
     def build(self) -> "VisionLanguageModel":
         from forge_vlm.model import VisionLanguageModel
 
-        encoder = self._encoder
+        encoder = self.vision
         context = self.context()
         fusion = self._fusion.build(context)
         if self.images == "tokens":

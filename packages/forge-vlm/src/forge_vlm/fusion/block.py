@@ -93,10 +93,10 @@ class ModalityBlock(nn.Module):
         inner, router_stats = self.mlp(inner, groups, cached=cache is not None, **routing)
         return self._end(x, inner, groups), router_stats
 
-    def observed(self, router_stats: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
-        """Each layer of experts with its statistics."""
+    def observed(self, router_stats: tuple[Tensor | None, ...]) -> list[tuple[Any, Tensor]]:
+        """Each layer of experts with its statistics; one that is frozen counts nothing."""
         experts: Any = self.mlp
-        return list(zip(experts.layers.values(), router_stats, strict=True))
+        return [(layer, found) for layer, found in zip(experts.layers.values(), router_stats, strict=True) if found is not None]
 
     def _normed(self, x: Tensor, norm: nn.Module | None, groups: Groups) -> Tensor:
         if norm is None:

@@ -125,6 +125,9 @@ class GatedCross(nn.Module):
 class CrossBlock(Block):
     """A block of the text model behind a gated cross block; without images it is the block of the text model."""
 
+    added = ("cross",)
+    """Modules in it that a text model does not have."""
+
     def __init__(self, shape: DecoderShape, layer: int) -> None:
         super().__init__(shape, layer)
         self.cross = GatedCross(shape, layer)

@@ -11,6 +11,7 @@ from forge_models.context import BlockContext
 from forge_models.interp.tap import inside
 from forge_models.shape import MoEShape
 from forge_vlm.groups import Groups
+from forge_vlm.modality import TEXT
 
 
 class ModalityExperts(nn.Module):
@@ -30,6 +31,11 @@ class ModalityExperts(nn.Module):
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Modules in it that a text model does not have."""
+        return tuple(f"layers.{name}" for name in self.layers if name != TEXT)
+
     def forward(
         self,
         x: Tensor,
@@ -38,8 +44,8 @@ class ModalityExperts(nn.Module):
         tokens: Tensor | None = None,
         documents: Tensor | None = None,
         cached: bool = False,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """(B, T, dim) -> ((B, T, dim), the router statistics of each layer; None in evaluation)."""
+    ) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
+        """(B, T, dim) -> ((B, T, dim), the router statistics of each layer, None of one that is frozen; None in evaluation)."""
         parts = groups.apart(x)
         masks = [None] * len(parts) if token_mask is None else groups.apart(token_mask)
         ids = [None] * len(parts) if tokens is None else groups.apart(tokens)

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from forge_models.blocks.block import Block
@@ -10,6 +9,7 @@ from forge_models.blocks.visible import mask as causal_mask
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import Inputs, Plain
+from forge_vlm.fusion.prefix import prefix_of
 from forge_vlm.places import image_blocks
 
 ImageAttention = Literal["causal", "bidirectional_image", "prefix"]
@@ -35,23 +35,11 @@ def seen_with_images(
         images = image_blocks(tokens, context.image_token, context.per_image)
         both = here[:, :, None] & (images[:, :, None] == images[:, None, :])
     else:
-        rest = here if documents is None else here & (documents >= 0)
-        prefix = _up_to_last(rest, documents) if inputs.prefix is None else inputs.prefix
+        prefix = prefix_of(tokens, context.image_token, documents, inputs.prefix)
         both = prefix[:, :, None] & prefix[:, None, :]
     if documents is not None:
         both &= documents[:, :, None] == documents[:, None, :]
     return seen | both.unsqueeze(1)
-
-
-def _up_to_last(here: Tensor, documents: Tensor | None) -> Tensor:
-    """(B, T) bool: places that have an image token at or behind them in their document."""
-    length = here.shape[1]
-    places = torch.arange(length, device=here.device).expand_as(here)
-    following = places.masked_fill(~here, length).flip(1).cummin(1).values.flip(1)
-    found = following < length
-    if documents is None:
-        return found
-    return found & (documents.gather(1, following.clamp(max=length - 1)) == documents)
 
 
 class Joint(Plain):

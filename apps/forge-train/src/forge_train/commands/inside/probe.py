@@ -35,7 +35,7 @@ def probe(
     ] = None,
     budget: Annotated[float, typer.Option(help="GiB that may be stored without --yes.")] = 1.0,
     yes: Annotated[bool, typer.Option("--yes", help="Store more than --budget.")] = False,
-    export: Annotated[Path | None, typer.Option(help="Write the stored values as this .npz or .parquet file, too.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Write the stored values as .npz, .parquet, .h5 or .zarr, too.")] = None,
     weights: Annotated[str, typer.Option(help="Whose weights: `model`, or `ema` for the average that hook ema kept.")] = "model",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,

@@ -28,54 +28,86 @@ def similarity(
     length: Annotated[int | None, typer.Option(help="Tokens of an input at most. Default: 512, or the model's longest.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Inputs at most.")] = 32,
     steps: Annotated[bool, typer.Option("--steps", help="Of a run: each checkpoint, against the last one.")] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="With --steps: all pairs of inner values within each checkpoint; --output is an .npz.")
+    ] = False,
     measure: Annotated[str, typer.Option(help="cka (unbiased), biased_cka, cca, svcca or rsa.")] = "cka",
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or sentencepiece model to use instead.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write a heat map to this .svg file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write a heat map to this .svg or .png file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Compare what layers compute: all pairs within one model or between two, or over many against the last.
 
     forge-train similarity runs/demo --text book.txt --output layers.svg
     forge-train similarity runs/demo --steps --text book.txt --measure svcca
+    forge-train similarity runs/demo --steps --pairs --text book.txt --names 'blocks.[0-3].residual' --output layers.npz
 
     Sums are made in one pass in fp64, so the values depend on neither batches nor their order. Activations of models lie in a
-    temporary folder meanwhile; of a layer, tokens x width x bytes.
+    temporary folder meanwhile; of a layer, tokens x width x bytes. Blocks behind the last one that is named are not read.
     """
-    from forge_core.durable import replace_file
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
     from forge_models.interp.similarity.linear import MEASURES
     from forge_train.commands.single_process import require_single_process
-    from forge_train.inspection.heat_map import heat_map
+    from forge_train.inspection.heat_map import check_picture, write_heat_map
     from forge_train.inspection.similarities import between, to_the_last
 
     require_single_process("similarity")
     console, registry = Console(as_json=as_json), Registry()
     if measure not in MEASURES:
         raise ForgeError(f"--measure {measure}: one of {', '.join(MEASURES)}")
-    if output is not None and output.suffix != ".svg":
-        raise ForgeError(f"--output {output}: heat maps are .svg files; --json prints the numbers")
+    if pairs:
+        if not steps or (output is not None and output.suffix != ".npz"):
+            raise ForgeError("--pairs goes with --steps, and its --output is an .npz file")
+    else:
+        check_picture(output)
     wanted = _checkpoints(places) if steps else [(place.name, place) for place in places]
     options = {"file": text, "length": length, "limit": limit, "tokenizer": tokenizer}
     with _stores(wanted, names, positions, options, registry, console) as stores:
+        if pairs:
+            _pairs(stores, [label for label, _ in wanted], measure, output, console)
+            return
         if len(stores) <= 2 and not steps:
             left, right = stores[0], stores[-1]
             values, rows, columns = between(left, right, measure), left.names, right.names
         else:
             values, rows, columns = to_the_last(stores, measure), stores[-1].names, tuple(label for label, _ in wanted)
     if output is not None:
-        title = f"{measure}: {' and '.join(dict.fromkeys(place.name for place in places))}"
-        try:
-            replace_file(output, heat_map(title, values, rows, columns).encode())
-        except OSError as cause:
-            raise ForgeError(f"{output} cannot be written: {cause.strerror}; choose another --output") from cause
+        write_heat_map(output, f"{measure}: {' and '.join(dict.fromkeys(place.name for place in places))}", values, rows, columns)
         console.note(f"wrote {output}")
     if as_json:
         console.document({"measure": measure, "rows": rows, "columns": columns, "values": values})
     else:
         body = [(name, *(f"{value:.3f}" for value in line)) for name, line in zip(rows, values, strict=True)]
         console.table((measure, *columns), body)
+
+
+def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, output: Path | None, console: "Console") -> None:
+    """All pairs within each store: (checkpoints, inner values, inner values)."""
+    from forge_core.errors import ForgeError
+    from forge_train.inspection.similarities import between, refuse_other_tokens
+
+    for store in stores:
+        refuse_other_tokens(store, stores[-1])
+    values, names = [between(store, store, measure) for store in stores], stores[-1].names
+    if output is not None:
+        import numpy as np
+
+        try:
+            np.savez(output, values=np.array(values), checkpoints=np.array(labels), names=np.array(names))
+        except OSError as cause:
+            raise ForgeError(f"{output} cannot be written: {cause.strerror}; choose another --output") from cause
+        console.note(f"wrote {output}")
+    if console.as_json:
+        console.document({"measure": measure, "checkpoints": labels, "names": names, "values": values})
+        return
+    others = [
+        [value for row, line in enumerate(table) for column, value in enumerate(line) if row != column] or [1.0]
+        for table in values
+    ]
+    body = [(label, f"{min(one):.3f}", f"{sum(one) / len(one):.3f}") for label, one in zip(labels, others, strict=True)]
+    console.table((measure, "least of a pair", "mean of pairs"), body)
 
 
 def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
@@ -107,6 +139,7 @@ def _stores(
     from forge_models.interp.store.record import record
     from forge_train.inference.open import load_model, open_weights
     from forge_train.inspection.inputs import positions_of, rows_of_text
+    from forge_train.inspection.shortened import shortened
 
     with TemporaryDirectory() as scratch:
         found = []
@@ -120,6 +153,6 @@ def _stores(
             rows, facts = rows_of_text(opened, registry=registry, note=console.note, **options)
             console.note(f"{label}: {sum(map(len, rows)):,} tokens")
             folder = Path(scratch) / str(number)
-            record(load_model(opened), rows, folder, names, positions=positions_of(positions), facts=facts)
+            record(load_model(shortened(opened, names)), rows, folder, names, positions=positions_of(positions), facts=facts)
             found.append(ActivationStore(folder))
         yield found

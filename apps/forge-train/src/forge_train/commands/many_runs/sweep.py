@@ -113,6 +113,7 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     from forge_train.sweep.folders import settle
     from forge_train.sweep.halving import train
     from forge_train.sweep.outcome import outcome_of
+    from forge_train.sweep.processes import LOST
     from forge_train.sweep.signals import Asked
     from forge_train.sweep.slots import slots
 
@@ -145,6 +146,8 @@ def _train(made: "Sweep", console: "Console", jobs: int, point: int | None) -> i
     if failed:
         shown = ", ".join(failed[:5])
         console.note(f"{len(failed)} of {len(chosen)} points failed: {shown}; their output is in {made.directory / 'logs'}")
+    if point is not None and failed and (code := outcome_of(made.folder(chosen[0])).code) in LOST:
+        return code  # a scheduler that starts the task again, elsewhere, may help
     return FAILED if failed else 0
 
 

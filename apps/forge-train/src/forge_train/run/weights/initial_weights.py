@@ -14,6 +14,7 @@ from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.realize import initialize
 from forge_parallel.placement.boxes import local_box
 from forge_train.recipe.from_hf import IGNORE, KEY
 from forge_train.recipe.schema import Job
@@ -31,18 +32,18 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
     component: Any = job.model
     path = getattr(component, KEY, None)
     parts = weighted_parts(component)
-    if parts and (job.start.weights is not None or path is not None):
-        other = f"model.{KEY}" if job.start.weights is None else "start.weights"
+    if parts and path is not None:
         raise ForgeError(
-            f"{other} and the weights of model.{next(iter(parts))} are two sources of weights, and which tensor is whose is "
+            f"model.{KEY} and the weights of model.{next(iter(parts))} are two sources of weights, and which tensor is whose is "
             "not known; remove one of them"
         )
     if job.start.weights is not None:
         if path is not None:
             raise ForgeError(f"model.{KEY} and start.weights are two sources of weights; remove one of them")
-        return warm_start(job.start, job.job.seed, registry, report)
+        started = warm_start(job.start, job.job.seed, registry, report, component, tuple(parts))
+        return partial(_fill_with_parts, parts=parts, others=started, report=report)
     if parts:
-        return partial(_fill_with_parts, parts=parts, seed=job.job.seed, report=report)
+        return partial(_fill_with_parts, parts=parts, others=partial(initialize, seed=job.job.seed), report=report)
     if path is None:
         return job.job.seed
 
@@ -64,8 +65,11 @@ def weighted_parts(model: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _fill_with_parts(model: ParallelModel, parts: dict[str, Any], seed: int, report: Callable[[str], None]) -> None:
-    """Fills a model as a new one, but tensors of these parts with their weights."""
+def _fill_with_parts(
+    model: ParallelModel, parts: dict[str, Any], others: Callable[[ParallelModel], None], report: Callable[[str], None]
+) -> None:
+    """Fills a model as `others` does, but tensors of these parts with their weights."""
+    others(model)
     given = {name: part.weights() for name, part in parts.items()}
     for name, weights in given.items():
         for note in weights.facts.notes:
@@ -73,7 +77,6 @@ def _fill_with_parts(model: ParallelModel, parts: dict[str, Any], seed: int, rep
     for name, tensor in model.tensors():
         part, _, inner = name.partition(".")
         if part not in given:
-            fill(local_box(tensor), model.specs.tensors[name], name, seed)
             continue
         stored, piece = given[part].tensors.get(inner), model.piece(name, tensor)
         if stored is None or stored.shape != tuple(piece.shape):

@@ -5,6 +5,7 @@ Everything is compared first: an error lists all that does not fit, and nothing 
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -19,20 +20,33 @@ from forge_train.recipe.schema import Start
 _SHOWN = 20
 
 
-def warm_start(start: Start, seed: int, registry: Registry, report: Callable[[str], None]) -> Callable[[ParallelModel], None]:
-    """What `realize` takes as its source; `report` is told what was taken, what begins as drawn, and what was left."""
+def warm_start(
+    start: Start, seed: int, registry: Registry, report: Callable[[str], None], component: Any = None, parts: tuple[str, ...] = ()
+) -> Callable[[ParallelModel], None]:
+    """What `realize` takes as its source; `report` is told what was taken, what begins as drawn, and what was left.
+
+    `component` is the model's: one with a method `starts_from(weights)` says what it takes of the weights of another kind of
+    model. `parts` are modules whose weights come from elsewhere.
+    """
     path = start.weights
     assert path is not None, "the caller asks only where weights are given"
 
     def restore(model: ParallelModel) -> None:
         weights = open_weights(path, registry, start.section)
+        if hasattr(component, "starts_from"):
+            weights = component.starts_from(weights)
         for note in weights.facts.notes:
             report(f"{path}: {note}")
         taken = chosen(start, weights.tensors)
+        if twice := [part for part in parts if any(name.startswith(f"{part}.") for name in taken)]:
+            raise ForgeError(
+                f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
+                f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
+            )
         check(taken, weights, model)
         initialize(model, seed)
         copy(taken, weights, model)
-        drawn = [name for name in model.specs.tensors if name not in taken]
+        drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in parts]
         unused = sorted(set(weights.tensors) - set(taken.values()))
         report(f"{path}: {len(taken)} of {len(model.specs.tensors)} tensors are those of step {weights.facts.step}")
         if drawn:

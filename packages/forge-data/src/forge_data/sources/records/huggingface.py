@@ -45,20 +45,19 @@ def open_dataset(
         DataError: `datasets` is not installed, or the dataset, split or column does not exist.
     """
     options: dict[str, Any] = {"path": path, "subset": subset, "dataset_split": dataset_split}
-    dataset = _load(**options)
+    dataset = load(**options)
     column = ids or text
     if column not in dataset.column_names:
         raise DataError(f"{path} has no column {column!r}; it has {', '.join(dataset.column_names)}")
     wanted = Wanted("huggingface", column, ids is not None, split, held_out, options)
     files = _files(dataset, path)
-    # The dataset's own fingerprint knows of rows that were filtered out.
     cut, what = partial(_cut, len(dataset)), f"{path} ({dataset_split})"
-    return Records(files, wanted, what, cut, skip, dataset._fingerprint)
+    return Records(files, wanted, what, cut, skip, fingerprint_of(dataset))
 
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its row."""
-    dataset = _load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
+    dataset = load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
     for start in range(part.start, part.stop, _ROWS):
         from forge_data.sources.records.columns import values
 
@@ -95,7 +94,7 @@ def open_stream_of(path: str, subset: str | None, dataset_split: str, column: st
     """
     directory = Path(path).expanduser()
     if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
-        dataset = _load(path, subset, dataset_split)
+        dataset = load(path, subset, dataset_split)
         stream = dataset.to_iterable_dataset(num_shards=min(len(dataset), _STREAM_SHARDS))
         identity = digest_of(_files(dataset, path), f"{dataset._fingerprint} {stream.num_shards}")
     else:
@@ -127,7 +126,17 @@ def _library() -> Any:
     return datasets
 
 
-def _load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
+def fingerprint_of(dataset: "Dataset") -> str:
+    """The dataset's own: it knows of rows that were filtered out."""
+    return dataset._fingerprint
+
+
+def load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
+    """A dataset with random access; see `open_dataset`.
+
+    Raises:
+        DataError: `datasets` is not installed, or dataset or split do not exist.
+    """
     datasets = _library()
     directory = Path(path).expanduser()
     try:

@@ -1,7 +1,7 @@
 """Encoding models: ridge regression from activations to recordings, with a penalty for each voxel."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from forge_models.interp.listing import InterpError
 
 ALPHAS = tuple(10.0**power for power in range(-2, 7))
 """Penalties that are tried."""
+
+Folds = int | Sequence[Tensor] | Literal["leave_one_out"]
+"""How many contiguous folds, the held-out rows of each, or each row by itself, which costs one decomposition in all."""
 
 
 class Ridge(NamedTuple):
@@ -43,27 +46,38 @@ def folds_of(rows: int, folds: int) -> list[Tensor]:
     return list(torch.arange(rows).tensor_split(folds))
 
 
-def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: int | Sequence[Tensor] = 5) -> Ridge:
+def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: Folds = 5) -> Ridge:
     """Minimizes |y - x w - b|^2 + alpha |w|^2 for each voxel (Hoerl and Kennard, 1970), with the alpha of least held-out error.
 
-    One decomposition of each fold serves all penalties and voxels: with x = U S V', w = V S / (S^2 + alpha) U' y.
+    One decomposition of each fold serves all penalties and voxels: with x = U S V', w = V S / (S^2 + alpha) U' y. Where each row
+    is held out, the one of all rows does: the error is that of the fit divided by 1 - h, h the row's own part in its prediction
+    (Allen, 1974).
 
     Args:
         x: (n, features).
         y: (n, voxels) of the same times.
-        folds: their number, or the held-out rows of each.
 
     Raises:
         InterpError: rows that do not fit, values that are not finite, or penalties that are not positive.
     """
-    x, y = _checked(x, y)
+    x, y = checked(x, y)
+    errors = errors_of(x, y, alphas, folds)
+    return fitted(x, y, torch.tensor(alphas, dtype=torch.float64)[errors.argmin(0)], errors)
+
+
+def errors_of(x: Tensor, y: Tensor, alphas: Sequence[float], folds: Folds) -> Tensor:
+    """(alphas, voxels) mean squared error of held-out rows, averaged over folds; of `checked` x and y."""
     if not alphas or min(alphas) <= 0:
         raise InterpError("alphas must be positive, and at least one")
+    if folds == "leave_one_out":
+        return _row_errors(x, y, alphas)
     held_out = folds_of(len(x), folds) if isinstance(folds, int) else list(folds)
-    errors = torch.stack([_fold_errors(x, y, rows, alphas) for rows in held_out]).mean(0)
-    chosen = errors.argmin(0)
+    return torch.stack([_fold_errors(x, y, rows, alphas) for rows in held_out]).mean(0)
+
+
+def fitted(x: Tensor, y: Tensor, penalties: Tensor, errors: Tensor) -> Ridge:
+    """With penalties (voxels,) that were chosen by `errors`."""
     left, sizes, right, y_mean, x_mean = _decomposed(x, y)
-    penalties = torch.tensor(alphas, dtype=torch.float64)[chosen]
     weight = right.T @ (left * (sizes[:, None] / (sizes[:, None].square() + penalties)))
     return Ridge(weight, y_mean - x_mean @ weight, penalties, errors)
 
@@ -73,12 +87,12 @@ def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: int
 
     In each outer fold, penalties are chosen by `folds` inner ones. A voxel that does not vary has 0.
     """
-    x, y = _checked(x, y)
+    x, y = checked(x, y)
     scores = []
     for rows in folds_of(len(x), folds):
-        inside = _others(len(x), rows)
-        fitted = ridge(x[inside], y[inside], alphas=alphas, folds=folds)
-        scores.append(correlations(fitted.predict(x[rows]), y[rows]))
+        inside = others(len(x), rows)
+        found = ridge(x[inside], y[inside], alphas=alphas, folds=folds)
+        scores.append(correlations(found.predict(x[rows]), y[rows]))
     return torch.stack(scores).mean(0)
 
 
@@ -104,6 +118,11 @@ def noise_ceiling(repeats: Tensor) -> Tensor:
     return torch.where(whole > 0, ((whole - noise) / whole.clamp(min=1e-300)).clamp(min=0).sqrt(), 0.0)
 
 
+def normalized(r: Tensor, ceiling: Tensor, least: float = 0.1) -> Tensor:
+    """(voxels,) r / ceiling; NaN where the ceiling is below `least`: nothing there can be predicted, and a quotient is noise."""
+    return torch.where(ceiling >= least, r / ceiling.clamp(min=1e-12), float("nan"))
+
+
 def lagged(x: Tensor, lags: Sequence[int]) -> Tensor:
     """(n, features * lags): the rows of some steps before, side by side, zeros before the first: a recording follows with delay.
 
@@ -115,8 +134,21 @@ def lagged(x: Tensor, lags: Sequence[int]) -> Tensor:
     return torch.cat([torch.cat([x.new_zeros(lag, x.shape[1]), x[: len(x) - lag]]) for lag in lags], 1)
 
 
+def _row_errors(x: Tensor, y: Tensor, alphas: Sequence[float]) -> Tensor:
+    """Of each row, predicted by all others."""
+    left, sizes, right, y_mean, x_mean = _decomposed(x, y)
+    base = ((x - x_mean) @ right.T) / sizes
+    errors = []
+    for alpha in alphas:
+        kept = sizes.square() / (sizes.square() + alpha)
+        own = base.square() @ kept + 1 / len(x)  # the mean has each row in it, too
+        missed = y - y_mean - (base * kept) @ left
+        errors.append((missed / (1 - own)[:, None]).square().mean(0))
+    return torch.stack(errors)
+
+
 def _fold_errors(x: Tensor, y: Tensor, rows: Tensor, alphas: Sequence[float]) -> Tensor:
-    inside = _others(len(x), rows)
+    inside = others(len(x), rows)
     left, sizes, right, y_mean, x_mean = _decomposed(x[inside], y[inside])
     scores = (x[rows] - x_mean) @ right.T
     errors = []
@@ -127,19 +159,32 @@ def _fold_errors(x: Tensor, y: Tensor, rows: Tensor, alphas: Sequence[float]) ->
 
 
 def _decomposed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """U'y, S, V', and the means, which are not penalized."""
+    """U'y, S, V', and the means, which are not penalized. By the products of the shorter side: a decomposition of all of x takes
+    several times as long, and what its smaller singular values tell more is below every penalty."""
     x_mean, y_mean = x.mean(0), y.mean(0)
-    left, sizes, right = torch.linalg.svd(x - x_mean, full_matrices=False)
-    return left.T @ (y - y_mean), sizes, right, y_mean, x_mean
+    x, y = x - x_mean, y - y_mean
+    wide = len(x) < x.shape[1]
+    squares, vectors = torch.linalg.eigh(x @ x.T if wide else x.T @ x)
+    kept = squares > squares[-1].clamp(min=1e-300) * max(x.shape) * torch.finfo(torch.float64).eps
+    sizes, vectors = squares[kept].sqrt(), vectors[:, kept]
+    if wide:
+        return vectors.T @ y, sizes, (vectors.T @ x) / sizes[:, None], y_mean, x_mean
+    return (vectors.T @ (x.T @ y)) / sizes[:, None], sizes, vectors.T, y_mean, x_mean
 
 
-def _others(count: int, rows: Tensor) -> Tensor:
+def others(count: int, rows: Tensor) -> Tensor:
+    """(count,) bool: all but some rows."""
     mask = torch.ones(count, dtype=torch.bool)
     mask[rows] = False
     return mask
 
 
-def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in fp64.
+
+    Raises:
+        InterpError: rows that do not fit, or values that are not finite.
+    """
     if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
         raise InterpError(f"features {tuple(x.shape)} and recordings {tuple(y.shape)} are (n, ...) of the same n times")
     if not bool(x.isfinite().all()) or not bool(y.isfinite().all()):

@@ -45,7 +45,7 @@ class KernelSums:
         if len(x) != len(y) or len(x) < 4:
             raise InterpError(f"a minibatch has 4 rows at least, and as many of y: {len(x)} and {len(y)}")
         k, other = kernel(x.double()), (y_kernel or kernel)(y.double())
-        return cls(_hsic1(k, other), _spread(k), _spread(other), 1)
+        return cls(hsic1(k, other), _spread(k), _spread(other), 1)
 
     def __add__(self, other: "KernelSums") -> "KernelSums":
         return KernelSums(self.xy + other.xy, self.xx + other.xx, self.yy + other.yy, self.batches + other.batches)
@@ -63,11 +63,12 @@ class KernelSums:
 
 def _spread(k: Tensor) -> Tensor:
     """HSIC1(k, k), and 0 where it is rounding."""
-    found = _hsic1(k, k)
+    found = hsic1(k, k)
     return found.where(found > 1e-12 * k.square().mean(), 0.0)
 
 
-def _hsic1(k: Tensor, l_: Tensor) -> Tensor:
+def hsic1(k: Tensor, l_: Tensor) -> Tensor:
+    """The unbiased estimate of HSIC of two kernel matrices (n, n) of the same rows (Song et al., 2012)."""
     n = len(k)
     k, l_ = (one - torch.diag(one.diagonal()) for one in (k, l_))
     rest = k.sum() * l_.sum() / ((n - 1) * (n - 2)) - 2 * (k.sum(0) @ l_.sum(0)) / (n - 2)

@@ -58,6 +58,7 @@ class StoreWriter:
 
     def _open(self) -> None:
         path = self.folder / MANIFEST
+        halves = list(self.folder.glob(f".{MANIFEST}.*"))  # of `replace_file` in a process that was killed meanwhile
         if path.is_file():
             found = read_manifest(path)
             for key in ("facts", "taps", "shard_bytes"):
@@ -67,13 +68,15 @@ class StoreWriter:
                 raise InterpError(f"{self.folder} is complete already; read it, or choose another folder")
             self._manifest = found
             kept = {shard["file"] for shard in found["shards"]}
-            for stray in self.folder.glob("*shard-*"):  # a shard that the manifest does not name was not finished
+            for stray in (*self.folder.glob("*shard-*"), *halves):  # a shard that the manifest does not name was not finished
                 if stray.name not in kept:
                     stray.unlink()
             return
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.exists() and (not self.folder.is_dir() or set(self.folder.iterdir()) - set(halves)):
             raise InterpError(f"{self.folder} is not empty and not a store of activations; choose another folder")
         self.folder.mkdir(parents=True, exist_ok=True)
+        for stray in halves:
+            stray.unlink()
         self._write_manifest()
 
     def add(self, values: Mapping[str, Tensor], index: Mapping[str, Tensor], inputs: int) -> None:

@@ -1,0 +1,147 @@
+"""Has the model answer held-out documents, and counts how many it gets exactly right."""
+
+import base64
+import itertools
+import json
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+from forge_core.durable import replace_file
+from forge_core.errors import ForgeError, did_you_mean
+from forge_core.protocols.run import Run
+from forge_data.loading.items.questions import Question, inputs_of, questions
+from forge_train.hooks.periodic import Periodic
+from forge_train.run.directory import ANSWERS
+
+_log = logging.getLogger(__name__)
+_TOGETHER = 32
+"""Prompts that are continued at a time."""
+
+
+class _Left(Exception):
+    """The run was asked to stop, between two tokens."""
+
+
+class AnswersHook(Periodic):
+    """Continues the prompts of held-out documents greedily, and logs the share that is exactly what the document says.
+
+    The first ones are in `answers.json` of the run's directory with their pictures, where the report finds them.
+    """
+
+    leisurely = True
+
+    def __init__(self, sets: tuple[str, ...], count: int, shown: int, every: int, max_tokens: int, weights: str) -> None:
+        super().__init__(every)
+        self.sets, self.count, self.shown, self.max_tokens, self.weights = sets, count, shown, max_tokens, weights
+        self.asked: dict[str, list[Question]] = {}
+
+    def check(self, run: Run) -> None:
+        """Finds the questions.
+
+        Raises:
+            ForgeError: a set does not exist, or no set has questions; or the run has no tokenizer.
+        """
+        if run.data.tokenizer is None:
+            raise ForgeError("hook 'answers' needs a tokenizer: add [data.tokenizer], or remove the hook")
+        for name in self.sets:
+            if name not in run.evaluations:
+                raise ForgeError(
+                    f"hook 'answers': held-out set {name!r} does not exist; {did_you_mean(name, list(run.evaluations))}"
+                )
+        for name in self.sets or run.evaluations:
+            found = list(questions(getattr(run.evaluations[name], "source", None), self.count))
+            if found:
+                self.asked[name] = found
+            elif self.sets:
+                raise ForgeError(
+                    f"hook 'answers': documents of held-out set {name!r} have no part that is given before one that is learned; "
+                    "take a set with images or conversations"
+                )
+        if not self.asked:
+            raise ForgeError(
+                "hook 'answers' needs a held-out set whose documents have a part that is given, such as images or questions; add "
+                "one to [data.evaluation], or remove the hook"
+            )
+
+    def act(self, run: Run) -> None:
+        """Answers, counts and keeps; a run that is asked to stop meanwhile leaves it."""
+        kept: list[dict[str, Any]] = []
+        shares: dict[str, float] = {}
+        try:
+            other = nullcontext() if self.weights == "model" else run.weights(self.weights)
+            with other, run.model.inference(whole_sequences=True):
+                for name, asked in self.asked.items():
+                    said = self._said(run, name, asked)
+                    right = [list(question.answer) == tokens for question, tokens in zip(asked, said, strict=True)]
+                    shares[f"{name}/exact_match"] = sum(right) / len(right)
+                    kept += self._kept(run, name, asked, said, right)
+        except _Left:
+            return
+        run.log(shares)
+        if run.topology.rank != 0:
+            return
+        try:
+            replace_file(run.directory / ANSWERS, json.dumps(kept, indent=1, ensure_ascii=False).encode())
+        except OSError as cause:  # a full disk must not end the run
+            _log.warning("answers could not be written: %s", cause)
+        if run.console is not None:
+            for name, share in shares.items():
+                count = len(self.asked[name.rpartition("/")[0]])
+                run.console.print(f"step {run.state.step}  {name} {share:.1%} of {count}", highlight=False, markup=False)
+
+    def _said(self, run: Run, name: str, asked: list[Question]) -> list[list[int]]:
+        """New tokens for each question, alike on all ranks."""
+        from forge_models.generation.generate import generate
+
+        tokenizer, source, said = run.data.tokenizer, getattr(run.evaluations[name], "source", None), list[list[int]]()
+        assert tokenizer is not None, "`check` refuses a run without a tokenizer"
+        count = itertools.count()
+
+        def agree(tokens: Any) -> Any:
+            if self.leaves(run, f"answering {name}", next(count)):
+                raise _Left
+            return run.topology.from_first(tokens)
+
+        for start in range(0, len(asked), _TOGETHER):
+            part = asked[start : start + _TOGETHER]
+            inputs = {key: value.to(run.topology.device) for key, value in inputs_of(source, part).items()}  # type: ignore[arg-type]
+            most = max(len(question.answer) for question in part)
+            prompts = [question.prompt.tolist() for question in part]
+            tokens = generate(
+                run.model.whole(),
+                prompts,
+                max_tokens=min(self.max_tokens, most + 1),
+                eos=tokenizer.eos,
+                agree=agree,
+                inputs=inputs or None,
+            )
+            said += [[int(token) for token in row] for row in tokens]
+        return said
+
+    def _kept(self, run: Run, name: str, asked: list[Question], said: list[list[int]], right: list[bool]) -> list[dict[str, Any]]:
+        """The first answers, as the report shows them: wrong ones first, so that they are seen."""
+        tokenizer, source = run.data.tokenizer, getattr(run.evaluations[name], "source", None)
+        assert tokenizer is not None
+
+        def text(ids: Any) -> str:
+            """Without placeholders, which no tokenizer knows, and without the end of the document."""
+            return tokenizer.decode([int(token) for token in ids if token < tokenizer.vocab_size and token != tokenizer.eos])
+
+        order = sorted(range(len(asked)), key=lambda number: right[number])[: self.shown]
+        found = []
+        for number in order:
+            question, picture = asked[number], getattr(source, "picture", None)
+            pictures = [picture(item) for item in range(*question.items)] if picture is not None else []
+            found.append(
+                {
+                    "step": run.state.step,
+                    "set": name,
+                    "prompt": text(question.prompt),
+                    "answer": text(question.answer),
+                    "said": text(said[number]),
+                    "right": right[number],
+                    "pictures": [base64.b64encode(png).decode() for png in pictures],
+                }
+            )
+        return found

@@ -1,0 +1,126 @@
+"""Asks now and then whether the machines of all ranks are well."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_core.machine.memory import available_memory
+from forge_core.protocols.run import Run
+from forge_core.terminal.quantities import size as told
+from forge_parallel.launch.watch import PeerFailure
+from forge_train.hooks.periodic import Periodic
+from forge_train.resilience.probes import MachineFault, collective_probe, device_probe, disk_probe
+
+FILE = ".probe"
+"""How a file that tries the disk begins, in the run's directory; it is there for some milliseconds."""
+
+TIMED: tuple[str, ...] = ("device", "disk", "collective")
+
+
+class MachineHook(Periodic):
+    """Probes every N steps: each rank computes what is known, the first rank of each host writes and reads a file in the run's
+    directory, and all ranks sum what is known.
+
+    All ranks learn what was found. What is wrong ends the run after the same step on all: the rank on the machine at fault
+    with code 6, the others with code 5. What is slow, a full disk and little memory are said once, and again when it is over.
+    """
+
+    def __init__(self, every: int = 200, minutes: float = 0.0, slow: float = 10.0, least_memory: float = 0.5) -> None:
+        super().__init__(every)
+        self.minutes, self.slow, self.least = minutes, slow, int(least_memory * 2**30)
+        self.since = 0.0
+        self.wrong: set[tuple[int, str]] = set()
+
+    def start(self, run: Run) -> None:
+        """Learns which hosts there are."""
+        topology = run.topology
+        self.world = Group() if topology.size > 1 else SingleProcessWorld()
+        self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
+        self.writes = self.hosts.index(self.hosts[topology.rank]) == topology.rank and run.directory.is_dir()
+        self.compute = device_probe(topology.device)
+        self.exchange = collective_probe(topology.rank, topology.size, topology.device, topology.all_reduce)
+        self.since = time.monotonic()
+
+    def finish(self, run: Run) -> None:
+        """Nothing: what comes now is saved, and a probe would only delay it."""
+
+    def once(self, run: Run) -> None:
+        """Probes, unless too little time has passed since; by the clock of rank 0."""
+        due = time.monotonic() - self.since >= 60 * self.minutes
+        if self.minutes and not json.loads(self.world.broadcast(json.dumps(due).encode())):
+            return
+        self.since = time.monotonic()
+        super().once(run)
+
+    def act(self, run: Run) -> None:
+        """Collective: probes.
+
+        Raises:
+            MachineFault: on the rank whose machine is at fault.
+            PeerFailure: on the others.
+        """
+        seconds, full = dict.fromkeys(TIMED, 0.0), ""
+        with _timed(seconds, "device"):
+            fault = self.compute()
+        if self.writes:
+            with _timed(seconds, "disk"):
+                said, is_full = disk_probe(run.directory / f"{FILE}-{run.topology.rank}", run.state.step)
+            full, fault = (said, fault) if is_full else ("", fault or said)
+        memory = available_memory()
+        self._end_where(run, [reply["fault"] for reply in self._told({"fault": fault})])
+        if run.topology.size > 1:
+            with _timed(seconds, "collective"):
+                fault = self.exchange()
+        replies = self._told({"fault": fault, "full": full, "memory": memory, **seconds})
+        self._end_where(run, [reply["fault"] for reply in replies])
+        for rank, reply in enumerate(replies):
+            self._warn(run, rank, reply)
+        if run.topology.rank == 0:
+            free = [reply["memory"] for reply in replies if reply["memory"] is not None]
+            numbers = {f"machine/{name}_seconds": max(reply[name] for reply in replies) for name in TIMED}
+            run.log(numbers | ({"machine/free_memory": min(free)} if free else {}))
+
+    def _told(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        return [json.loads(reply) for reply in self.world.all_gather(json.dumps(mine).encode())]
+
+    def _end_where(self, run: Run, faults: list[str]) -> None:
+        bad = [rank for rank, fault in enumerate(faults) if fault]
+        if not bad:
+            return
+        mine = run.topology.rank if run.topology.rank in bad else bad[0]
+        more = f"; so do {len(bad) - 1} more ranks" if len(bad) > 1 else ""
+        text = (
+            f"after step {run.state.step}, the machine of rank {mine} on {self.hosts[mine]} fails a probe: {faults[mine]}{more}. "
+            "Start the run again without this machine or device: it resumes from its newest checkpoint"
+        )
+        raise MachineFault(text) if run.topology.rank in bad else PeerFailure(text)
+
+    def _warn(self, run: Run, rank: int, reply: dict[str, Any]) -> None:
+        for name in TIMED:
+            took = f"{reply[name]:.3g} s, more than hook 'machine' allows (slow = {self.slow:.3g})"
+            self._say(run, rank, name, reply[name] > self.slow, f"the probe of '{name}' takes {took}")
+        self._say(run, rank, "full", bool(reply["full"]), reply["full"])
+        free = reply["memory"]
+        short = free is not None and free < self.least
+        self._say(run, rank, "memory", short, f"only {told(free or 0)} of memory are left")
+
+    def _say(self, run: Run, rank: int, what: str, is_wrong: bool, text: str) -> None:
+        """Once when it begins, once when it is over; all ranks say the same."""
+        key, who = (rank, what), f"rank {rank} on {self.hosts[rank]}"
+        if is_wrong and key not in self.wrong:
+            self.wrong.add(key)
+            run.health.warn(f"after step {run.state.step}, {who}: {text}")
+        elif not is_wrong and key in self.wrong:
+            self.wrong.discard(key)
+            run.health.warn(f"after step {run.state.step}, {who}: the probe of '{what}' is well again")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - began

@@ -1,0 +1,159 @@
+"""Recordings of brains in files of their users: `.npz`, and HDF5 as NWB lays it out (Rubel et al., 2022)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_models.interp.listing import InterpError
+
+HDF5 = (".h5", ".hdf5", ".nwb")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded, and what was heard, read or seen meanwhile.
+
+    Attributes:
+        data: (repeats, rows, channels) fp64; a row is a sample in time, a word or a stimulus.
+        times: (rows,) seconds at which samples begin; None where rows are words or stimuli.
+        words: the text, where it is one.
+        onsets: (words,) seconds; None where each word has a row.
+        stimuli: a text for each row, that is read without the others.
+    """
+
+    data: Tensor
+    times: Tensor | None = None
+    words: tuple[str, ...] = ()
+    onsets: Tensor | None = None
+    stimuli: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises `InterpError` where the parts do not fit together."""
+        rows = self.data.shape[1]
+        if not bool(self.data.isfinite().all()):
+            at = (~self.data.isfinite()).nonzero()
+            raise InterpError(
+                f"data has {len(at)} values that are not finite, the first in row {int(at[0, 1])} of channel {int(at[0, 2])}; "
+                "leave out these channels or rows"
+            )
+        if self.times is not None and len(self.times) != rows:
+            raise InterpError(f"data has {rows} rows and times {len(self.times)}; each row has one")
+        if self.words and self.stimuli:
+            raise InterpError("a recording has words of one text, or stimuli that are read apart, not both")
+        if self.stimuli and len(self.stimuli) != rows:
+            raise InterpError(f"data has {rows} rows, and there are {len(self.stimuli)} stimuli; each row has one")
+        if self.onsets is None:
+            if self.words and len(self.words) != rows:
+                raise InterpError(
+                    f"data has {rows} rows, and there are {len(self.words)} words without onsets; give each word a row, or "
+                    "onsets and times"
+                )
+            return
+        if self.times is None or len(self.onsets) != len(self.words):
+            raise InterpError(f"onsets go with words and times: {len(self.onsets)} onsets, {len(self.words)} words")
+        from forge_models.interp.neuro.words import check_times
+
+        check_times(self.onsets, self.times)
+        if not bool((self.onsets.diff() >= 0).all()):
+            raise InterpError("onsets must not decrease: words are in the order of the text")
+
+    @property
+    def mean(self) -> Tensor:
+        """(rows, channels) over repeats."""
+        return self.data.mean(0)
+
+
+def read_recording(path: Path, series: str | None = None) -> Recording:
+    """A `.npz` file with the arrays of `Recording` under their names, `data` (rows, channels) or (repeats, rows, channels); or an
+    HDF5 file with them, or with a time series of NWB: a group with `data` (rows, ...) and `timestamps`, or `starting_time` with
+    a rate. Words of an NWB file are a table with `start_time` and `word`.
+
+    Args:
+        series: path of the time series in a file that has several.
+
+    Raises:
+        InterpError: the file cannot be read, lacks something, or its parts do not fit.
+    """
+    if path.suffix not in (".npz", *HDF5):
+        raise InterpError(f"{path}: recordings are .npz, {', '.join(HDF5)} files")
+    try:
+        found = _npz(path) if path.suffix == ".npz" else _hdf5(path, series)
+        if series is not None and path.suffix == ".npz":
+            raise InterpError("a time series is chosen in HDF5 files only")
+        return _recording(found)
+    except (OSError, ValueError, KeyError) as cause:
+        raise InterpError(f"{path} cannot be read: {cause}") from cause
+    except InterpError as cause:
+        raise InterpError(f"{path}: {cause}") from None
+
+
+def _recording(found: Mapping[str, Any]) -> Recording:
+    if "data" not in found:
+        raise InterpError(f"it has no `data`, only {', '.join(sorted(found)) or 'nothing'}")
+    data = _numbers("data", found["data"])
+    if data.dim() not in (2, 3) or not data.numel():
+        raise InterpError(f"data {tuple(data.shape)} must be (rows, channels) or (repeats, rows, channels)")
+    times, onsets = (_numbers(name, found[name]) if name in found else None for name in ("times", "onsets"))
+    for name, one in (("times", times), ("onsets", onsets)):
+        if one is not None and (one.dim() != 1 or not bool(one.isfinite().all())):
+            raise InterpError(f"{name} {tuple(one.shape)} must be finite seconds in one dimension")
+    words, stimuli = (tuple(map(_text, found[name])) if name in found else () for name in ("words", "stimuli"))
+    return Recording(data if data.dim() == 3 else data[None], times, words, onsets, stimuli)
+
+
+def _npz(path: Path) -> dict[str, Any]:
+    np = _library("numpy")
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def _hdf5(path: Path, series: str | None) -> dict[str, Any]:
+    h5py = _library("h5py")
+    with h5py.File(path, "r") as file:
+        if series is None and isinstance(file.get("data"), h5py.Dataset):
+            return {name: value[()] for name, value in file.items() if isinstance(value, h5py.Dataset)}
+        groups: dict[str, Any] = {}
+        file.visititems(lambda name, one: groups.update({name: one}) if isinstance(one, h5py.Group) else None)
+        found = {name: one for name, one in groups.items() if "data" in one and {"timestamps", "starting_time"} & set(one)}
+        if series is not None and series.strip("/") not in found:
+            raise InterpError(f"it has no time series {series}; it has {', '.join(found) or 'none'}")
+        if series is None and len(found) != 1:
+            raise InterpError(f"it has {len(found)} time series, choose one with --series: {', '.join(found) or 'none is there'}")
+        chosen = found[series.strip("/")] if series is not None else next(iter(found.values()))
+        values: dict[str, Any] = {"data": chosen["data"][()].reshape(len(chosen["data"]), -1)}
+        values["times"] = chosen["timestamps"][()] if "timestamps" in chosen else _regular(chosen)
+        for table in groups.values():
+            if "start_time" in table and "word" in table:
+                values |= {"words": table["word"][()], "onsets": table["start_time"][()]}
+        return values
+
+
+def _regular(series: Any) -> Any:
+    np = _library("numpy")
+    start = series["starting_time"]
+    if "rate" not in start.attrs:
+        raise InterpError(f"{series.name}/starting_time has no attribute `rate`, in samples a second")
+    return float(start[()]) + np.arange(len(series["data"])) / float(start.attrs["rate"])
+
+
+def _numbers(name: str, value: Any) -> Tensor:
+    if value.dtype.kind not in "fiub":
+        raise InterpError(f"{name} holds {value.dtype}, not numbers")
+    return torch.from_numpy(value.astype("float64"))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _library(name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ImportError as cause:
+        raise InterpError(f"this file needs {name}: pip install 'forge-models[interp]'") from cause

@@ -1,0 +1,100 @@
+"""What a model takes of an image: how many placeholders stand for it, and how it becomes pixels."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from forge_core.errors import DataError
+from forge_vlm.images.processing import Processing
+from forge_vlm.images.tiling import Tiling
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """What is asked of a model's component that takes images.
+
+    Attributes:
+        placeholder: id of the token that stands for a part of an image; None where images are tokens.
+        per_image: placeholders of one image.
+        vision: the component of the encoder.
+    """
+
+    @property
+    def placeholder(self) -> int | None: ...
+    @property
+    def per_image(self) -> int: ...
+    @property
+    def vision(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """How a document with images is prepared.
+
+    Attributes:
+        placeholder: id of a token that stands for an image.
+        per_image: placeholders of one tile.
+        processing: from an image to pixels.
+        channels: of an image.
+        tiling: how an image is cut; each tile is an image to the model.
+    """
+
+    placeholder: int
+    per_image: int
+    processing: Processing
+    channels: int
+    tiling: Tiling
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one tile."""
+        return (self.channels, self.processing.size, self.processing.size)
+
+
+def inputs_of(
+    model: Any, name: str, tiling: Tiling, *, placeholder: int | None, per_image: int | None, size: int | None
+) -> ImageInputs:
+    """What the recipe's model takes; values that are given go before it.
+
+    Args:
+        model: the component of a model that sees images, or any other, or None.
+        name: of the source, for messages.
+        tiling: of the source.
+        placeholder, per_image: see `ImageInputs`.
+        size: height and width of a tile; its pixels are between -1 and 1 without a model.
+
+    Raises:
+        DataError: the model takes no images, or not as pixels, and the values are not given either.
+    """
+    if isinstance(model, SeesImages):
+        placeholder = model.placeholder if placeholder is None else placeholder
+        per_image = model.per_image if per_image is None else per_image
+        if model.placeholder is None:
+            raise DataError(
+                f"source {name!r} has images, and those of the model are tokens (images = 'tokens'); prepare such images as text"
+            )
+        if (placeholder, per_image) != (model.placeholder, model.per_image):
+            raise DataError(
+                f"source {name!r} gives an image {per_image} placeholders of id {placeholder}, the model takes {model.per_image} "
+                f"of id {model.placeholder}; leave placeholder and per_image out"
+            )
+        encoder: Any = model.vision
+        processing, flexible = getattr(encoder, "processing", None), getattr(encoder, "flexible", 0)
+        if processing is None or flexible:
+            what = "patches of native proportions" if flexible else "features that were computed before"
+            raise DataError(f"source {name!r} makes square images, and the model's encoder takes {what}; choose another encoder")
+        if size not in (None, processing.size):
+            raise DataError(f"source {name!r} has size {size}, the model's encoder {processing.size}; leave size out")
+        return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling)
+    if placeholder is None or per_image is None or size is None:
+        raise DataError(
+            f"source {name!r} has images, and the recipe's model takes none; set model.name = 'vlm', or set placeholder, "
+            "per_image and size of the source to prepare it for another model"
+        )
+    half = (0.5, 0.5, 0.5)
+    return ImageInputs(placeholder, per_image, Processing(size=size, mean=half, std=half), 3, tiling)
+
+
+def identity(inputs: ImageInputs) -> str:
+    """Equal where tokens and tiles are; statistics of the pixels are left out, since nothing that is stored depends on them."""
+    processing = replace(inputs.processing, mean=(), std=(), scale=1.0)
+    return f"{inputs.placeholder}/{inputs.per_image}/{inputs.channels}/{processing}/{inputs.tiling}"

@@ -1,0 +1,1 @@
+"""Where documents with images come from: one module for each format."""

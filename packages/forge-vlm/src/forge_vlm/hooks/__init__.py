@@ -1,0 +1,1 @@
+"""What a run measures of a vision-language model."""

@@ -1,0 +1,11 @@
+"""Recipes of vision-language models. `forge_vlm.presets:vlm_demo` is the path of `vlm-demo.toml` next to this file."""
+
+from pathlib import Path
+
+
+def __getattr__(name: str) -> Path:
+    """The path of the recipe `name`, so that an entry point can name it like an object: with `_` for each hyphen."""
+    path = Path(__file__).parent / f"{name.replace('_', '-')}.toml"
+    if name.startswith("_") or not path.is_file():
+        raise AttributeError(f"unknown preset {name!r}")
+    return path

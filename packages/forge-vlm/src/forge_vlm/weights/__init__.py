@@ -1,0 +1,1 @@
+"""Weights of vision-language models from those of others, and back."""

@@ -1,0 +1,121 @@
+"""A vision-language model that starts from a text model: each modality begins as a copy, so text is read as it was before.
+
+    blocks.0.attention.q_proj.weight    a tensor of the text model's name is that tensor
+    ...q_proj.image.weight              what a modality has for itself begins as the text model's (mixture of transformers)
+    ...layers.image.experts.up_proj     every expert begins as the text model's feed-forward part (MoMa)
+    embed.weight, head.weight           more ids than the text model has begin as the mean of its rows (Hewitt, 2021)
+
+What has no counterpart, such as encoder, adapter, cross blocks and routers, is not in these weights and begins as drawn. Gates of
+cross blocks are drawn as 0, so text has the logits of the text model; with experts it has them where the weights of a token add
+up to one number.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge_core.component import Component
+from forge_core.protocols.convert import Facts, Stored, Weights
+
+TABLES = ("embed.weight", "head.weight")
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+_ROWS = 4096
+"""Of a table that are read at a time."""
+
+
+class FromText:
+    """`Weights` of a vision-language model, made from those of a text model when they are read."""
+
+    def __init__(
+        self, text: Weights, model: Component, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str], total: float = 1.0
+    ) -> None:
+        """
+        Args:
+            text: weights of a decoder.
+            model: the component of the vision-language model.
+            shapes: of its tensors by name.
+            names: of its modalities.
+            total: what the weights of a token's experts add up to.
+        """
+        self._text, self.model = text, model
+        self._sources: dict[str, str] = {}
+        self._grown: dict[str, Tensor] = {}
+        self.tensors: Mapping[str, Stored] = {}
+        copied = grown = 0
+        for name, shape in shapes.items():
+            source = name if name in text.tensors else counterpart(name, names)
+            held = text.tensors.get(source)
+            if held is None:
+                continue
+            grows = name in TABLES and held.shape[1:] == shape[1:] and held.shape[0] < shape[0]
+            experts = _is_expert(name) and source != name
+            self._sources[name] = source
+            stored = (shape[0], *held.shape) if experts else shape if grows else held.shape
+            self.tensors = {**self.tensors, name: Stored(stored, held.dtype)}
+            copied, grown = copied + (source != name), grown + grows
+        notes = []
+        if copied:
+            notes.append(f"{copied} tensors begin as copies of the text model's")
+        if grown:
+            notes.append(f"{grown} tables have more ids than the text model; those begin as the mean of its rows")
+        self._scale = 1 / total
+        self.facts: Facts = replace(text.facts, notes=(*text.facts.notes, *notes), family="")
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors by name."""
+        return {name: self.box(name, [0] * len(self.tensors[name].shape), self.tensors[name].shape) for name in names}
+
+    def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> Tensor:
+        """The box of one tensor that begins at `offset`."""
+        source = self._sources[name]
+        held, shape = self._text.tensors[source], self.tensors[name].shape
+        if held.shape == shape:
+            return self._text.box(source, offset, extent)
+        if len(held.shape) < len(shape):  # experts
+            one = self._text.box(source, offset[1:], extent[1:])
+            scaled = one * self._scale if name.endswith("down_proj") else one
+            return scaled.expand(extent[0], *one.shape).clone()
+        rows = min(max(held.shape[0] - offset[0], 0), extent[0])
+        known = self._text.box(source, offset, (rows, *extent[1:]))
+        mean = self._mean(source)[offset[1] : offset[1] + extent[1]].to(known.dtype)
+        return torch.cat([known, mean.expand(extent[0] - rows, -1)])
+
+    def _mean(self, name: str) -> Tensor:
+        """(dim,) of the rows of a table, summed in fp64."""
+        if name not in self._grown:
+            rows, dim = self._text.tensors[name].shape
+            starts = range(0, rows, _ROWS)
+            parts = [self._text.box(name, (start, 0), (min(_ROWS, rows - start), dim)).double().sum(0) for start in starts]
+            self._grown[name] = torch.stack(parts).sum(0) / rows
+        return self._grown[name]
+
+
+def counterpart(name: str, modalities: Sequence[str]) -> str:
+    """The name in a text model of what a modality has for itself, experts included; another name stays as it is."""
+    parts = name.split(".")
+    own = [place for place, part in enumerate(parts) if place > 1 and part in modalities]
+    if parts[0] != "blocks" or not own:
+        return name
+    kept = [part for place, part in enumerate(parts) if place not in own and part != "layers"]
+    if _is_expert(name):
+        kept = [part for part in kept if part != "experts"]
+        kept.append("weight")
+    return ".".join(kept)
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name and name.endswith(_MATRICES)
+
+
+def from_text(weights: Weights, model: Any, names: Sequence[str]) -> Weights:
+    """Weights that a model of these modalities starts from: those of another such model as they are."""
+    if type(weights.model) is type(model):
+        return weights
+    with torch.device("meta"):
+        module = model.build()
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    router: Any = None if model.shape.moe is None else model.shape.moe.router
+    return FromText(weights, model, shapes, names, getattr(router, "total", None) or 1.0)
