@@ -110,7 +110,7 @@ def completed(words: str, at: int | None = None) -> list[str]:
         ("forge-train pl", ["plan", "plugins"]),
         ("forge-train config d", ["diff"]),
         ("forge-train run --fr", ["--fresh"]),
-        ("forge-train check debug-", ["debug-moe"]),
+        ("forge-train check debug-", ["debug-cross", "debug-joint", "debug-moe", "debug-moma", "debug-mot"]),
         ("forge-train run debug --train.gr", ["--train.grad_clip="]),
         ("forge-train config show debug --optimizer.na", ["--optimizer.name="]),
         ("forge-train run debug --schedule.name = w", ["wsd"]),

@@ -10,6 +10,9 @@ from forge_train.recipe.load import load
 
 STEPS = 20
 WIDTHS = {"dim": 64, "layers": 2, "heads": 4, "head_dim": 16, "ffn_dim": 96, "vocab_size": 257, "max_length": 64}
+SEEING = {"layers": 4, "vocab_size": 258}
+"""Of models with images: a layer for each cross block, and an id for the placeholder."""
+EYE = {"name": "vit", "size": 8, "patch": 4, "channels": 1, "dim": 32, "layers": 1, "heads": 2}
 EXPERTS = {"experts": 8, "ffn_dim": 32}
 SLOW = ("compile", "float8")
 """A compiler takes longer than the steps, and float8 rounds otherwise on each machine."""
@@ -39,6 +42,9 @@ def small(name: str, folder: Path) -> Path:
         "tokenizer": {"name": "bytes"},
         "sources": [{"name": "text", "path": str(folder / "text.txt")}],
     }
+    if "encoder" in model:
+        model |= SEEING | {"encoder": EYE}
+        values["data"] |= {"packing": "best_fit", "sources": [{"name": "digits", "split": "train", "held_out": 0.2}]}
     values["optimizer"]["lr"] = 3e-3
     values["precision"] = {"compute": "fp32", "state": "fp32"}
     values["transforms"] = {key: value for key, value in values["transforms"].items() if key not in SLOW}

@@ -13,7 +13,7 @@ from harness.siblings import fast
 from train.golden.record import CURVES, curve
 from train.golden.small import STEPS, names
 
-FAST = ("debug", "debug-moe", "8b-h200", "8x7b")
+FAST = ("debug", "debug-moe", "8b-h200", "8x7b", "7b-mot")
 """One of each family of recipes."""
 
 APART = 1e-5

@@ -15,6 +15,7 @@ ON = {
     "checkpoint": ["--checkpoint.mode=async"],
     "train": ["--train.rollback_after=3"],
     "start": ["--start.weights=there"],
+    "data": ["--data.packing=best_fit"],
 }
 IDLE = (
     "checkpoint.saver=thread",
@@ -25,6 +26,7 @@ IDLE = (
     "start.include=['blocks.*']",
     "start.exclude=['norm*']",
     "start.rename=['a=b']",
+    "data.items_per_row=3",
 )
 
 

@@ -63,7 +63,10 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
             "forge.converters",
         ),
         "forge-parallel": ("forge.transforms", "forge.pipeline_schedules", "forge.optimizers"),
-        "forge-vlm": ("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks"),
+        "forge-vlm": (
+            *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
+            "forge.presets",
+        ),
         "forge-train": (
             *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),
         ),
