@@ -5,9 +5,11 @@ of a recipe with its keys, `presets` every preset with what the comment at its h
 """
 
 import inspect
-import tomllib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -20,6 +22,7 @@ from forge_core.config.words import describe_shape
 from forge_core.config.write import value_text
 from forge_core.groups import GROUPS
 from forge_core.registry import Registry
+from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 
 
@@ -61,11 +64,12 @@ class Presets(SphinxDirective):
         lines = ["| preset | what | parameters | GPUs | tokens a step |", "|---|---|---|---|---|"]
         for entry in registry.of("forge.presets"):
             text = registry.load_entry(entry).read_text(encoding="utf-8")
-            recipe = tomllib.loads(text)
-            head = [line.removeprefix("# ") for line in text.partition("\n\n")[0].splitlines()]
-            facts = dict(line.split(": ", 1) for line in head if ": " in line)
-            what = head[0] if "Parameters" in facts else " ".join(head)
-            tokens = recipe["train"]["global_batch"] * recipe["data"]["sequence_length"]
+            head = [line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), text.splitlines())]
+            facts = dict(line.split(": ", 1) for line in head if re.match(r"(Parameters|Active|GPUs): ", line))
+            sized = next((number for number, line in enumerate(head) if line.startswith("Parameters: ")), len(head))
+            what = " ".join(head[:sized])
+            job: Any = load(entry.name, registry=registry).job
+            tokens = job.train.global_batch * job.data.sequence_length
             lines.append(
                 f"| `{entry.name}` | {cell(what)} | {facts.get('Parameters', '')} | {facts.get('GPUs', 'any')} | {tokens:,} |"
             )
