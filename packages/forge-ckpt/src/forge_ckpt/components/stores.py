@@ -41,8 +41,8 @@ class Remote(Component):
     key_class: ClassVar = FREE
 
     url: str
-    """Where checkpoints of runs live, such as `s3://bucket/runs`. Those of a run are in its folder there, which has the name
-    of the run's directory."""
+    """Where checkpoints of runs live. Those of a run are in its folder there, which has the name of the run's directory; with
+    `s3://bucket/runs` those of `runs/demo` are in `s3://bucket/runs/demo/checkpoints`."""
 
     def __post_init__(self) -> None:
         from forge_ckpt.remote.urls import check_url
