@@ -56,7 +56,7 @@ def test_each_row_gets_images_of_another_row() -> None:
 
 
 def test_images_that_no_other_row_can_give_stay() -> None:
-    """Three images of two rows, of which one has two: by two places, row 0 would get one of its own."""
+    """Row 0 has two images and row 1 has one. A shift by two would give row 0 one of the images that it had before."""
     few = _batch([[0, 1], [2, -1]], [[1, 2], [3, 4]], 0.0)
     plain = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64))
     found, labels = swapped([few, plain])

@@ -17,7 +17,7 @@ from forge_core.errors import DataError
 from forge_data.checks import packing_keeps_documents
 from forge_data.components.sources import Text
 from forge_data.components.tokenizers import Bytes
-from forge_data.loading.items.questions import inputs_of, questions
+from forge_data.loading.items.questions import Question, inputs_of, questions
 from forge_data.loading.loader import evaluation, open_stream
 from forge_data.section import Data
 from forge_vlm.components.sources import ImageJsonl
@@ -248,6 +248,23 @@ def test_questions_are_what_stands_before_the_first_learned_token(tmp_path: Path
     assert [color(image)[0] for image in found["images"]] == [1, 0, 1]
     assert inputs_of(held_out.source, []) == {}  # type: ignore[arg-type]
     assert list(questions(object(), 5)) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "right"),
+    [
+        ([7, 8, EOS], [7, 8, EOS], True),
+        ([7, 8, EOS], [7, 8, 9, EOS], False),
+        ([7, 8, EOS], [7, 8], False),
+        ([7, 8], [7, 8, 9], True),  # a turn: what comes after it was not asked for
+        ([7, 8], [7, 8], True),
+        ([7, 8], [7, 9, 8], False),
+        ([7, 8], [7], False),
+    ],
+)
+def test_an_answer_is_right_as_far_as_it_goes(answer: list[int], said: list[int], right: bool) -> None:
+    question = Question(np.array([1]), np.array(answer), (0, 0))
+    assert question.is_answered_by(said, EOS) is right
 
 
 def test_a_thousand_questions_of_few_documents_are_each_asked_once(corpus: Path, tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ class AnswersHook(Periodic):
             with other, run.model.inference(whole_sequences=True):
                 for name, asked in self.asked.items():
                     said = self._said(run, name, asked)
-                    right = [list(question.answer) == tokens for question, tokens in zip(asked, said, strict=True)]
+                    end = None if run.data.tokenizer is None else run.data.tokenizer.eos
+                    right = [question.is_answered_by(tokens, end) for question, tokens in zip(asked, said, strict=True)]
                     shares[f"{name}/exact_match"] = sum(right) / len(right)
                     kept += self._kept(run, name, asked, said, right)
         except _Left:

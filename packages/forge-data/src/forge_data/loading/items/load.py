@@ -38,7 +38,9 @@ class Items:
             DataError: two sources have items that do not fit one batch.
         """
         self._packings: list[Packing] = list(packings)
-        with_items = [packing.source for packing in packings if isinstance(packing.source, Illustrated)]
+        sources: list[Any] = [packing.source for packing in packings]
+        self._sources = [source if isinstance(source, Illustrated) else None for source in sources]
+        with_items: list[Any] = [source for source in self._sources if source is not None]
         kinds = {(source.extras, tuple(source.item_shape)): source.name for source in with_items}
         if len(kinds) > 1:
             (one, two), (first, second) = list(kinds)[:2], list(kinds.values())[:2]
@@ -59,8 +61,8 @@ class Items:
         """Has threads load the items of some rows."""
         loads: list[list[Future[np.ndarray]]] = []
         for place, number in rows:
-            source: Any = self._packings[place].source if place >= 0 else None
-            if self._pool is None or not isinstance(source, Illustrated):
+            source = self._sources[place] if place >= 0 else None
+            if self._pool is None or source is None:
                 loads.append([])
                 continue
             spans = self._packings[place].items(number)
@@ -81,17 +83,23 @@ class Loading:
             DataError: an item cannot be loaded.
         """
         found = [[load.result() for load in row] for row in self._loads[start:stop]]
-        counts = [sum(map(len, row)) for row in found]
-        if self._names is None or not sum(counts):
-            return {}
-        import torch
+        extras = {} if self._names is None else stacked(self._names, found)
+        return {name: each.pin_memory() for name, each in extras.items()} if pin else extras
 
-        numbers = np.full((len(counts), max(counts)), -1, dtype=np.int64)
-        for row, (count, after) in enumerate(zip(counts, np.cumsum(counts).tolist(), strict=True)):
-            numbers[row, :count] = np.arange(after - count, after)
-        items = torch.from_numpy(np.concatenate([part for row in found for part in row]))
-        pair = (items, torch.from_numpy(numbers))
-        return dict(zip(self._names, (each.pin_memory() for each in pair) if pin else pair, strict=True))
+
+def stacked(names: tuple[str, str], rows: Sequence[Sequence[np.ndarray]]) -> "dict[str, Tensor]":
+    """Items of some rows as extras: all of them (n, ...) float32, and the numbers of each row's (B, M) int64, -1 where a row has
+    fewer; empty where there is none."""
+    counts = [sum(map(len, row)) for row in rows]
+    if not sum(counts):
+        return {}
+    import torch
+
+    numbers = np.full((len(counts), max(counts)), -1, dtype=np.int64)
+    for row, (count, after) in enumerate(zip(counts, np.cumsum(counts).tolist(), strict=True)):
+        numbers[row, :count] = np.arange(after - count, after)
+    items = np.concatenate([part for row in rows for part in row])
+    return dict(zip(names, (torch.from_numpy(items), torch.from_numpy(numbers)), strict=True))
 
 
 class StepItems:

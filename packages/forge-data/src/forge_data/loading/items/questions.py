@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.protocols.data import Illustrated
+from forge_data.loading.items.load import stacked
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class Question:
     prompt: np.ndarray
     answer: np.ndarray
     items: tuple[int, int]
+
+    def is_answered_by(self, said: Sequence[int], end: int | None) -> bool:
+        """Whether new tokens are exactly the answer. One that does not end with the end of a document, such as a turn of a
+        conversation that goes on, is compared as far as it goes, since nothing in it says that it ends."""
+        answer = self.answer.tolist()
+        return list(said if answer[-1] == end else said[: len(answer)]) == answer
 
 
 def questions(source: Any, count: int) -> Iterator[Question]:
@@ -50,13 +57,6 @@ def inputs_of(source: Illustrated, asked: Sequence[Question]) -> dict[str, Any]:
     Raises:
         DataError: an item cannot be loaded.
     """
-    counts = [stop - first for first, stop in (question.items for question in asked)]
-    if not sum(counts):
-        return {}
-    rows = np.full((len(asked), max(counts)), -1, dtype=np.int64)
-    for row, (count, after) in enumerate(zip(counts, np.cumsum(counts).tolist(), strict=True)):
-        rows[row, :count] = np.arange(after - count, after)
-    items = np.concatenate([source.load(*question.items) for question in asked if question.items[0] < question.items[1]])
-    import torch
-
-    return dict(zip(source.extras, (torch.from_numpy(items), torch.from_numpy(rows)), strict=True))
+    return stacked(
+        source.extras, [[source.load(*question.items)] if question.items[0] < question.items[1] else [] for question in asked]
+    )
