@@ -18,6 +18,7 @@ from forge_parallel.verify.proven import unproven
 from forge_train.recipe.load import load
 from forge_train.run.weights.initial_weights import initial_weights
 from forge_train.speed.utilization import _counts
+from train.runs import prepared
 from vlm.encoders.test_published import siglip, stored
 
 VIT = "{name='vit', size=8, patch=4, dim=16, layers=1, heads=2}"
@@ -99,3 +100,14 @@ def test_a_model_with_images_is_not_written_as_a_text_model(tmp_path: Path) -> N
 
 def test_no_share_of_the_peak_is_given_where_products_are_not_counted() -> None:
     assert _counts(recipe().model) is None
+
+
+@pytest.mark.parametrize("where", ["sources", "evaluation"])
+def test_a_text_model_is_refused_data_with_images(tmp_path: Path, where: str) -> None:
+    """Also where the source is told how to prepare them; before anything of the run is written."""
+    images = "{name='digits', placeholder=257, per_image=2, size=8, split='held_out'}"
+    text = [f"--data.evaluation={{held_out={images}}}"] if where == "evaluation" else [f"--data.sources=[{images}]"]
+    settings = [f"--job.dir={tmp_path / 'run'}", "--data.packing=best_fit", "--model.max_length=64", *text]
+    with pytest.raises(ForgeError, match="the data have image_rows and images, which the model does not take"):
+        prepared(Path("debug"), settings)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

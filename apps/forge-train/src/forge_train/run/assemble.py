@@ -7,7 +7,7 @@ directory, when nothing is left that could refuse.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from forge_core.machine.cores import threads_per_process
 from forge_core.machine.processor import idle_accelerator
 from forge_core.protocols.ckpt import World
 from forge_core.registry import Registry
+from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream
 from forge_parallel.accelerator import name
 from forge_parallel.build.chosen import apply
@@ -63,6 +64,20 @@ if TYPE_CHECKING:
     from forge_train.recipe.load import Resolved
 
 _log = logging.getLogger(__name__)
+
+
+def _refuse_extras(blueprint: Blueprint, sources: Iterable[Any]) -> None:
+    """Refuses data that have more than tokens where the model says that it does not take that.
+
+    Raises:
+        ForgeError: names what it is.
+    """
+    takes = getattr(blueprint.module, "inputs", None)
+    if isinstance(takes, frozenset) and (odd := names_of(sources) - takes):
+        raise ForgeError(
+            f"the data have {' and '.join(sorted(odd))}, which the model does not take; set model.name to one that does, such as "
+            "'vlm', or remove these sources"
+        )
 
 
 def assemble(
@@ -139,6 +154,9 @@ def assemble(
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
+        _refuse_extras(
+            blueprint, [*getattr(data, "sources", ()), *(getattr(each, "source", None) for each in evaluations.values())]
+        )
         sharding = settled(job, layout, lambda: blueprint, memory, reduced_so_far(found.meta, layout) if found else None)
         job = sharding.job
         settings = settings_in(job, blueprint)

@@ -1,6 +1,6 @@
 """What goes with the tokens of a batch where sources have items, such as images: loaded by threads, a step ahead."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -85,6 +85,12 @@ class Loading:
         found = [[load.result() for load in row] for row in self._loads[start:stop]]
         extras = {} if self._names is None else stacked(self._names, found)
         return {name: each.pin_memory() for name, each in extras.items()} if pin else extras
+
+
+def names_of(sources: Iterable[Any]) -> frozenset[str]:
+    """Names of the extras that batches of these sources have."""
+    with_items = (source for source in sources if isinstance(source, Illustrated))
+    return frozenset(name for each in with_items if each.items_before(np.array([each.tokens])).any() for name in each.extras)
 
 
 def stacked(names: tuple[str, str], rows: Sequence[Sequence[np.ndarray]]) -> "dict[str, Tensor]":
