@@ -1,6 +1,8 @@
 """Saves in the background: what is saved is the state of the call, and what fails fails alike on all ranks."""
 
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -328,6 +330,17 @@ def test_memory_is_used_again(tmp_path: Path, opened: Callable[..., Background])
         load(LocalStore(tmp_path), step, whole({"t": live}), ALONE)
         assert (live == step).all()
     assert held[1:] == [40_000] * 3
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MAP_POPULATE"), reason="this system maps pages when they are touched")
+def test_the_first_copy_finds_its_pages_there(tmp_path: Path, opened: Callable[..., Background]) -> None:
+    """Otherwise each page that it touches is a fault of the memory, and the first wait of a run is several times the others."""
+    state = whole({"t": torch.ones(1 << 22)})
+    background = opened(LocalStore(tmp_path))
+    background.reserve(state)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    background.save(state, Order(1, {}))
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < (1 << 24) / resource.getpagesize() / 4
 
 
 PARENT = """

