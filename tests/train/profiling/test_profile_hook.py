@@ -67,6 +67,10 @@ def test_training_is_the_same_bit_by_bit_and_the_classes_sum_to_the_window(recip
     shares = [value for name, value in logged[0].items() if name.startswith("profile/") and name != "profile/step_seconds"]
     assert len(shares) == 5 and sum(shares) == pytest.approx(1)
     assert logged[0]["profile/step_seconds"] == pytest.approx(found.window / 2 / 1e9)
+    parts = {name: value for name, value in logged[0].items() if name.startswith("split/")}
+    assert {"split/forward", "split/backward", "split/optimizer", "split/exposed", "split/host"} <= parts.keys()
+    assert sum(parts.values()) == pytest.approx(logged[0]["profile/step_seconds"])
+    assert parts["split/exposed"] == 0 and all(parts[f"split/{name}"] > 0 for name in ("forward", "backward", "optimizer"))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +183,7 @@ def test_a_signal_to_one_rank_opens_the_same_window_on_all(
         assert sum(one.classes.values()) == one.window
         assert one.classes["exposed"] + one.classes["overlapped"] > 0, "gradients and numbers are summed over gloo"
         assert any(row.collective.startswith("gloo:") for row in one.exposed)
+        assert one.split["exposed"] == one.classes["exposed"] and sum(one.split.values()) == one.window
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class ProfileHook(Hook):
     steps. On an accelerator the host waits for the device at both ends, nowhere else. A signal on any rank opens a window on all,
     after the step whose numbers have carried the wish. What fails here, such as a full disk, costs a warning and never the run.
 
-    Rank 0 logs `profile/CLASS`, the share of the window in each class of `forge_train.profiling.sweep`, and
-    `profile/step_seconds`.
+    Rank 0 logs `profile/CLASS`, the share of the window in each class of `forge_train.profiling.sweep`, `profile/step_seconds`,
+    and `split/PART`, of which each is seconds of a step (`forge_train.profiling.split`): exposed communication and the host too.
     """
 
     def __init__(
@@ -163,7 +163,8 @@ class ProfileHook(Hook):
             return
         found = summarize(read(path))
         shares = {f"profile/{label}": time / found.window for label, time in found.classes.items()}
-        run.log({**shares, "profile/step_seconds": found.window / done / 1e9})
+        parts = {f"split/{part}": time / done / 1e9 for part, time in found.split.items()}
+        run.log({**shares, **parts, "profile/step_seconds": found.window / done / 1e9})
         if run.console is not None:
             run.console.print(
                 f"profiled steps {first} to {first + done - 1}: {path.parent}, {size(path.stat().st_size)} a rank; "

@@ -9,6 +9,7 @@ from typing import Any
 from forge_train.profiling.host_waits import CLOSING, HostWait, host_waits
 from forge_train.profiling.kinds import Kind, is_collective, of_device, of_operator
 from forge_train.profiling.lanes import Enclosing
+from forge_train.profiling.split import Parts, split
 from forge_train.profiling.sweep import Span, Stretch, sweep, totals
 from forge_train.profiling.trace import DEVICE, WINDOW, Event, Trace
 
@@ -59,6 +60,7 @@ class Summary:
         about: whose trace it is, see `Trace`.
         device: whether work of a device was recorded; else the operators of a CPU's threads are what counts.
         classes: of the window, to which they sum exactly.
+        split: the same by parts of the step, see `forge_train.profiling.split`; sums to the window too.
         groups: for each group of ranks the durations of its collectives in order, where the trace names the ranks.
     """
 
@@ -66,6 +68,7 @@ class Summary:
     device: bool
     window: int
     classes: Mapping[str, int]
+    split: Mapping[str, int]
     kernels: Sequence[Kernel]
     exposed: Sequence[Exposed]
     annotations: Sequence[Annotation]
@@ -85,14 +88,15 @@ def summarize(trace: Trace) -> Summary:
     """
     window = trace.window
     work = _distinct(trace.of(*DEVICE))
-    device = bool(work)
-    spans = [Span(of_device(event), event.name, event.start, event.end) for event in work] if device else list(_on_threads(trace))
+    device, parts = bool(work), Parts(trace)
+    spans = list(_on_device(work, parts) if device else _on_threads(trace, parts))
     stretches = sweep(spans, window)
     return Summary(
         about=trace.about,
         device=device,
         window=window[1] - window[0],
         classes=totals(stretches),
+        split=split(stretches),
         kernels=_kernels(spans, stretches, window),
         exposed=_exposed(spans, stretches, _operators(trace, work)),
         annotations=_annotations(trace, window),
@@ -106,7 +110,12 @@ def _distinct(events: Iterable[Event]) -> list[Event]:
     return list({(event.name, event.lane, event.start, event.end): event for event in events}.values())
 
 
-def _on_threads(trace: Trace) -> Iterator[Span]:
+def _on_device(work: Iterable[Event], parts: Parts) -> Iterator[Span]:
+    for event in work:
+        yield Span(of_device(event), event.name, event.start, event.end, part=parts.of_launch(event))
+
+
+def _on_threads(trace: Trace, parts: Parts) -> Iterator[Span]:
     """What threads of a CPU do: own times of operators, and collectives as long as they run."""
     for event in _distinct(trace.of("user_annotation")):
         if is_collective(event.name):
@@ -115,7 +124,7 @@ def _on_threads(trace: Trace) -> Iterator[Span]:
         seen: set[int] = set()
         for start, end, event in pieces:
             if (kind := of_operator(event.name)) is not None:
-                yield Span(kind, event.name, start, end, first=id(event) not in seen)
+                yield Span(kind, event.name, start, end, first=id(event) not in seen, part=parts.at(event.start))
                 seen.add(id(event))
 
 

@@ -22,13 +22,14 @@ CLASSES = ("compute", "overlapped", "exposed", "memory", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work from `start` to `end`, in nanoseconds; `first` of the pieces of one event, which is counted once."""
+    """Work from `start` to `end`, in nanoseconds, of a part of the step; `first` of the pieces of one event, which is counted once."""
 
     kind: Kind
     name: str
     start: int
     end: int
     first: bool = True
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,14 @@ class Stretch:
 
     Attributes:
         waited: where communication is exposed, its name: of several at once the one that ends last.
+        part: of the step that what is computed belongs to, or what is copied where nothing is computed: likewise.
     """
 
     start: int
     end: int
     label: str
     waited: str = ""
+    part: str = ""
 
 
 def sweep(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
@@ -54,24 +57,26 @@ def sweep(spans: Iterable[Span], window: tuple[int, int]) -> list[Stretch]:
     )
     found = [item for item in found if item[0] < item[1]]
     points = sorted({begin, stop, *(point for start, end, _ in found for point in (start, end))})
-    ends: dict[Kind, list[tuple[int, str]]] = {kind: [] for kind in Kind}  # the latest end on top
+    ends: dict[Kind, list[tuple[int, str, str]]] = {kind: [] for kind in Kind}  # the latest end on top
     stretches: list[Stretch] = []
     place = 0
     for start, end in pairwise(points):
         while place < len(found) and found[place][0] <= start:
             _, last, span = found[place]
-            heappush(ends[span.kind], (-last, span.name))
+            heappush(ends[span.kind], (-last, span.name, span.part))
             place += 1
         for running in ends.values():
             while running and -running[0][0] <= start:
                 heappop(running)
         label = _label(bool(ends[Kind.COMPUTE]), bool(ends[Kind.COMMUNICATION]), bool(ends[Kind.MEMORY]))
         waited = ends[Kind.COMMUNICATION][0][1] if label == "exposed" else ""
+        working = ends[Kind.COMPUTE] or ends[Kind.MEMORY]
+        part = working[0][2] if working and label != "exposed" else ""
         before = stretches[-1] if stretches else None
-        if before and (before.label, before.waited) == (label, waited):
-            stretches[-1] = Stretch(before.start, end, label, waited)
+        if before and (before.label, before.waited, before.part) == (label, waited, part):
+            stretches[-1] = Stretch(before.start, end, label, waited, part)
         else:
-            stretches.append(Stretch(start, end, label, waited))
+            stretches.append(Stretch(start, end, label, waited, part))
     return stretches
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from forge_core.terminal.console import Console
 from forge_train.profiling.ranks import spreads, waited_for_others
+from forge_train.profiling.split import has_parts
 from forge_train.profiling.summary import Summary
 from forge_train.profiling.sweep import CLASSES
 
@@ -43,6 +44,7 @@ def draw(ranks: Mapping[int, Summary], shown: int, out: Console) -> None:
                 f"collectives, the longest wait is {_milliseconds(most)} ms"
             )
     sections: list[tuple[str, list[str], Iterator[Sequence[str]], int]] = [
+        ("the time of a step", ["part", "ms of each", "%"], _split(one), len(one.split) if has_parts(one.split) else 0),
         ("exposed communication", ["waited for", "ran next", "times", "ms"], _exposed(one), len(one.exposed)),
         (
             "kernels" if one.device else "operators",
@@ -77,6 +79,11 @@ def _spread(ranks: Mapping[int, Summary]) -> Iterator[Sequence[str]]:
     for row in spreads(ranks):
         mean, least, most = map(_milliseconds, (row.mean, row.least, row.most))
         yield [row.label, mean, least, str(row.least_rank), most, str(row.most_rank)]
+
+
+def _split(one: Summary) -> Iterator[Sequence[str]]:
+    for part, time in one.split.items():
+        yield [part, _milliseconds(time / one.about.get("steps", 1)), f"{100 * time / one.window:.1f}"]
 
 
 def _exposed(one: Summary) -> Iterator[Sequence[str]]:
