@@ -22,7 +22,7 @@ CLASSES = ("compute", "overlapped", "exposed", "memory", "idle")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work from `start` to `end`, in nanoseconds, of a part of the step; `first` of the pieces of one event, which is counted once."""
+    """Work of a part of the step, from `start` to `end` in nanoseconds; `first` of the pieces of an event, which counts once."""
 
     kind: Kind
     name: str

@@ -36,6 +36,9 @@ FAMILIES = (
     Family("Loss and gradient", "Skipped steps", "so far", "skipped_steps", "steps", from_zero=True, exact=True),
     Family("Speed and memory", "Throughput", "tokens per second", "tokens_per_second", "all ranks", from_zero=True),
     Family("Speed and memory", "Time of a step", "seconds", "step_seconds", "step", from_zero=True),
+    Family("Speed and memory", "Parts of a step", "seconds on rank 0", "time/(.+)", from_zero=True),
+    Family("Speed and memory", "A step under the profiler", "seconds on rank 0", "split/(.+)", from_zero=True),
+    Family("Speed and memory", "Classes of a profile", "share of its window", "profile/(?!step_seconds)(.+)", from_zero=True),
     Family("Speed and memory", "MFU", "share of the device's peak", "mfu", "MFU", from_zero=True),
     _memory("Memory of the process", "rank 0, peak so far", "peak_memory", "resident"),
     _memory("Memory of the device", "rank 0, peak since the line before", "device_memory", "in tensors"),
@@ -64,7 +67,9 @@ FAMILIES = (
     Family("Inside", "Agreement of routers with the last time", "share", "inside/(.+)/router_agreement", from_zero=True),
     Family("Inside", "Time of a look inside", "seconds", "inside/seconds", "rank 0", from_zero=True),
 )
-SHOWN_ELSEWHERE = re.compile(r"tokens|skipped|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens")
+SHOWN_ELSEWHERE = re.compile(
+    r"tokens|skipped|profile/step_seconds|evaluation/.+/perplexity|source/.+/tokens|data/.+/(planned_)?tokens"
+)
 """Metrics without a chart: others say the same, or a table does."""
 OTHER = "Other numbers"
 MOST_OTHER = 60
