@@ -14,7 +14,7 @@
 - When a rank raises, dies or the time is up: `WorldFailed` names the first cause, then every rank's traceback or stack
   and its last output. The other ranks are killed, and the next call gets new workers.
 - A call in which a rank has a segmentation fault, or finds its heap broken, is repeated once, with a warning that holds the
-  whole story: no Python of ours can cause one, and in some ten thousand calls there is one. Seen twice, under collectives of tp
+  whole story, with the native stacks of all threads: no Python of ours can cause one, and in some ten thousand calls there is one. Seen twice, under collectives of tp
   on gloo: in a reduce-scatter that 600 repetitions did not fail in again, and as "malloc(): unaligned tcache chunk" in a test in
   which memcheck finds no fault, nor glibc's checked heap in all of tests/parallel. One that has a cause in the test comes again,
   and fails it; more than a few in one run fail the run (`harness/crashes.py`).
@@ -47,6 +47,9 @@ START = 120.0
 _BROKEN_HEAP = re.compile(r"^(malloc|free|realloc|corrupted|double free|munmap_chunk)\b.*", re.MULTILINE)
 """The last words of glibc's heap."""
 
+_NATIVE = re.compile(r"^SIG[A-Z]+\(\d+\), PID: \d+, Thread \d+:", re.MULTILINE)
+"""How torch begins the stacks of a process that a signal ends: first that of the thread that got it."""
+
 GRACE = 1.0
 """Seconds that the other ranks have for an error of their own after the first one."""
 
@@ -70,10 +73,14 @@ class _Worker:
     files: Path
 
     def output(self) -> str:
-        """The end of what this worker printed."""
-        with contextlib.suppress(OSError):
-            return self.files.with_suffix(".out").read_bytes()[-4000:].decode(errors="replace").strip("\0\n ")
-        return ""
+        """The end of what this worker printed; of one that crashed also where in native code."""
+        try:
+            text = self.files.with_suffix(".out").read_bytes().decode(errors="replace").strip("\0\n ")
+        except OSError:
+            return ""
+        if crash := _NATIVE.search(text):
+            return text[max(0, crash.start() - 1000) :][:20_000]
+        return text[-4000:]
 
     def stacks(self) -> str:
         with contextlib.suppress(OSError):

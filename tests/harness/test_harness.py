@@ -1,5 +1,6 @@
 """The spawn harness itself: what it promises when all goes well, and above all when it does not."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -230,6 +231,19 @@ def end_once(marker: str, rank: int, signal_: int) -> int:
         os.kill(os.getpid(), signal_)
     dist.barrier()
     return 5
+
+
+def read_nowhere_once(marker: str) -> int:
+    if dist.get_rank() == 1 and not Path(marker).exists():
+        Path(marker).touch()
+        ctypes.string_at(8)
+    dist.barrier()
+    return 5
+
+
+def test_a_crash_tells_where_in_native_code_it_was(world, tmp_path):
+    with pytest.warns(UserWarning, match=r"(?s)repeated: .*rank 1 died: killed by SIGSEGV.*SIGSEGV\(11\), PID.*ffi_call"):
+        assert world.run(read_nowhere_once, 2, str(tmp_path / "marker")) == [5, 5]
 
 
 def break_heap_once(marker: str, words: str) -> int:

@@ -84,6 +84,8 @@ def _prepare(call: wire.Call) -> Callable[..., Any]:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.path[:] = call.sys_path
+    for stacks in (False, True):  # anew in each call: one before may have taken the signal that torch needs for it
+        torch._C._set_print_stack_traces_on_fatal_signal(stacks)
     torch.set_num_threads(int(os.environ.get("FORGE_TEST_THREADS", "1")))
     torch.manual_seed(0)
     random.seed(0)
