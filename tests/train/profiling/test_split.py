@@ -33,13 +33,14 @@ def test_work_of_a_device_belongs_to_the_part_that_launched_it(tmp_path: Path) -
         launch(2, 25, thread=101),  # autograd has a thread for a device
         launch(3, 30, thread=101),
         launch(4, 50),
-        launch(5, 42),  # between parts
+        launch(5, 40),  # between parts
+        part("data", 140, 60),
         kernel(GEMM, 10, 40, correlation=1),  # 10-50 forward, though the host went on to the optimizer
         kernel(GATHER, 40, 30, stream=20, correlation=2),  # 50-60 exposed; 60-70 and before 50 overlapped
         kernel(GEMM, 60, 50, correlation=3),  # 60-110 backward
         event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 100, 20, correlation=4),  # 110-120 optimizer, alone
         kernel(GEMM, 130, 5, correlation=5),  # 130-135 other
-        kernel(GEMM, 140, 10, correlation=99),  # nothing tells who launched it
+        kernel(GEMM, 140, 10, correlation=99),  # nothing tells who launched it, least of all when it ran
     )
     assert found == {"forward": 40, "backward": 50, "optimizer": 10, "other": 15, "exposed": 10, "host": 75}
     assert list(found) == ["forward", "backward", "optimizer", "other", "exposed", "host"]
