@@ -94,6 +94,38 @@ def test_padding_is_with_no_expert() -> None:
         assert router_stats[SHAPE.moe.experts] == 4
 
 
+def test_a_token_gets_of_each_expert_that_it_is_with_by_the_sigmoid_of_its_score() -> None:
+    """Token by token; scores of several experts do not share one sum, as a softmax would have it."""
+    for module in (layer(ExpertChoice), layer(Threshold)):
+        module.train()
+        x = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        sequences = torch.zeros(1, 7, dtype=torch.int64)
+        chosen, _, _ = module.choose(x[0], x[0] @ module.weight.T, sequences[0])
+        assert chosen.sum(1).max() > 1
+        experts = module.experts
+        wanted = torch.zeros_like(x[0])
+        for token, expert in chosen.nonzero().tolist():
+            gate, up, down = (weight[expert] for weight in (experts.gate_proj, experts.up_proj, experts.down_proj))
+            hidden = nn.functional.silu(gate @ x[0, token]) * (up @ x[0, token])
+            wanted[token] += 1 / (1 + torch.exp(-module.weight[expert] @ x[0, token])) * (down @ hidden)
+        assert torch.allclose(module(x, sequences=sequences)[0][0], wanted, rtol=0, atol=1e-12)
+
+
+def test_padding_teaches_foresight_nothing() -> None:
+    module = layer(ExpertChoice).train()
+    x = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.tensor([[True, True, False, True, False, False]])
+    sequences = torch.tensor([[0, 0, 1, 2, 3, 3]])
+    found = []
+    for kept, masked in ((torch.ones(6, dtype=torch.bool), mask), (mask[0], None)):
+        module.zero_grad()
+        module.before_step(torch.tensor(1.0))
+        module(x[:, kept], masked, sequences=sequences[:, kept])[0].sum().backward()
+        found.append((module.foresight.grad.clone(), module.foresight_bias.grad.clone()))
+    assert all(torch.allclose(one, two, rtol=0, atol=1e-12) for one, two in zip(*found, strict=True))
+    assert found[0][1].any()
+
+
 def test_a_quantile_of_counts() -> None:
     """Against torch's of the values themselves, to the width of a bin."""
     values = torch.rand(4000, 3, dtype=torch.float64)
