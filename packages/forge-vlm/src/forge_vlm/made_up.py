@@ -8,7 +8,8 @@ from forge_core.batch import IGNORE, PADDING, Batch
 
 
 def with_images(batch: Batch, image_token: int, per_image: int, shape: tuple[int, ...]) -> Batch:
-    """The batch with 0, 1 or 2 images in each row, in the places of other tokens, which lose their labels.
+    """The batch with 0, 1 or 2 images in each row, in the places of other tokens, which lose their labels; without an image it
+    has no extras.
 
     Args:
         batch: tokens and labels on the host.
@@ -39,8 +40,9 @@ def with_images(batch: Batch, image_token: int, per_image: int, shape: tuple[int
     before = torch.zeros_like(tokens, dtype=torch.bool)
     before[:, :-1] = tokens[:, 1:] == image_token
     labels[(tokens == image_token) | before] = IGNORE
-    numbers = torch.full((len(rows), max(1, max(map(len, rows)))), -1)
+    if not images:  # as a loader gives it
+        return replace(batch, tokens=tokens, labels=labels)
+    numbers = torch.full((len(rows), max(map(len, rows))), -1)
     for row, found in enumerate(rows):
         numbers[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-    images = images or [torch.zeros(shape)]
     return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(images), "image_rows": numbers})

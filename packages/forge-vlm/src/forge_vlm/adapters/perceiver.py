@@ -9,6 +9,7 @@ from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.norm import LayerNorm
 from forge_vlm.adapters.projection import Projection
+from forge_vlm.encoders.layers import attend
 
 EPS = 1e-6
 """Of the norms."""
@@ -63,7 +64,7 @@ class PerceiverLayer(nn.Module):
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in (self.q_proj(self.latent_norm(latents)), self.k_proj(seen), self.v_proj(seen))
         )
-        out = F.scaled_dot_product_attention(q, k, v, scale=1 / sqrt(q.shape[-1]))
+        out = attend(q, k, v)
         latents = latents + self.o_proj(out.transpose(1, 2).flatten(2))
         return latents + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(latents))))
 

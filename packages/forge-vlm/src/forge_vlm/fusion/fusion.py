@@ -15,7 +15,8 @@ class Inputs(NamedTuple):
     Attributes:
         tokens: (B, T) ids.
         documents: (B, T), or None when each row is one document.
-        visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder.
+        visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder, and where nothing is trained
+            and no row has an image.
         image_rows: (B, M) number of each image of a row, -1 where it has fewer; None with `visual`.
         cache: of a generation.
         prefix: (B, T) bool, what sees each other under a mask with a prefix; None: all up to the last image of a document.
