@@ -94,8 +94,8 @@ def count(model: Any) -> VisionCounts:
     if model.images == "encoder":
         context = model.adapter_context
         found |= {
-            "encoder": _products(module.encoder, 1, *module.image_shape),
-            "adapter": _products(module.adapter, 1, context.tokens, context.width),
+            "encoder": _products(module.encoder, model.vision.input_shape, *([(2,)] if model.native is not None else [])),
+            "adapter": _products(module.adapter, (context.tokens, context.width)),
             "vectors": model.chosen_adapter.tokens(context.tokens),
         }
     if hasattr(fusion, "blocks"):
@@ -133,8 +133,9 @@ def _cross(shape: DecoderShape, layers: Sequence[int]) -> dict[str, int]:
     }
 
 
-def _products(module: torch.nn.Module, *given: int) -> int:
+def _products(module: torch.nn.Module, *given: tuple[int, ...]) -> int:
+    """Of one image; `given` are shapes without their first dimension."""
     # With gradients: without them the counter refuses a parameter that is given to a module as its input.
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        module(torch.empty(given, device="meta"))
+        module(*(torch.empty((1, *shape), device="meta") for shape in given))
     return counter.get_total_flops()

@@ -14,6 +14,7 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext
+from forge_vlm.images.native_shape import Native
 from forge_vlm.modality import Modalities
 
 if TYPE_CHECKING:
@@ -96,6 +97,34 @@ class VLM(Decoder):
             if hasattr(adapter, "check"):
                 adapter.check(context)
             adapter.tokens(context.tokens)
+            self._check_native()
+
+    def _check_native(self) -> None:
+        if not getattr(self.vision, "flexible", 0):
+            return
+        if not getattr(self.chosen_adapter, "native", ""):
+            raise ValueError(
+                "adapter needs a square grid of features, and encoder.patches gives images of any proportions; set "
+                "adapter.name = 'linear', 'mlp' or 'perceiver', or remove encoder.patches"
+            )
+        if (
+            self.native is not None
+            and self.native.each
+            and getattr(self.chosen_fusion, "image_attention", "") == "bidirectional_image"
+        ):
+            raise ValueError(
+                "fusion.image_attention = 'bidirectional_image' needs as many tokens of every image, and encoder.patches gives a "
+                "token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = 'perceiver'"
+            )
+
+    @property
+    def native(self) -> Native | None:
+        """How images keep their proportions; None where they are made square."""
+        most = getattr(self.vision, "flexible", 0) if self.images == "encoder" else 0
+        if not most:
+            return None
+        each = getattr(self.chosen_adapter, "native", "") == "each" and self.chosen_fusion.in_stream
+        return Native(self.vision.shape.patch_size, most, each)
 
     @property
     def chosen_fusion(self) -> Any:
@@ -162,7 +191,16 @@ class VLM(Decoder):
 
     def context(self) -> FusionContext:
         """What the fusion is built with."""
-        return FusionContext(self.shape, self.modality_ids, self.placeholder, self.per_image)
+        native = self.native
+        return FusionContext(
+            self.shape,
+            self.modality_ids,
+            self.placeholder,
+            self.per_image,
+            native=native is not None,
+            each=native is not None and getattr(self.chosen_adapter, "native", "") == "each",
+            varies=native is not None and native.each,
+        )
 
     def build(self) -> "VisionLanguageModel":
         from forge_vlm.model import VisionLanguageModel
@@ -173,4 +211,7 @@ class VLM(Decoder):
         if self.images == "tokens":
             return VisionLanguageModel(context, fusion, None, None, ())
         adapter = self.chosen_adapter.build(self.adapter_context)
-        return VisionLanguageModel(context, fusion, encoder.build(), adapter, encoder.input_shape)
+        shape = encoder.input_shape
+        if context.native:
+            shape = (shape[0] + 1, *shape[1:])  # the last row has the grid
+        return VisionLanguageModel(context, fusion, encoder.build(), adapter, shape)

@@ -184,6 +184,8 @@ class Cross(Plain):
         slots = torch.arange(rows.shape[1], device=rows.device)
         seen = (first.unsqueeze(-1) <= slots) & (slots < end.unsqueeze(-1)) & (rows >= 0).unsqueeze(1)
         seen = seen.repeat_interleave(inputs.visual.shape[1], dim=-1)
+        if inputs.present is not None:
+            seen = seen & inputs.present[rows.clamp(min=0)].flatten(1).unsqueeze(1)
         if cache is not None:
             cache.kept |= {"seen": seen[:, -1], "none": visual[:, :0]}
         return {"visual": visual, "sees": seen.unsqueeze(1)}

@@ -19,6 +19,7 @@ class Inputs(NamedTuple):
             and no row has an image.
         image_rows: (B, M) number of each image of a row, -1 where it has fewer; None with `visual`.
         cache: of a generation.
+        present: (images, vectors) bool, False for vectors that are padding; None: there are none.
         prefix: (B, T) bool, what sees each other under a mask with a prefix; None: all up to the last image of a document.
     """
 
@@ -28,6 +29,7 @@ class Inputs(NamedTuple):
     image_rows: Tensor | None
     cache: KVCache | None = None
     prefix: Tensor | None = None
+    present: Tensor | None = None
 
 
 class Fusion(Protocol):
