@@ -1,6 +1,6 @@
 """Processor time of a training step of each fusion, over that of a text decoder of the same shape on as many tokens; in turns.
 
-    python benchmarks/vlm/steps.py [--rounds 9] [--threads 1] [--smoke]
+    python benchmarks/vlm/steps.py [--rounds 9] [--threads 1] [--rows 4] [--length 256] [--smoke]
 
 Forward and backward in fp32 in one process. Rows hold two images each; the text side has rows of as many tokens. `encoder`
 is encoder and adapter alone, forward and backward, and is counted to the text side, so the ratio is what the fusion itself
@@ -120,12 +120,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row, at most 512")
     parser.add_argument("--smoke", action="store_true", help="small sizes, one round")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
     rounds = 1 if asked.smoke else asked.rounds
-    count, length = (2, 64) if asked.smoke else (4, 256)
+    count, length = (2, 64) if asked.smoke else (asked.rows, asked.length)
     print(f"{platform.machine()}, torch {torch.__version__}, {asked.threads} threads, {rounds} rounds, {count} x {length} tokens")
     for name in ("joint", "cross", "mot", "moma"):
         component = component_of(name, asked.smoke)

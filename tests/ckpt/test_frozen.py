@@ -168,6 +168,24 @@ def test_damage_of_a_shared_file_is_seen_in_every_checkpoint_that_has_it(tmp_pat
     assert equal(loaded(store), {**sample(3), "model/tower": TOWER})
 
 
+def test_a_shared_file_that_is_cut_short_is_written_again(tmp_path: Path) -> None:
+    store = Counting(tmp_path)
+    one = save(store, state(1), {}, 1, ALONE)
+    (shared,) = (name for name in files(tmp_path / one) if name != "rank-00000.bin")
+    os.truncate(tmp_path / one / shared, BYTES - 1)
+    two = save(store, state(2), {}, 2, ALONE)
+    assert agreed_fault(store, two, open_manifest(store, two)[0], ALONE) is None
+
+
+def test_a_link_is_durable_when_it_returns(tmp_path: Path) -> None:
+    done: list[tuple[str, str]] = []
+    store = LocalStore(tmp_path, probe=lambda operation, path: done.append((operation, path)))
+    store.write("one/data.bin", [b"1"])
+    done.clear()
+    assert store.link("one/data.bin", "two/data.bin")
+    assert done == [("mkdir", "two"), ("link", "one/data.bin -> two/data.bin"), ("fsync", "two")]
+
+
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
     store = Counting(tmp_path / "run")
     one = save(store, state(1), {}, 1, ALONE)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.blocks.block import Block
 from forge_models.components.moe import MoE
+from forge_vlm.components.adapters import MLP, AttentionPool, Perceiver
 from forge_vlm.components.fusions import CrossAttention, MixtureOfTransformers, MoMa
 from vlm.tiny import CAUSAL, EXPERTS, IMAGE, JOINT, MODELS, TEXT, batch, build, image, row
 
@@ -258,6 +259,21 @@ def test_text_alone_costs_what_it_costs_the_text_model(name: str) -> None:
         moved.append(moves.rows)
     assert found[0] <= found[1] <= 1.02 * found[0]
     assert component.moe is not None or moved[1] == moved[0]
+
+
+@ALL
+def test_no_kernel_of_attention_is_given_an_empty_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a GPU refuse it."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def refusing(q: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        assert q.numel(), "an empty batch"
+        return real(q, *given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refusing)
+    for adapter in (MLP(), AttentionPool(heads=2), Perceiver(latents=2, heads=2)):
+        model = build(replace(MODELS[name], adapter=adapter)).train()
+        model(torch.tensor([[3, 4, 5, 6]])).square().sum().backward()
 
 
 def test_specs_are_of_every_tensor() -> None:

@@ -98,6 +98,17 @@ def test_padding_says_nothing(tower: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_more_padding_changes_nothing(tower: Path, name: str) -> None:
+    """The same images, padded further, to a model for larger ones with the same weights."""
+    component = described(tower, name)
+    larger = replace(component, encoder=SigLIP2(path=str(tower), patches=MOST + 7))
+    one = given(component, [3, SHAPES[1], 5, SHAPES[2]], [SHAPES[3], 4, 5])
+    images = one["images"]
+    padded = torch.cat((images[:, :-1], images.new_zeros(len(images), 7, images.shape[2]), images[:, -1:]), 1)
+    assert torch.allclose(build(larger)(**{**one, "images": padded}), build(component)(**one), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_row_does_not_depend_on_others_and_its_image_counts(tower: Path, name: str) -> None:
     component = described(tower, name)
     model = build(component)
@@ -231,7 +242,7 @@ def test_a_store_has_a_placeholder_for_each_patch(tower: Path, corpus: Path, tmp
         rows, columns = native_grid(*shape, PATCH, MOST)
         each = {"joint": rows * columns, "joint-perceiver": 3, "cross": 1}[name] if image else 0
         assert int((ids[begin:end] == HOLE).sum()) == each
-        assert store.items_before(np.array([begin, end])).tolist() == [item, item + image]
+        assert store.items_before(np.array([begin, begin + 1, end])).tolist() == [item, item + image, item + image]
         if image:
             patches, grid = native_patches(photo(*shape), component.vision.processing, PATCH, MOST)
             found = store.load(item, item + 1)[0]
