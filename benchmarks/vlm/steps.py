@@ -1,11 +1,12 @@
-"""Seconds of a training step of each fusion, over those of a text decoder of the same shape on as many tokens; in turns.
+"""Processor time of a training step of each fusion, over that of a text decoder of the same shape on as many tokens; in turns.
 
-    python benchmarks/vlm/steps.py [--rounds 9] [--threads 1] [--smoke]
+    python benchmarks/vlm/steps.py [--rounds 9] [--threads 1] [--rows 4] [--length 256] [--smoke]
 
 Forward and backward in fp32 in one process. Rows hold two images each; the text side has rows of as many tokens. `encoder`
 is encoder and adapter alone, forward and backward, and is counted to the text side, so the ratio is what the fusion itself
-costs. Lines with `no image` have rows without one, where a step sends one blank image through the encoder, so that ranks
-exchange the same; `blank` is what that alone takes.
+costs. `no image` has rows without one: what belongs to images then runs on next to nothing, so that ranks exchange the same; its
+time, floating-point operations of products and number of operators stand over those of the text decoder. The text side of
+MoMa has experts of the same shape.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
@@ -60,7 +63,7 @@ def rows(model: Any, count: int, length: int, images: int) -> tuple[torch.Tensor
     if not images:
         return tokens, {}
     numbers = torch.arange(count * images).reshape(count, images)
-    return tokens, {"images": torch.randn(count * images, *model.blank), "image_rows": numbers}
+    return tokens, {"images": torch.randn(count * images, *model.image_shape), "image_rows": numbers}
 
 
 def step(model: Any, tokens: torch.Tensor, given: dict[str, torch.Tensor]) -> None:
@@ -77,15 +80,34 @@ def seen(model: Any, images: torch.Tensor) -> None:
 
 
 def in_turns(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in every round, one after the other."""
+    """Seconds of the processor of each side in every round, one after the other: a machine that does other work counts less."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             side()
             if number:  # the first round warms up
-                found[name].append(time.perf_counter() - begin)
+                found[name].append(time.process_time() - begin)
     return found
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(side: Callable[[], None]) -> tuple[int, int]:
+    """Floating-point operations of products, and operators."""
+    with FlopCounterMode(display=False) as products:
+        side()
+    with Operators() as operators:
+        side()
+    return products.get_total_flops(), operators.count
 
 
 def spread(ratios: list[float]) -> str:
@@ -98,17 +120,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row, at most 512")
     parser.add_argument("--smoke", action="store_true", help="small sizes, one round")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     torch.manual_seed(0)
     rounds = 1 if asked.smoke else asked.rounds
-    count, length = (2, 64) if asked.smoke else (4, 256)
+    count, length = (2, 64) if asked.smoke else (asked.rows, asked.length)
     print(f"{platform.machine()}, torch {torch.__version__}, {asked.threads} threads, {rounds} rounds, {count} x {length} tokens")
     for name in ("joint", "cross", "mot", "moma"):
         component = component_of(name, asked.smoke)
         keys = {item: getattr(component, item) for item in ("dim", "layers", "heads", "vocab_size", "max_length", "ffn_dim")}
-        model, text = filled(component), filled(Decoder(**keys))
+        model, text = filled(component), filled(Decoder(**keys, moe=component.moe))
         tokens, given = rows(model, count, length, IMAGES)
         plain = torch.randint(1, 2000, (count, length))
         sides: dict[str, Callable[[], None]] = {
@@ -116,20 +140,20 @@ def main() -> None:
             "text": lambda text=text, plain=plain: step(text, plain, {}),
             "encoder": lambda model=model, given=given: seen(model, given["images"]),
             "no image": lambda model=model, plain=plain: step(model, plain, {}),
-            "blank": lambda model=model: seen(model, torch.zeros(1, *model.blank)),
         }
         found = in_turns(sides, rounds)
         median = {side: statistics.median(times) for side, times in found.items()}
         pairs = list(zip(*found.values(), strict=True))
-        counted = [(text_ + encoder) / fusion for fusion, text_, encoder, _, _ in pairs]
-        without = [no_image / (text_ + blank) for _, text_, _, no_image, blank in pairs]
+        whole = [(text_ + encoder) / fusion for fusion, text_, encoder, _ in pairs]
+        without = [no_image / text_ for _, text_, _, no_image in pairs]
         print(
             f"{name:6} fusion {median['fusion'] * 1e3:8.1f} ms  text {median['text'] * 1e3:8.1f}  encoder "
-            f"{median['encoder'] * 1e3:7.1f}  (text + encoder) / fusion {spread(counted)}"
+            f"{median['encoder'] * 1e3:7.1f}  (text + encoder) / fusion {spread(whole)}"
         )
+        (products, operators), (of_text, others) = counted(sides["no image"]), counted(sides["text"])
         print(
-            f"{'':6} no image {median['no image'] * 1e3:6.1f} ms  blank {median['blank'] * 1e3:5.1f}  no image / (text + blank) "
-            f"{spread(without)}"
+            f"{'':6} no image {median['no image'] * 1e3:6.1f} ms  no image / text {spread(without)}  products "
+            f"{products / of_text:.4f}  operators {operators} / {others}"
         )
 
 

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt.ranks import blank, digest, equal, sample, whole
 from forge_ckpt.format import tensor_files as layout
@@ -25,6 +27,7 @@ EXPECTED: dict[str, set[tuple[int | None, int | None]]] = {
     "next": {(100, 1), (200, 2)},
     "again": {(100, 1), (100, 2)},
     "back": {(300, 3), (100, 1), (200, 2)},
+    "frozen": {(100, 1), (200, 2)},
     "rules": {(250, 3), (350, 2)},
 }
 
@@ -118,13 +121,13 @@ class Disk:
         if self.pending is None:
             return
         (operation, path), self.pending = self.pending, None
-        if operation == "rename":
+        if operation in ("rename", "link"):
             source, target = path.split(" -> ")
             parent, _, name = source.rpartition("/")
-            moved = self.node(parent).pop(name)
+            moved = self.node(parent).pop(name) if operation == "rename" else self.node(source)
             path = target
         parent, _, name = path.rpartition("/")
-        if operation == "rename":
+        if operation in ("rename", "link"):
             self.node(parent)[name] = moved
         elif operation in ("mkdir", "create") and path:
             self.node(parent)[name] = {} if operation == "mkdir" else []
@@ -155,9 +158,11 @@ def test_fault_16_power_loss_at_every_operation(tmp_path: Path, monkeypatch: pyt
     disk = Disk(tmp_path / "real", tmp_path / "images")
     monkeypatch.setattr(os, "fsync", disk.fsync)
     store = LocalStore(tmp_path / "real", probe=disk)
-    save(store, whole(sample(1)), {"seed": 1}, 100, SingleProcessWorld(), keep=1)
+    frozen = replace(whole({"model/frozen": torch.arange(300.0)})[0], frozen=True)
+    save(store, [*whole(sample(1)), frozen], {"seed": 1}, 100, SingleProcessWorld(), keep=1)
     first = len(disk.images)
-    save(store, whole(sample(2)), {"seed": 2}, 200, SingleProcessWorld(), keep=1)
+    save(store, [*whole(sample(2)), frozen], {"seed": 2}, 200, SingleProcessWorld(), keep=1)
+    assert "link" in dict(disk.operations)
     disk.finish()
     disk.photograph()
     for (operation, path), following in itertools.pairwise(disk.operations):
@@ -168,9 +173,11 @@ def test_fault_16_power_loss_at_every_operation(tmp_path: Path, monkeypatch: pyt
         survivor = LocalStore(image)
         found = newest(survivor, SingleProcessWorld())
         if found is not None:
-            live = blank(sample())
+            live = blank({**sample(), "model/frozen": frozen.local})
             seed = load(survivor, found, whole(live), SingleProcessWorld())["seed"]
-            assert equal(live, sample(seed)) and found.step == 100 * seed and found.skipped == (), image
+            assert (
+                equal(live, {**sample(seed), "model/frozen": frozen.local}) and found.step == 100 * seed and found.skipped == ()
+            ), image
         states.append(found.step if found else None)
         shutil.rmtree(image)
     assert states[-2:] == [200, 200]  # a save that returned is durable

@@ -5,11 +5,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from forge_models.blocks.block import Block
 from forge_models.components.moe import MoE
+from forge_vlm.components.adapters import MLP, AttentionPool, Perceiver
 from forge_vlm.components.fusions import CrossAttention, MixtureOfTransformers, MoMa
 from vlm.tiny import CAUSAL, EXPERTS, IMAGE, JOINT, MODELS, TEXT, batch, build, image, row
+
+
+class Moves(TorchDispatchMode):
+    """Counts rows that are gathered by their numbers."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.index_select.default, torch.ops.aten.index.Tensor):
+            self.rows += len(found)
+        return found
+
 
 ALL = pytest.mark.parametrize("name", MODELS)
 
@@ -46,7 +62,7 @@ def test_text_alone_has_the_bits_of_the_text_model(name: str) -> None:
     none = torch.full((2, 1), -1)
     assert torch.equal(model(tokens, images=torch.randn(1, 1, 8, 8), image_rows=none), wanted)
     model.train()
-    assert torch.equal(model(tokens), wanted), "with a blank image, that every rank runs alike"
+    assert torch.equal(model(tokens), wanted), "where what belongs to images runs on nothing, as on every rank"
 
 
 @ALL
@@ -224,6 +240,40 @@ def test_every_parameter_has_a_gradient_with_images_and_with_text_alone(name: st
         model(**given).square().sum().backward()
         for path, parameter in model.named_parameters():
             assert parameter.grad is not None, path
+            of_images = path.startswith(("encoder.", "adapter.")) or ".cross." in path or ".image." in path
+            assert pieces or not of_images or not parameter.grad.any(), path
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("moma-choice", "moma-threshold")])
+def test_text_alone_costs_what_it_costs_the_text_model(name: str) -> None:
+    """Products of a training step, and nothing that moves tokens; with experts those of the same experts, where as many tokens
+    are with each."""
+    component = MODELS[name]
+    text, model = build(replace(TEXT, moe=component.moe)).train(), build(component).train()
+    tokens = torch.randint(2, 30, (8, 48), generator=torch.Generator().manual_seed(3))
+    found, moved = [], []
+    for module in (text, model):
+        with FlopCounterMode(display=False) as products, Moves() as moves:
+            module(tokens).square().sum().backward()
+        found.append(products.get_total_flops())
+        moved.append(moves.rows)
+    assert found[0] <= found[1] <= 1.02 * found[0]
+    assert component.moe is not None or moved[1] == moved[0]
+
+
+@ALL
+def test_no_kernel_of_attention_is_given_an_empty_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a GPU refuse it."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def refusing(q: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        assert q.numel(), "an empty batch"
+        return real(q, *given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refusing)
+    for adapter in (MLP(), AttentionPool(heads=2), Perceiver(latents=2, heads=2)):
+        model = build(replace(MODELS[name], adapter=adapter)).train()
+        model(torch.tensor([[3, 4, 5, 6]])).square().sum().backward()
 
 
 def test_specs_are_of_every_tensor() -> None:

@@ -47,9 +47,13 @@ def test_rows_of_one_case_have_none_one_and_two_images() -> None:
     for step in range(3):
         for batch in share(synthetic(case, step), 0, 1, 1):
             made = model.with_extras(batch)
+            if not made.extras:  # as a loader gives text: the encoder of such a rank has nothing to do, and must not be missed
+                counts.append(0)
+                assert not (made.tokens == model.context.image_token).any()
+                continue
             rows, images = made.extras["image_rows"], made.extras["images"]
             counts.append(int((rows >= 0).sum()))
-            assert len(images) == max(1, counts[-1])
+            assert len(images) == counts[-1] > 0
             assert int((made.tokens == model.context.image_token).sum()) == counts[-1] * model.context.per_image
             here = made.tokens == model.context.image_token
             assert (made.labels[here] == -100).all()

@@ -17,7 +17,6 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.verify.proven import unproven
 from forge_train.recipe.load import load
 from forge_train.run.weights.initial_weights import initial_weights
-from forge_train.speed.utilization import _counts
 from train.runs import prepared
 from vlm.encoders.test_published import siglip, stored
 
@@ -96,10 +95,6 @@ def test_a_model_with_images_is_not_written_as_a_text_model(tmp_path: Path) -> N
     weights = SimpleNamespace(model=recipe().model, facts=SimpleNamespace(family=None, tokenizer=None))
     with pytest.raises(Unsupported, match="a VLM cannot be written"):
         write(tmp_path / "out", weights, family=None, tokenizer=None, max_shard_bytes=10**9)  # type: ignore[arg-type]
-
-
-def test_no_share_of_the_peak_is_given_where_products_are_not_counted() -> None:
-    assert _counts(recipe().model) is None
 
 
 @pytest.mark.parametrize("where", ["sources", "evaluation"])

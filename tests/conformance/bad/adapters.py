@@ -24,12 +24,20 @@ def without_last(weight, x):
     return matrix(weight, x[:, [*range(x.shape[1] - 1), 0]])
 
 
+def halved(weight, x):
+    return matrix(weight, x)[..., :6]
+
+
 SAYS = (("tokens", as_many),)
 BAD = {
     "check_specs": [(Part(make=made(matrix, specs={}), says=SAYS), "leave out weight")],
     "check_tokens": [
         (Part(make=made(matrix), says=(("tokens", lambda n: n // 4),)), "means"),
         (Part(make=made(alone), says=SAYS), "tokens have the shape"),
+    ],
+    "check_no_image": [
+        (Part(make=made(halved), says=SAYS), r"of an empty batch it makes the shape \(0, 16, 6\)"),
+        (Part(make=made(lambda weight, x: infinite(weight, matrix(weight, x))), says=SAYS), "a gradient that is not zero"),
     ],
     "check_images": [(Part(make=made(of_all), says=SAYS), "image 0 alone and with others")],
     "check_all_features": [(Part(make=made(without_last), says=SAYS), "feature 15 changes no token")],

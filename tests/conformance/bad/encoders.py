@@ -28,6 +28,14 @@ def of_all(weight, x):
     return pixels(weight, x + x.mean(0, keepdim=True))
 
 
+def detached(weight, x):
+    return pixels(weight.detach(), x.requires_grad_())
+
+
+def with_infinite(weight, x):
+    return infinite(weight, pixels(weight, x))
+
+
 class Weights:
     """Of one tensor: what it says, what it reads, and what its boxes are."""
 
@@ -59,6 +67,11 @@ BAD = {
         (bad(pixels, kind=Nowhere), "blocks names modules that are not there: layers.0"),
     ],
     "check_features": [(Part(make=made(pixels), says=(("tokens", 3), *SAYS[1:])), "tokens and width mean")],
+    "check_no_image": [
+        (bad(lambda weight, x: pixels(weight, x)[:, :3]), r"of an empty batch it makes the shape \(0, 3, 5\)"),
+        (bad(detached), "weight has no gradient in an empty batch"),
+        (bad(with_infinite), "weight has a gradient that is not zero"),
+    ],
     "check_statistics": [
         (Part(make=made(pixels), says=(*SAYS[:4], ("mean", (0.0,)), ("std", ()))), r"\(1, 0\) numbers for 1 channels")
     ],

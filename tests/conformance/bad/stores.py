@@ -52,6 +52,40 @@ class Merges(LocalStore):
             super().rename(source, target)
 
 
+class Promises(LocalStore):
+    """Says that it linked."""
+
+    def link(self, source, target):
+        return True
+
+
+class Moves(LocalStore):
+    """Takes the first name away."""
+
+    def link(self, source, target):
+        if not (self.root / source).exists():
+            return False
+        self.write(target, [self.read(source)])
+        self.remove(source)
+        return True
+
+
+class Others(LocalStore):
+    def link(self, source, target):
+        if not (self.root / source).exists():
+            return False
+        self.write(target, [self.read(source)[::-1]])
+        return True
+
+
+class Tries(LocalStore):
+    """Says False, and leaves something."""
+
+    def link(self, source, target):
+        self.write(target, [b""])
+        return False
+
+
 class Copies(LocalStore):
     """Leaves the old name."""
 
@@ -108,6 +142,12 @@ BAD = {
         (Part(make=Unsorted), "not a, b, c in order"),
         (Part(make=Keeps), "leaves something"),
         (Part(make=Zealous), "removes another, or none"),
+    ],
+    "check_link": [
+        (Part(make=Promises), "gave a missing file a name"),
+        (Part(make=Moves), "takes the first name away"),
+        (Part(make=Others), "other bytes"),
+        (Part(make=Tries), "leaves a file"),
     ],
     "check_missing": [(Part(make=Empty), "size of a missing file"), (Part(make=Truncates), "past the end of a file")],
     "check_outside": [(Part(make=Trusting), "takes the path '../outside'")],

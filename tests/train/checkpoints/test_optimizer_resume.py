@@ -102,6 +102,31 @@ def test_what_is_trained_from_a_resume_on_begins_without_state(
     assert "frozen from now on, their optimizer state is dropped: blocks.1." in caplog.text and third["step"] == 6
 
 
+@pytest.mark.parametrize("saving", [[], ["--checkpoint.mode=async"]], ids=["sync", "async"])
+def test_what_is_frozen_is_on_the_disk_once_on_each_rank(world: World, recipe: Path, tmp_path: Path, saving: list[str]) -> None:
+    """Of checkpoints of two ranks, over a resume; what one rank saves then, or a recipe that trains it, is written."""
+
+    def files(step: int) -> dict[str, int]:
+        folder = tmp_path / "run" / CHECKPOINTS / f"step-{step:08d}"
+        return {file.name: file.stat().st_ino for file in folder.glob("*.bin")}
+
+    recipe.write_text(TINY + GROUP)
+    for steps in (2, 4):
+        world.run(
+            train, 2, recipe, options(tmp_path / "run", "adamw", steps, "--checkpoint.every=1", "--checkpoint.keep=0", *saving)
+        )
+    shared = {name: number for name, number in files(1).items() if len(name) > len("rank-00000.bin")}
+    assert len(shared) == 2 and len(files(1)) == 4
+    for step in (2, 3, 4):
+        assert {name: number for name, number in files(step).items() if name in shared} == shared
+        assert not {*files(step).values()} - {*shared.values()} & {*files(step - 1).values()}
+    train(recipe, options(tmp_path / "run", "adamw", 5))
+    assert len(files(5)) == 2 and not {*files(5).values()} & {*files(4).values()}
+    recipe.write_text(TINY)
+    train(recipe, options(tmp_path / "run", "adamw", 6))
+    assert [*files(6)] == ["rank-00000.bin"]
+
+
 @pytest.mark.parametrize("layout", ["dp_shard", "tp"])
 def test_moments_of_eight_bits_have_the_same_bits_in_a_layout_of_another_kind(
     world: World, recipe: Path, tmp_path: Path, layout: str

@@ -17,11 +17,12 @@ Parts declare their products: attentions, MLPs and routers by `matrices(context)
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from forge_core.batch import Batch
 from forge_models.context import RouterContext
 from forge_models.outline import matrices
 from forge_models.shape import DecoderShape
@@ -61,6 +62,17 @@ class Counts:
     mtp_matrix: int = 0
     mtp_widths: Mapping[int | None, int] = field(default_factory=dict)
 
+    def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
+        """Forward and backward FLOPs of these batches that do not go by tokens, such as those of images; `frozen` are names of
+        parameters that are not trained."""
+        del batches, frozen
+        return 0.0
+
+    @property
+    def note(self) -> str:
+        """What `beyond` counts, for people; empty where it counts nothing."""
+        return ""
+
     @property
     def parameters(self) -> int:
         """All weights, a tied table once."""
@@ -83,6 +95,18 @@ class Counts:
         """The same where a query of a layer meets `keys(window)` keys on average, as in rows of several documents."""
         own, mtp = _products(self.matrix, self.widths, keys), _products(self.mtp_matrix, self.mtp_widths, keys)
         return 3 * (own + mtp)
+
+
+def counts_of(model: Any) -> Counts | None:
+    """Counts of a model's component; None of one, or with a part, that does not declare its products."""
+    shape: DecoderShape | None = getattr(model, "shape", None)
+    own: Callable[[], Counts] | None = getattr(model, "counts", None)
+    try:
+        if own is not None:
+            return own()
+        return None if shape is None else count(shape)
+    except ValueError:  # a plugin's part
+        return None
 
 
 def count(shape: DecoderShape) -> Counts:

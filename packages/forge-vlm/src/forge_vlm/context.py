@@ -35,9 +35,15 @@ class FusionContext:
         modalities: of its tokens.
         image_token: id of the placeholder of encoded images; None for a model whose images are discrete tokens.
         per_image: placeholders of an image: one for each of its vectors, or one where images stay out of the stream.
+        native: images keep their proportions; see `forge_vlm.images.native`.
+        each: then an image has as many vectors as patches, and what else the adapter makes is padding.
+        varies: images have different numbers of placeholders, `per_image` at most.
     """
 
     shape: DecoderShape
     modalities: Modalities
     image_token: int | None
     per_image: int
+    native: bool = False
+    each: bool = False
+    varies: bool = False

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_models.interp.tap import inside
+from forge_vlm.idle import no_tokens_of, with_zero_gradient
 from forge_vlm.modality import TEXT
 
 
@@ -26,27 +27,38 @@ class Groups(NamedTuple):
     Attributes:
         at: by modality, (n,) int64 places in the flattened (B * T) tokens, ascending.
         back: (B * T,) int64: where in all of `at`, one after the other, each token is.
+        whole: number of the modality that has all tokens, so that none has to move; None where several have some.
     """
 
     at: tuple[Tensor, ...]
     back: Tensor
+    whole: int | None = None
 
     @classmethod
     def of(cls, modality: Tensor, count: int) -> "Groups":
         """Of (B, T) numbers of modalities below `count`. The host waits for their sizes: once for a whole forward."""
         flat = modality.flatten()
-        order = flat.argsort(stable=True)
         sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even(len(flat), count)
+        if max(sizes) == len(flat):
+            every, whole = torch.arange(len(flat), device=flat.device), sizes.index(len(flat))
+            return cls(tuple(every if place == whole else every[:0] for place in range(count)), every, whole)
+        order = flat.argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return cls(tuple(order.split(sizes)), back)
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """(B, T, ...) -> by modality (1, n, ...)."""
         flat = x.flatten(0, 1)
+        if self.whole is not None:
+            none = no_tokens_of(x)
+            return [flat.unsqueeze(0) if place == self.whole else none for place in range(len(self.at))]
         return [flat.index_select(0, at).unsqueeze(0) for at in self.at]
 
     def together(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """By modality (1, n, width) -> (B, T, width) with B and T of `like`."""
+        if self.whole is not None:
+            rest = [part for place, part in enumerate(parts) if place != self.whole]
+            return with_zero_gradient(parts[self.whole].squeeze(0).unflatten(0, like.shape[:2]), *rest)
         joined = torch.cat([part.squeeze(0) for part in parts])
         return joined.index_select(0, self.back).unflatten(0, like.shape[:2])
 

@@ -5,17 +5,20 @@ from dataclasses import replace
 import torch
 
 from forge_core.batch import IGNORE, PADDING, Batch
+from forge_vlm.context import FusionContext
 
 
-def with_images(batch: Batch, image_token: int, per_image: int, shape: tuple[int, ...]) -> Batch:
-    """The batch with 0, 1 or 2 images in each row, in the places of other tokens, which lose their labels.
+def with_images(batch: Batch, context: FusionContext, shape: tuple[int, ...]) -> Batch:
+    """The batch with 0, 1 or 2 images in each row, in the places of other tokens, which lose their labels; without an image it
+    has no extras.
 
     Args:
-        batch: tokens and labels on the host.
-        image_token: id of the placeholder; other tokens that have it become 1.
-        per_image: placeholders of an image.
+        batch: tokens and labels on the host; tokens that are the placeholder become 1.
+        context: of the model, which has an encoder.
         shape: of one image.
     """
+    image_token = context.image_token
+    assert image_token is not None
     tokens, labels = batch.tokens.clone(), batch.labels.clone()
     tokens[tokens == image_token] = 1
     images: list[torch.Tensor] = []
@@ -25,22 +28,39 @@ def with_images(batch: Batch, image_token: int, per_image: int, shape: tuple[int
         documents = [0] * len(ids) if batch.documents is None else batch.documents[row].tolist()
         found: list[int] = []
         place = seed % 3
-        while len(found) < seed % 3 and place + per_image < len(ids):
+        while len(found) < seed % 3:
+            draw = torch.Generator().manual_seed(seed + len(found) + 1)
+            image, per_image = _image(context, shape, draw, seed + len(found))
+            if place + per_image >= len(ids):
+                break
             run = documents[place : place + per_image]
             if len({*run}) > 1 or run[0] == PADDING:  # an image lies in one document
                 place += 1
                 continue
             tokens[row, place : place + per_image] = image_token
             found.append(len(images))
-            draw = torch.Generator().manual_seed(seed + len(found))
-            images.append(torch.randn(shape, generator=draw))
+            images.append(image)
             place += per_image + 1 + seed % 2
         rows.append(found)
     before = torch.zeros_like(tokens, dtype=torch.bool)
     before[:, :-1] = tokens[:, 1:] == image_token
     labels[(tokens == image_token) | before] = IGNORE
-    numbers = torch.full((len(rows), max(1, max(map(len, rows)))), -1)
+    if not images:  # as a loader gives it
+        return replace(batch, tokens=tokens, labels=labels)
+    numbers = torch.full((len(rows), max(map(len, rows))), -1)
     for row, found in enumerate(rows):
         numbers[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-    images = images or [torch.zeros(shape)]
     return replace(batch, tokens=tokens, labels=labels, extras={"images": torch.stack(images), "image_rows": numbers})
+
+
+def _image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator, seed: int) -> tuple[torch.Tensor, int]:
+    """An image and its placeholders; where images keep their proportions, of a few patches in one or two rows."""
+    image = torch.randn(shape, generator=draw)
+    if not context.native:
+        return image, context.per_image
+    most = shape[0] - 1
+    rows = 1 + seed % 2 if most > 1 else 1
+    columns = 1 + seed % min(3, most // rows)
+    image[rows * columns :] = 0
+    image[-1, :2] = torch.tensor([rows, columns])
+    return image, rows * columns if context.varies else context.per_image

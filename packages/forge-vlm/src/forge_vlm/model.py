@@ -15,9 +15,12 @@ from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
 from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
+from forge_vlm.encoders.flexible import present
 from forge_vlm.fusion.fusion import Fusion, Inputs
 from forge_vlm.fusion.prefix import prefix_of, seen_labels
 from forge_vlm.groups import is_real
+from forge_vlm.idle import with_zero_gradient
+from forge_vlm.images.native import taken_apart
 from forge_vlm.made_up import with_images
 from forge_vlm.places import Misplaced, agree, feature_places, on_host
 
@@ -26,7 +29,7 @@ class VisionLanguageModel(Decoder):
     """A decoder whose blocks, masks and embedded stream are those of a `Fusion`.
 
     `encoder` and `adapter` make (images, per_image, dim) of images; both are None for a model whose images are discrete tokens.
-    They run in every forward that is trained, on a blank image where there is none, so that all ranks exchange the same; a
+    They run in every forward that is trained, on an empty batch where rows have none, so that all ranks exchange the same; a
     forward without gradients and images leaves them out.
     """
 
@@ -38,11 +41,11 @@ class VisionLanguageModel(Decoder):
         fusion: Fusion,
         encoder: nn.Module | None,
         adapter: nn.Module | None,
-        blank: tuple[int, ...],
+        image_shape: tuple[int, ...],
     ) -> None:
-        """`blank`: shape of one image without its first dimension."""
+        """`image_shape`: of one image as the encoder takes it."""
         super().__init__(context.shape, fusion.block)
-        self.context, self.fusion, self.blank = context, fusion, blank
+        self.context, self.fusion, self.image_shape = context, fusion, image_shape
         self.encoder: nn.Module | None = encoder
         self.adapter: nn.Module | None = adapter
 
@@ -68,7 +71,7 @@ class VisionLanguageModel(Decoder):
         extras: Mapping[str, Tensor],
         cache: KVCache | None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, n >= 1, and `image_rows` (B, M) int64, the numbers
+        """See `Decoder`. Extras: `images` (n, ...) as the encoder takes them, and `image_rows` (B, M) int64, the numbers
         of each row's images in their order, -1 where a row has fewer. `prefix` (B, T) bool marks tokens, such as a prompt's, that
         see each other where the fusion's mask has a prefix.
 
@@ -83,15 +86,19 @@ class VisionLanguageModel(Decoder):
                 "parallel.pp = 1, or a fusion with images in the stream"
             )
         images, image_rows = self._images(tokens, extras, cache)
-        visual = None
-        if images is not None and self.encoder is not None and self.adapter is not None:
-            visual = self.adapter(self.encoder(images.to(self._dtype))).to(x.dtype)
+        visual = here = counts = None
+        if images is not None:
+            visual, here = self._vectors(images)
+            visual = visual.to(x.dtype)
+            counts = here.sum(1) if self.context.varies and here is not None else None
         token = self.context.image_token
-        if visual is not None and image_rows is not None and token is not None and self.fusion.in_stream:
-            places = feature_places(tokens, token, image_rows, self.context.per_image)
+        if visual is not None and not len(visual):
+            x = with_zero_gradient(x, visual)
+        elif visual is not None and image_rows is not None and token is not None and self.fusion.in_stream:
+            places = feature_places(tokens, token, image_rows, self.context.per_image, counts)
             vectors = visual.flatten(0, 1)[places.clamp(min=0)]
             x = torch.where((places >= 0).unsqueeze(-1), vectors, x)
-        told = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"))
+        told = Inputs(tokens, documents, visual, image_rows, cache, extras.get("prefix"), here)
         return x, {"inputs": told, **self.fusion.shared(told)}
 
     def _run_blocks(
@@ -107,7 +114,7 @@ class VisionLanguageModel(Decoder):
         return super()._run_blocks(x, rotations, masks, cache, shared)
 
     def _images(self, tokens: Tensor, extras: Mapping[str, Tensor], cache: KVCache | None) -> tuple[Tensor | None, Tensor | None]:
-        """Images and their rows; a blank image that belongs to no row where a step must not leave the encoder out."""
+        """Images and their rows; an empty batch of images where a step must not leave the encoder out."""
         token = self.context.image_token
         if token is None or self.embed is None:
             return None, None
@@ -119,10 +126,24 @@ class VisionLanguageModel(Decoder):
         if rows is None:
             rows = tokens.new_full((len(tokens), 1), -1)
             if self.training and torch.is_grad_enabled():
-                images = tokens.new_zeros((1, *self.blank), dtype=self._dtype)
+                images = tokens.new_zeros((0, *self.image_shape), dtype=self._dtype)
         if is_real(tokens) and not torch.compiler.is_compiling():
-            agree(tokens, token, rows, self.context.per_image)
+            counts = None
+            if self.context.varies:
+                counts = tokens.new_zeros(0) if images is None else taken_apart(images)[1].prod(1).clamp(min=1)
+            agree(tokens, token, rows, self.context.per_image, counts)
         return images, rows
+
+    def _vectors(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(images, vectors, dim) of images, and which vectors are not padding, (images, vectors) bool; None: all."""
+        encoder: Any = self.encoder
+        adapter: Any = self.adapter
+        if not self.context.native:
+            return adapter(encoder(images.to(self._dtype))), None
+        patches, grids = taken_apart(images)  # before any cast: bf16 has no 257
+        features = encoder(patches.to(self._dtype), grids)
+        here = present(grids, features.shape[1])
+        return (adapter(features), here) if self.context.each else (adapter(features, here), None)
 
     @property
     def without_loss(self) -> frozenset[str]:
@@ -146,7 +167,7 @@ class VisionLanguageModel(Decoder):
         token = self.context.image_token
         if token is None:
             return batch
-        batch = with_images(batch, token, self.context.per_image, self.blank)
+        batch = with_images(batch, self.context, self.image_shape)
         seen = self._seen_labels(batch.labels, batch.tokens, {"documents": batch.documents})
         return batch if seen is None else replace(batch, labels=batch.labels.masked_fill(seen, IGNORE))
 

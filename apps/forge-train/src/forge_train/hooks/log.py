@@ -76,7 +76,7 @@ class LogHook(Hook):
             numbers["tokens_per_second"] = tokens / seconds
             numbers["step_seconds"] = seconds / steps
             if self.speed is not None:
-                numbers |= self.speed.numbers(tokens / seconds, run.batches)
+                numbers |= self.speed.now(tokens / seconds, run)
         if (stage := getattr(run.optimizer, "stage_number", None)) is not None:
             numbers["stage"] = stage + 1
         numbers |= {f"time/{name}": value for name, value in run.phases.take().items()}

@@ -137,7 +137,7 @@ class _Live:
         shown = {"loss": f"{now.loss:.4f}", "tokens/s": count(now.rate)}
         if (rate := getattr(run, "lr", None)) is not None:
             shown["lr"] = f"{rate:.3g}"
-        if (share := self.speed.numbers(now.rate).get("mfu")) is not None:
+        if (share := self.speed.now(now.rate, run).get("mfu")) is not None:
             shown["MFU"] = f"{share:.1%}"
         shown |= {"memory": _memory(run), "left": clock(now.left)}
         table = Table.grid(padding=(0, 3))

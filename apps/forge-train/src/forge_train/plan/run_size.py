@@ -31,14 +31,13 @@ def run_size(job: Job) -> RunSize:
     """The size of a run of this recipe."""
     spans = _spans(job)
     tokens = sum(steps * batch * length for steps, batch, length in spans)
-    shape = getattr(job.model, "shape", None)
-    if shape is None or not getattr(job.model, "countable", True):
+    from forge_models.flops import counts_of
+
+    counts = counts_of(job.model)
+    if counts is None:
         built = Blueprint.of(job.model.build)
         parameters = sum(parameter.numel() for parameter in built.module.parameters())
         return RunSize(parameters, None, None, tokens, 6.0 * parameters * tokens)
-    from forge_models.flops import count
-
-    counts = count(shape)
     flops = sum(steps * batch * length * counts.training(length) for steps, batch, length in spans)
     blocks = counts.parameters - counts.embedding - counts.head
     return RunSize(counts.parameters, blocks, counts.active, tokens, flops)

@@ -123,7 +123,13 @@ class Saves:
         since = time.monotonic()
         try:
             with self.checkpoints.state_of(run) as state:
-                write(self.checkpoints.store, draft_of(state), order, self.checkpoints.world, fence.may_write)
+                write(
+                    self.checkpoints.store,
+                    draft_of(state, self.checkpoints.store),
+                    order,
+                    self.checkpoints.world,
+                    fence.may_write,
+                )
         except CheckpointError:
             fence.check()  # a newer job may be why
             raise

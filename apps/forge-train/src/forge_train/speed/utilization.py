@@ -1,6 +1,6 @@
 """Model FLOP/s of a run and their share of what its devices promise (MFU: Chowdhery et al., 2022)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -45,27 +45,37 @@ class Utilization:
     def of(cls, run: Run) -> "Utilization":
         """Of a run. The peak of a CPU is measured, in at most a tenth of a second or three products."""
         job, here = run.job, run.topology.device
-        counts, precision = _counts(getattr(job, "model", None)), _precision(job)
+        from forge_models.flops import counts_of
+
+        counts, precision = counts_of(getattr(job, "model", None)), _precision(job)
         promised = None if counts is None else of_device(here, precision)
         length = job.data.sequence_length if counts else 0
         return cls(counts, length, run.topology.size, promised, precision, name(here))
 
-    def numbers(self, rate: float, batches: Sequence[Batch] = ()) -> dict[str, float]:
-        """`model_tflops` of a device, `mfu`, and `mfu_attended`, for `rate` tokens per second of all devices together.
+    def numbers(self, rate: float, batches: Sequence[Batch] = (), frozen: Collection[str] = ()) -> dict[str, float]:
+        """`model_tflops` of a device, `mfu`, and `mfu_attended`, for `rate` tokens per second of all devices together. Images
+        count as these batches have them; `frozen` are names of parameters that are not trained.
 
         `mfu_attended` counts only keys that a query meets: those before it in its own document and window, by the rows of these
         batches. `mfu` counts whole rows, as most tables do.
         """
         if self.counts is None:
             return {}
-        found = {"model_tflops": rate * self.counts.training(self.length) / self.devices / TERA}
+        tokens = sum(batch.tokens.numel() for batch in batches)
+        beyond = self.counts.beyond(batches, frozen) / tokens if tokens else 0.0
+        found = {"model_tflops": rate * (self.counts.training(self.length) + beyond) / self.devices / TERA}
         if self.peak is None:
             return found
         found["mfu"] = found["model_tflops"] * TERA / self.peak
         if batches:
-            attended = self.counts.training_with(lambda window: keys_met(batches, self.length, window))
+            attended = beyond + self.counts.training_with(lambda window: keys_met(batches, self.length, window))
             found["mfu_attended"] = rate * attended / self.devices / self.peak
         return found
+
+    def now(self, rate: float, run: Run) -> dict[str, float]:
+        """`numbers` of a run, by the batches of its step on this rank and by what it trains."""
+        frozen = {name for name, tensor in run.model.parameters_held() if not tensor.requires_grad}
+        return self.numbers(rate, run.batches, frozen)
 
     def line(self) -> str:
         """The convention, for people."""
@@ -73,7 +83,9 @@ class Utilization:
 
         if self.counts is None:
             return "mfu: not given, since the model does not declare its matrix products"
-        counted = f"{self.counts.training(self.length) / 1e6:,.4g} MFLOP a token ({CONVENTION}; 2 per multiply-add)"
+        counted = (
+            f"{self.counts.training(self.length) / 1e6:,.4g} MFLOP a token ({CONVENTION}; 2 per multiply-add){self.counts.note}"
+        )
         if self.peak is None:
             return f"mfu: not given, since the {self.precision} peak of {self.device} is unknown; {counted}"
         how = "measured" if self.device == "cpu" else "dense, by its data sheet"
@@ -104,18 +116,6 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float
         total += int((reached if window is None else reached.clamp(max=window)).sum())
         queries += reached.numel()
     return total / max(queries, 1)
-
-
-def _counts(model: Any) -> "Counts | None":
-    shape = getattr(model, "shape", None)
-    if shape is None or not getattr(model, "countable", True):
-        return None
-    from forge_models.flops import count
-
-    try:
-        return count(shape)
-    except ValueError:  # a plugin's part that does not declare its products
-        return None
 
 
 def _precision(job: Any) -> str:

@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from forge_ckpt.background.copies import SharedMemory
+from forge_ckpt.background.copies import SharedMemory, files_in
 from forge_ckpt.background.saver import SaverProcess
 from forge_ckpt.format.codec import check_meta
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.saver import draft_of
-from forge_ckpt.saving.write import Draft, Order, write
+from forge_ckpt.saving.write import Draft, Order, lengths_of, write
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import CheckpointError
 from forge_core.machine.memory import available_memory
@@ -90,7 +90,7 @@ class Background:
         Raises:
             CheckpointError: on every rank, when a host has too little for the ranks on it.
         """
-        draft = draft_of(pieces)
+        draft = draft_of(pieces, self.store)
         needed = _bytes(draft) * len(self._memories)
         mine = {"host": socket.gethostname(), "needed": needed, "free": available_memory(), "error": draft.error}
         ranks = [json.loads(reply) for reply in self.world.all_gather(json.dumps(mine).encode())]
@@ -122,14 +122,14 @@ class Background:
         if self.busy != "wait" and self._is_full():
             return False
         index, since = self._free.get(), time.monotonic()
-        draft = draft_of(pieces)
+        draft = draft_of(pieces, self.store)
         try:
             check_meta(dict(order.meta))
             order = replace(order, meta=json.loads(json.dumps(dict(order.meta))))  # training changes what is in it
             draft = self._copied(draft, self._memories[index])
         except Exception as cause:  # noqa: BLE001 (every rank must learn of it, which it does when the draft is written)
             order = replace(order, meta={})
-            draft = replace(draft, file=None, error=draft.error or describe_error(cause))
+            draft = replace(draft, file=None, frozen=None, error=draft.error or describe_error(cause))
         self._begun += 1
         self._orders.put((draft, order, index, since))
         return True
@@ -162,15 +162,17 @@ class Background:
 
     def _copied(self, draft: Draft, memory: SharedMemory) -> Draft:
         """The same draft, with its bytes in memory."""
-        if draft.file is None:
+        if not _bytes(draft):
             return draft
         memory.grow(_bytes(draft))
         at = 0
         with memory.view(_bytes(draft)) as view:
-            for chunk in draft.file.chunks():
-                view[at : at + len(chunk)] = chunk
-                at += len(chunk)
-        return replace(draft, file=memory.file(draft.file.lengths))
+            for file in filter(None, (draft.file, draft.frozen)):
+                for chunk in file.chunks():
+                    view[at : at + len(chunk)] = chunk
+                    at += len(chunk)
+        file, frozen = files_in(memory, *lengths_of(draft))
+        return replace(draft, file=file, frozen=frozen)
 
     def _work(self) -> None:
         """Writes what was copied, in order, until the last; runs in a thread."""
@@ -196,4 +198,4 @@ class Background:
 
 
 def _bytes(draft: Draft) -> int:
-    return sum(draft.file.lengths) if draft.file is not None else 0
+    return sum(map(sum, lengths_of(draft)))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from forge_ckpt.background.channel import Channel
-from forge_ckpt.background.copies import SharedMemory
+from forge_ckpt.background.copies import SharedMemory, files_in
 from forge_ckpt.format.table import unpack
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
@@ -82,9 +82,8 @@ def _serve(channel: Channel, store: Store | str, memories: Sequence[SharedMemory
     if isinstance(store, str):
         channel.send({"failed": store})
         return
-    lengths, error = head["lengths"], head["error"]
-    file = memories[head["memory"]].file(lengths) if lengths else None
-    draft = Draft(unpack([packed])[0], file, error)
+    file, frozen = files_in(memories[head["memory"]], head["lengths"], head["frozen"])
+    draft = Draft(unpack([packed])[0], file, frozen, head["error"])
     world = Relayed(channel, head["rank"], head["size"])
     fence = Fence(store, world, head["mark"]) if head["mark"] else None
     order = Order(**{**head["order"], "keep": Policy(**head["order"]["keep"])})

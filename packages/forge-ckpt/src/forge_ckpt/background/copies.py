@@ -44,13 +44,13 @@ class SharedMemory:
             self._attach(size)
         return self._view[:size]
 
-    def file(self, lengths: Sequence[int]) -> RankFile:
-        """Pieces that lie in it back to back."""
+    def file(self, lengths: Sequence[int], begin: int = 0) -> RankFile:
+        """Pieces that lie in it back to back, from byte `begin` on."""
 
         def source() -> Generator[memoryview]:
-            with self.view(sum(lengths)) as whole:
-                start = 0
-                for end in accumulate(lengths):
+            with self.view(begin + sum(lengths)) as whole:
+                start = begin
+                for end in accumulate(lengths, initial=begin):
                     for at in range(start, end, CHUNK_BYTES):
                         with whole[at : min(at + CHUNK_BYTES, end)] as chunk:
                             yield chunk
@@ -67,6 +67,12 @@ class SharedMemory:
         # A view that is still in use keeps the map that it is of. Pages are mapped now; a first copy that has to touch them takes
         # five times as long.
         self._view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)))
+
+
+def files_in(memory: SharedMemory, moving: Sequence[int], frozen: Sequence[int]) -> tuple[RankFile | None, RankFile | None]:
+    """The two files of a draft whose pieces lie in memory one after the other; None for one without a piece."""
+    first = memory.file(moving) if moving else None
+    return first, memory.file(frozen, sum(moving)) if frozen else None
 
 
 def _anonymous() -> int:

@@ -13,7 +13,7 @@ from forge_ckpt.background.channel import Channel
 from forge_ckpt.background.copies import SharedMemory
 from forge_ckpt.format.table import pack
 from forge_ckpt.ranks.collective import describe_error
-from forge_ckpt.saving.write import Draft, Order
+from forge_ckpt.saving.write import Draft, Order, lengths_of
 from forge_ckpt.store.policy import Policy
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Store, World
@@ -73,8 +73,15 @@ class SaverProcess:
             EOFError: the saver has died.
         """
         channel = self._started()
-        lengths = list(draft.file.lengths) if draft.file is not None else []
-        head = {"lengths": lengths, "error": draft.error, "memory": memory, "rank": self.world.rank, "size": self.world.size}
+        moving, frozen = lengths_of(draft)
+        head = {
+            "lengths": moving,
+            "frozen": frozen,
+            "error": draft.error,
+            "memory": memory,
+            "rank": self.world.rank,
+            "size": self.world.size,
+        }
         rules = order.keep if isinstance(order.keep, Policy) else Policy(order.keep)
         told = {"step": order.step, "meta": dict(order.meta), "keep": asdict(rules)}
         told |= {"spare": sorted(order.spare), "marks": dict(order.marks)}

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import LinkingStore
 
 DATA = bytes(range(256)) * 41 + b"end"
 
@@ -67,6 +68,21 @@ def check_list(component: Any) -> None:
         assert list(again().list("step")) == [], "remove of a directory leaves something in it"
         assert again().read("other/d") == b"d", "remove of a directory removes another"
         store.remove("step")  # a missing one is not an error
+
+
+def check_link(component: Any) -> None:
+    """`link`, where there is one, gives a file a further name, which keeps its bytes when the first is removed; or says False."""
+    with _opened(component) as (store, again):
+        if not isinstance(store, LinkingStore):
+            return
+        store.write("one/data.bin", [DATA])
+        assert not store.link("one/missing.bin", "two/missing.bin"), "link says that it gave a missing file a name"
+        if not store.link("one/data.bin", "two/data.bin"):
+            assert not again().list("two"), "link says False, and leaves a file"
+            return
+        assert list(again().list("one")) == ["data.bin"], "link takes the first name away"
+        store.remove("one")
+        assert again().read("two/data.bin") == DATA, "a linked file has other bytes"
 
 
 def check_missing(component: Any) -> None:

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import xxhash
+
 MANIFEST = "manifest.json"
 LATEST = "latest"
 OWNER = "owner"
@@ -71,3 +73,8 @@ def free_name(wanted: str, names: Iterable[str]) -> str:
 
 def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
+
+
+def frozen_file(rank: int, checksums: bytes) -> str:
+    """Of a rank's frozen pieces, after their checksums: equal names in two checkpoints mean equal bytes."""
+    return f"rank-{rank:05d}-{xxhash.xxh3_128_hexdigest(checksums)}.bin"

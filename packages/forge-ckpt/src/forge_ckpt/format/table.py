@@ -1,4 +1,4 @@
-"""What one rank tells rank 0 about its file, and how rank 0 joins the tables of all ranks.
+"""What one rank tells rank 0 about its files, and how rank 0 joins the tables of all ranks.
 
 Names, dtypes and shapes are the bulk of a table and mostly the same on every rank: they travel once per distinct list (its
 *signature*), the boxes and checksums as plain int64 arrays.
@@ -14,7 +14,7 @@ import xxhash
 
 from forge_ckpt.format.elements import ITEMSIZE
 from forge_ckpt.format.manifest import Manifest, TensorInfo, build
-from forge_ckpt.format.names import rank_file
+from forge_ckpt.format.names import frozen_file, rank_file
 from forge_core.errors import CheckpointError
 
 
@@ -22,7 +22,8 @@ from forge_core.errors import CheckpointError
 class RankTable:
     """The tensors that a rank knows, and the boxes that it writes, in the order of their bytes.
 
-    `tensor` indexes `tensors`; `offset` and `extent` are (pieces, D) int64; `checksum` is empty until the file is written.
+    `tensor` indexes `tensors`; `offset` and `extent` are (pieces, D) int64; `checksum` is empty until the file is written. The
+    last `frozen` boxes lie in a second file.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -30,6 +31,7 @@ class RankTable:
     offset: np.ndarray
     extent: np.ndarray
     checksum: bytes = b""
+    frozen: int = 0
 
     @property
     def signature(self) -> bytes:
@@ -41,15 +43,30 @@ class RankTable:
 
     @property
     def bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def frozen_bytes(self) -> int:
+        return int(self.lengths[len(self.tensor) - self.frozen :].sum())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(pieces,) int64 bytes of each box."""
         itemsize = np.array([ITEMSIZE[info.dtype] for info in self.tensors], dtype=np.int64)
-        return int((self.extent.prod(axis=1) * itemsize[self.tensor]).sum()) if len(self.tensor) else 0
+        return self.extent.prod(axis=1) * itemsize[self.tensor] if len(self.tensor) else np.zeros(0, dtype=np.int64)
+
+    def files(self, rank: int) -> list[tuple[str, int]]:
+        """Name and number of boxes of each file of this rank, once checksums are known."""
+        moving = len(self.tensor) - self.frozen
+        found = [(rank_file(rank), moving), (frozen_file(rank, self.checksum[16 * moving :]), self.frozen)]
+        return [(name, count) for name, count in found if count]
 
 
 def pack(table: RankTable, with_signature: bool) -> bytes:
     """A table as bytes; without its signature when another rank sends the same."""
     count, dims = table.offset.shape
     signature = table.signature if with_signature else b""
-    head = {"digest": table.digest, "pieces": count, "dims": dims, "signature": len(signature)}
+    head = {"digest": table.digest, "pieces": count, "dims": dims, "signature": len(signature), "frozen": table.frozen}
     columns = b"".join(array.astype("<i8").tobytes() for array in (table.tensor, table.offset, table.extent))
     return json.dumps(head).encode() + b"\n" + signature + columns + table.checksum
 
@@ -71,7 +88,8 @@ def unpack(payloads: Sequence[bytes]) -> list[RankTable]:
         numbers = np.frombuffer(rest[: 8 * count * (1 + 2 * dims)], dtype="<i8").astype(np.int64, copy=False)
         tensor, boxes = numbers[:count], numbers[count:]
         offset, extent = boxes[: count * dims].reshape(count, dims), boxes[count * dims :].reshape(count, dims)
-        tables.append(RankTable(known[head["digest"]], tensor, offset, extent, bytes(rest[8 * count * (1 + 2 * dims) :])))
+        checksum = bytes(rest[8 * count * (1 + 2 * dims) :])
+        tables.append(RankTable(known[head["digest"]], tensor, offset, extent, checksum, head["frozen"]))
     return tables
 
 
@@ -97,7 +115,8 @@ def join(tables: Sequence[RankTable], *, step: int, generation: str, meta: Mappi
     empty = np.zeros((0, dims), dtype=np.int64)
     tensor = np.concatenate([empty[:, 0], *(placed[id(table.tensors)][table.tensor] for _, table in writing)])
     extent = np.concatenate([empty, *(table.extent for _, table in writing)])
-    counts = [len(table.tensor) for _, table in writing]
+    files = [file for rank, table in writing for file in table.files(rank)]
+    counts = [count for _, count in files]
     itemsize = np.array([ITEMSIZE[info.dtype] for info in tensors.values()], dtype=np.int64)
     ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(extent.prod(axis=1) * itemsize[tensor])])
     sizes = np.diff(ends[np.cumsum([0, *counts])]).tolist()
@@ -106,9 +125,9 @@ def join(tables: Sequence[RankTable], *, step: int, generation: str, meta: Mappi
         generation=generation,
         world=len(tables),
         tensors=tuple(tensors.values()),
-        files=[(rank_file(rank), size) for (rank, _), size in zip(writing, sizes, strict=True)],
+        files=[(name, size) for (name, _), size in zip(files, sizes, strict=True)],
         tensor=tensor,
-        file=np.repeat(np.arange(len(writing), dtype=np.int64), counts),
+        file=np.repeat(np.arange(len(files), dtype=np.int64), counts),
         offset=np.concatenate([empty, *(table.offset for _, table in writing)]),
         extent=extent,
         checksum=b"".join(table.checksum for _, table in writing),

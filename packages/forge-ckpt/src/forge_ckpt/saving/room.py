@@ -23,8 +23,8 @@ def check_room(store: Store, pieces: Iterable[Piece], world: World, keep: int) -
     Raises:
         CheckpointError: on every rank, when not even one checkpoint has room, or a rank may not write a file as large as its own.
     """
-    draft = draft_of(pieces)
-    mine = {"bytes": draft.table.bytes, "limit": _largest_file(), "error": draft.error}
+    draft = draft_of(pieces, store)
+    mine = {"bytes": draft.table.bytes, "frozen": draft.table.frozen_bytes, "limit": _largest_file(), "error": draft.error}
     ranks = [json.loads(reply) for reply in world.all_gather(json.dumps(mine).encode())]
     if failed := [f"rank {rank}: {found['error']}" for rank, found in enumerate(ranks) if found["error"]]:
         raise CheckpointError(f"the state cannot be saved: {failed[0]}")
@@ -42,12 +42,14 @@ def check_room(store: Store, pieces: Iterable[Piece], world: World, keep: int) -
         raise CheckpointError(
             f"one checkpoint takes {size(one)}, but {place} has {size(free)} left: free some, or choose another disk by --job.dir"
         )
-    more = max(1, keep + 1 - there)
-    if free >= more * one:
+    more, frozen = max(1, keep + 1 - there), sum(found["frozen"] for found in ranks)
+    needed = more * (one - frozen) + frozen
+    if free >= needed:
         return ""
+    once = f", {size(frozen)} of it stored once" if frozen else ""
     return (
-        f"{place} has {size(free)} left, and checkpoints will take up to {size(more * one)} more: {more} of {size(one)}, one of "
-        "them while it is written. Free some, or keep fewer (checkpoint.keep): a save that finds no room is left out"
+        f"{place} has {size(free)} left, and checkpoints will take up to {size(needed)} more: {more} of {size(one)}{once}, one "
+        "of them while it is written. Free some, or keep fewer (checkpoint.keep): a save that finds no room is left out"
     )
 
 

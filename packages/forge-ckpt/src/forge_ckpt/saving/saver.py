@@ -13,7 +13,7 @@ from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
 from forge_ckpt.store.policy import Policy
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece, Store, World
+from forge_core.protocols.ckpt import LinkingStore, Piece, Store, World
 
 
 def save(
@@ -39,21 +39,24 @@ def save(
         CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
             intact, and what was written is removed.
     """
-    return write(store, draft_of(pieces), Order(step, meta, keep, spare, marks), world, may)
+    return write(store, draft_of(pieces, store), Order(step, meta, keep, spare, marks), world, may)
 
 
-def draft_of(pieces: Iterable[Piece]) -> Draft:
-    """What this rank adds; the file reads the live tensors. What is wrong with them is its error."""
+def draft_of(pieces: Iterable[Piece], store: Store) -> Draft:
+    """What this rank adds to a store; files read the live tensors. What is wrong with them is its error."""
     try:
-        table, written = table_of(list(pieces))
+        table, written = table_of(list(pieces), apart=isinstance(store, LinkingStore))
     except Exception as cause:  # noqa: BLE001 (the caller's pieces may raise anything; every rank must learn of it)
         empty = np.zeros((0, 1), dtype=np.int64)
         return Draft(RankTable((), empty[:, 0], empty, empty), error=describe_error(cause))
-    return Draft(table, file_of(written) if written else None)
+    moving = len(written) - table.frozen
+    file, frozen = (file_of(part) if part else None for part in (written[:moving], written[moving:]))
+    return Draft(table, file, frozen)
 
 
-def table_of(pieces: Sequence[Piece]) -> tuple[RankTable, list[Piece]]:
-    """The table of a rank before its checksums are known, and the pieces that it writes.
+def table_of(pieces: Sequence[Piece], apart: bool = False) -> tuple[RankTable, list[Piece]]:
+    """The table of a rank before its checksums are known, and the pieces that it writes; with `apart`, frozen ones last, for a
+    second file.
 
     Raises:
         CheckpointError: a piece cannot be stored, or two pieces disagree about a tensor.
@@ -76,6 +79,9 @@ def table_of(pieces: Sequence[Piece]) -> tuple[RankTable, list[Piece]]:
             raise CheckpointError(f"{info.name}: two pieces disagree: {tensors[known[info.name]]} and {info}")
         if piece.owned and piece.local.numel():
             written.append(piece)
+    frozen = sum(piece.frozen for piece in written) if apart else 0
+    if frozen:
+        written.sort(key=lambda piece: piece.frozen)
     dims = max([1, *(len(info.shape) for info in tensors)])
     offset = np.zeros((len(written), dims), dtype=np.int64)
     extent = np.ones((len(written), dims), dtype=np.int64)
@@ -83,4 +89,4 @@ def table_of(pieces: Sequence[Piece]) -> tuple[RankTable, list[Piece]]:
         offset[row, : len(piece.shape)] = [int(low) for low in piece.offset]
         extent[row, : len(piece.shape)] = piece.local.shape
     tensor = np.array([known[piece.name] for piece in written], dtype=np.int64)
-    return RankTable(tuple(tensors), tensor, offset, extent), written
+    return RankTable(tuple(tensors), tensor, offset, extent, frozen=frozen), written

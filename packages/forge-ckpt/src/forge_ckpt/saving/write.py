@@ -18,6 +18,7 @@ from forge_ckpt.format.names import LATEST, MANIFEST, SAVING, SUPERSEDED, commit
 from forge_ckpt.format.rank_file import RankFile
 from forge_ckpt.format.table import RankTable, join, pack, unpack
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
+from forge_ckpt.saving.frozen import put, stored
 from forge_ckpt.store.marks import check_mark, point, pointed
 from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.retention import retain, sweep
@@ -36,12 +37,20 @@ class Draft:
     Attributes:
         table: of the tensors that it knows and the boxes that it writes.
         file: their bytes; None where it writes none.
+        frozen: the bytes of the last `table.frozen` boxes, which have a second file; None where there are none.
         error: why it cannot save; no rank does then.
     """
 
     table: RankTable
     file: RankFile | None = None
+    frozen: RankFile | None = None
     error: str | None = None
+
+
+def lengths_of(draft: Draft) -> tuple[list[int], list[int]]:
+    """Bytes of each piece of its file, and of its file of frozen pieces."""
+    moving, frozen = (list(file.lengths) if file is not None else [] for file in (draft.file, draft.frozen))
+    return moving, frozen
 
 
 @dataclass(frozen=True)
@@ -78,16 +87,18 @@ def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[
     # Each phase ends in a collective that every rank reaches, also after an error: a rank that left early would
     # leave the others waiting.
     repeated = getattr(store, "retries", 0)
-    table, step, error = draft.table, order.step, draft.error
+    table, step, error, before = draft.table, order.step, draft.error, None
     try:
         if world.rank == 0:
             _check_step(step)
             for mark in order.marks:
                 check_mark(mark)
             check_meta(dict(order.meta))
+        before = None if error else stored(store, draft.frozen, world.rank)
     except Exception as cause:  # noqa: BLE001 (every rank must learn of it)
         error = error or describe_error(cause)
-    intent = {"error": error, "step": step, "bytes": table.bytes, "digest": table.digest}
+    new = table.bytes - (table.frozen_bytes if before else 0)
+    intent = {"error": error, "step": step, "bytes": new, "digest": table.digest}
     intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
     _raise_first(step, [found["error"] for found in intents])
     if {found["step"] for found in intents} != {step}:
@@ -103,6 +114,9 @@ def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[
         if draft.file is not None:
             store.write(f"{temporary}/{rank_file(world.rank)}", draft.file)
             table = replace(table, checksum=b"".join(draft.file.checksums))
+        if draft.frozen is not None:
+            put(store, draft.frozen, before, temporary, world.rank)
+            table = replace(table, checksum=table.checksum + b"".join(draft.frozen.checksums))
         first = [found["digest"] for found in intents].index(table.digest)
         reply = b"=" + pack(table, with_signature=first == world.rank)
     except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; every rank must learn of it)

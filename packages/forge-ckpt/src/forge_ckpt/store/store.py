@@ -20,6 +20,8 @@ MARKER = "forge-checkpoints"
 """A file at the root that says: this directory is ours to tidy. Nothing is removed where it is missing."""
 
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
+_NO_LINK = {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, errno.ENOENT, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""A file cannot have another name here: the disk knows no links, the file has as many as it may have, or is gone."""
 _ATTEMPTS = 5
 _WRITE_BYTES = 8 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,7 +41,7 @@ class LocalStore:
         shared: follow the umask; otherwise files are 0600 and directories 0700.
         allow_foreign_owner: accept a directory of another user (root is always accepted).
         probe: called with (operation, path) before each operation that changes the disk: `mkdir create write fsync
-            rename unlink rmdir`. Tests kill, fail and record there.
+            link rename unlink rmdir`. Tests kill, fail and record there.
         pause: seconds before the first repetition after a transient fault (EIO, ESTALE); doubles each time.
     """
 
@@ -130,6 +132,31 @@ class LocalStore:
                 os.fsync(directory)
 
         self._repeat(once, attempts=_ATTEMPTS if repeatable else 1)
+
+    def link(self, source: str, target: str) -> bool:
+        """See `LinkingStore`. False too for what is not a regular file of this user."""
+        self.prepare()
+        old, new = _parts(source), _parts(target)
+
+        def once(attempt: int) -> bool:
+            with self._directory(old[:-1]) as before, self._directory(new[:-1], create=True) as after:
+                found = os.stat(old[-1], dir_fd=before, follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    return False
+                if attempt:
+                    self._unlink(new[-1], after, target)
+                self._probe("link", f"{source} -> {target}")
+                os.link(old[-1], new[-1], src_dir_fd=before, dst_dir_fd=after, follow_symlinks=False)
+                self._probe("fsync", "/".join(new[:-1]))
+                os.fsync(after)
+                return True
+
+        try:
+            return self._repeat(once)
+        except OSError as cause:
+            if cause.errno in _NO_LINK:
+                return False
+            raise
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         count = self.size(path) - offset if length is None else length

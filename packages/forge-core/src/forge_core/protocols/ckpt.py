@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +18,7 @@ class Piece:
         offset: of the box, one entry per dimension.
         local: the live tensor, a plain one shaped as the box; saving reads it, loading fills it.
         owned: this rank writes the box. Every element of the global tensor is owned by exactly one rank.
+        frozen: it is expected to be what it was at the save before: where it is, it is not written again. A hint: bytes decide.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Piece:
     offset: tuple[int, ...]
     local: "Tensor"
     owned: bool
+    frozen: bool = False
 
 
 class World(Protocol):
@@ -88,4 +90,13 @@ class Store(Protocol):
 
     def remove(self, path: str) -> None:
         """Removes a file or a whole directory; a missing one is not an error."""
+        ...
+
+
+@runtime_checkable
+class LinkingStore(Store, Protocol):
+    """What a `Store` offers too that can give one file two names, each of which keeps its bytes when the other is removed."""
+
+    def link(self, source: str, target: str) -> bool:
+        """Gives the file `source` the further name `target`, durably; False where it cannot be: the caller writes it then."""
         ...

@@ -171,8 +171,8 @@ class ParallelModel:
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
         """The local box of a tensor of the model or of its optimizer's state."""
-        box = local_box(tensor)
-        return Piece(name, box.shape, box.offset, box.local, owns(tensor, self.topology) and box.local.numel() > 0)
+        box, frozen = local_box(tensor), isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        return Piece(name, box.shape, box.offset, box.local, owns(tensor, self.topology) and box.local.numel() > 0, frozen)
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from forge_core.specs import Init, TensorSpec
 from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.norm import LayerNorm
 from forge_vlm.adapters.projection import Projection
+from forge_vlm.encoders.layers import attend
 
 EPS = 1e-6
 """Of the norms."""
@@ -27,12 +28,13 @@ class Perceiver(nn.Module):
         )
         self.norm = LayerNorm(dim, EPS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, n, width) -> (N, latents, dim)."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(N, n, width) -> (N, latents, dim). `seen` (N, n) is False for padding, which changes nothing; None = there is none."""
+        mask = None if seen is None else seen[:, None, None]
         features = self.entry(x)
         latents = self.latents.to(features.dtype).expand(len(x), -1, -1)
         for layer in self.layers.values():
-            latents = layer(latents, features)
+            latents = layer(latents, features, mask)
         return self.norm(latents)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
@@ -56,14 +58,14 @@ class PerceiverLayer(nn.Module):
         self.up_proj = Linear(dim, ffn_dim)
         self.down_proj = Linear(ffn_dim, dim)
 
-    def forward(self, latents: Tensor, features: Tensor) -> Tensor:
-        """Latents (N, m, dim), features (N, n, dim) -> latents (N, m, dim)."""
+    def forward(self, latents: Tensor, features: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Latents (N, m, dim), features (N, n, dim) -> latents (N, m, dim). `mask` (N, 1, 1, n) is False for padding."""
         seen = self.feature_norm(features)
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in (self.q_proj(self.latent_norm(latents)), self.k_proj(seen), self.v_proj(seen))
         )
-        out = F.scaled_dot_product_attention(q, k, v, scale=1 / sqrt(q.shape[-1]))
+        out = attend(q, k, v, mask)
         latents = latents + self.o_proj(out.transpose(1, 2).flatten(2))
         return latents + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(latents))))
 

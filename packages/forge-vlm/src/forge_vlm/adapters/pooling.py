@@ -1,7 +1,5 @@
 """Fewer tokens: what lies in one window of the grid becomes one token."""
 
-from math import sqrt
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -9,6 +7,7 @@ from forge_core.specs import TensorSpec
 from forge_models.blocks.layers import Linear, linear_specs
 from forge_vlm.adapters.grid import side
 from forge_vlm.adapters.projection import Projection
+from forge_vlm.encoders.layers import attend
 
 
 class AveragePool(nn.Module):
@@ -58,7 +57,7 @@ class AttentionPool(nn.Module):
         batch, count = cut.shape[:2]
         cut = cut.flatten(0, 1)
         q, k, v = (self._heads(y) for y in (self.q_proj(cut.mean(1, keepdim=True)), self.k_proj(cut), self.v_proj(cut)))
-        out = F.scaled_dot_product_attention(q, k, v, scale=1 / sqrt(q.shape[-1]))
+        out = attend(q, k, v)
         return self.projection(self.o_proj(out.transpose(1, 2).flatten(1)).unflatten(0, (batch, count)))
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
 """Adapters, chosen inside `[model]`: `adapter = { name = "mlp" }`.
 
 `tokens(n)` says how many tokens of the decoder become of the n features of an image, and refuses an n that does not go.
+
+`native` says how it takes images of any proportions, whose features are padded: `each` makes a token of every feature; `seen`
+makes as many of each image, and its module is given what is not padding, (N, n) bool. One without it does not take them.
 """
 
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ class Linear(Component):
     """One matrix; every feature becomes a token (LLaVA, Liu et al., 2023)."""
 
     key_class: ClassVar = IDENTITY
+    native: ClassVar[str] = "each"
 
     bias: bool = True
     """The matrix has a bias."""
@@ -53,6 +57,7 @@ class MLP(Component):
     """A feed-forward network with exact gelu; every feature becomes a token (LLaVA-1.5, Liu et al., 2024)."""
 
     key_class: ClassVar = IDENTITY
+    native: ClassVar[str] = "each"
 
     hidden: Annotated[int, Ge(1), Le(2)] = 1
     """Number of hidden layers."""
@@ -172,6 +177,7 @@ class Perceiver(Component):
     """Learned tokens that look at all features, layer by layer (Jaegle et al., 2021): as many tokens for any number of them."""
 
     key_class: ClassVar = IDENTITY
+    native: ClassVar[str] = "seen"
 
     latents: Annotated[int, Gt(0)] = 64
     """Number of learned tokens, and of tokens of an image."""

@@ -64,6 +64,10 @@ class CrossAttention(Component):
         if model.images == "tokens":
             raise ValueError("fusion 'cross_attention' attends to images of an encoder; set images = 'encoder'")
 
+    def blocks(self, layers: int) -> tuple[int, ...]:
+        """Layers that a cross block stands before."""
+        return tuple(layer for layer in range(layers) if (layer + 1) % self.every == 0)
+
     def build(self, context: "FusionContext") -> "Fusion":
         from forge_vlm.fusion.cross import Cross
 

@@ -14,6 +14,7 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.context import WHOLE_STREAM, AdapterContext, FusionContext
+from forge_vlm.images.native_shape import Native
 from forge_vlm.modality import Modalities
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from forge_core.protocols.convert import Weights
+    from forge_vlm.flops import VisionCounts
     from forge_vlm.model import VisionLanguageModel
 
 IMAGE = "image"
@@ -36,8 +38,6 @@ class VLM(Decoder):
     """
 
     key_class: ClassVar = IDENTITY
-    countable: ClassVar[bool] = False
-    """Its products are not those that its shape tells."""
 
     fusion: Annotated[Component, Slot("forge.fusions", default="joint_decoder")] = Slot.unset()
     """How images enter the decoder."""
@@ -74,7 +74,7 @@ class VLM(Decoder):
         )
 
     def __post_init__(self) -> None:
-        if self.moe is None and getattr(self._fusion, "needs_experts", False):
+        if self.moe is None and getattr(self.chosen_fusion, "needs_experts", False):
             object.__setattr__(self, "moe", MoE())  # a default that depends on another key
         super().__post_init__()
         if self.mtp is not None:
@@ -89,17 +89,46 @@ class VLM(Decoder):
             raise ValueError(f"modality {IMAGE!r} is that of the encoder's images; give the other ids another name")
         if fault := self.modality_ids.fault(self.vocab_size):
             raise ValueError(fault)
-        check: Any = getattr(self._fusion, "check", None)
+        check: Any = getattr(self.chosen_fusion, "check", None)
         if check is not None:
             check(self)
         if self.images == "encoder":
-            context, adapter = self._adapter_context, self._adapter
+            context, adapter = self.adapter_context, self.chosen_adapter
             if hasattr(adapter, "check"):
                 adapter.check(context)
             adapter.tokens(context.tokens)
+            self._check_native()
+
+    def _check_native(self) -> None:
+        if not getattr(self.vision, "flexible", 0):
+            return
+        if not getattr(self.chosen_adapter, "native", ""):
+            raise ValueError(
+                "adapter needs a square grid of features, and encoder.patches gives images of any proportions; set "
+                "adapter.name = 'linear', 'mlp' or 'perceiver', or remove encoder.patches"
+            )
+        if (
+            self.native is not None
+            and self.native.each
+            and getattr(self.chosen_fusion, "image_attention", "") == "bidirectional_image"
+        ):
+            raise ValueError(
+                "fusion.image_attention = 'bidirectional_image' needs as many tokens of every image, and encoder.patches gives a "
+                "token for each patch; set image_attention = 'causal' or 'prefix', or adapter.name = 'perceiver'"
+            )
 
     @property
-    def _fusion(self) -> Any:
+    def native(self) -> Native | None:
+        """How images keep their proportions; None where they are made square."""
+        most = getattr(self.vision, "flexible", 0) if self.images == "encoder" else 0
+        if not most:
+            return None
+        each = getattr(self.chosen_adapter, "native", "") == "each" and self.chosen_fusion.in_stream
+        return Native(self.vision.shape.patch_size, most, each)
+
+    @property
+    def chosen_fusion(self) -> Any:
+        """The fusion's component, the default where none is given."""
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
@@ -108,7 +137,8 @@ class VLM(Decoder):
         return ViT() if self.encoder is None else self.encoder
 
     @property
-    def _adapter(self) -> Any:
+    def chosen_adapter(self) -> Any:
+        """The adapter's component, the default where none is given."""
         return MLP() if self.adapter is None else self.adapter
 
     @property
@@ -130,10 +160,11 @@ class VLM(Decoder):
         """Placeholders of one image; 0 without an encoder."""
         if self.images == "tokens":
             return 0
-        return self._adapter.tokens(self._adapter_context.tokens) if self._fusion.in_stream else 1
+        return self.chosen_adapter.tokens(self.adapter_context.tokens) if self.chosen_fusion.in_stream else 1
 
     @property
-    def _adapter_context(self) -> AdapterContext:
+    def adapter_context(self) -> AdapterContext:
+        """Sizes on both sides of the adapter."""
         encoder = self.vision
         return AdapterContext(width=encoder.width, tokens=encoder.tokens, dim=self.dim, init_std=self.init_std)
 
@@ -148,18 +179,39 @@ class VLM(Decoder):
         found = outline(self.shape)
         return found._replace(matrices=None, experts=None, whole_stream=(*found.whole_stream, WHOLE_STREAM))
 
+    def counts(self) -> "VisionCounts":
+        """Weights and matrix products, those of images too.
+
+        Raises:
+            ValueError: a part does not declare its products.
+        """
+        from forge_vlm.flops import count
+
+        return count(self)
+
     def context(self) -> FusionContext:
         """What the fusion is built with."""
-
-        return FusionContext(self.shape, self.modality_ids, self.placeholder, self.per_image)
+        native = self.native
+        return FusionContext(
+            self.shape,
+            self.modality_ids,
+            self.placeholder,
+            self.per_image,
+            native=native is not None,
+            each=native is not None and getattr(self.chosen_adapter, "native", "") == "each",
+            varies=native is not None and native.each,
+        )
 
     def build(self) -> "VisionLanguageModel":
         from forge_vlm.model import VisionLanguageModel
 
         encoder = self.vision
         context = self.context()
-        fusion = self._fusion.build(context)
+        fusion = self.chosen_fusion.build(context)
         if self.images == "tokens":
             return VisionLanguageModel(context, fusion, None, None, ())
-        adapter = self._adapter.build(self._adapter_context)
-        return VisionLanguageModel(context, fusion, encoder.build(), adapter, encoder.input_shape)
+        adapter = self.chosen_adapter.build(self.adapter_context)
+        shape = encoder.input_shape
+        if context.native:
+            shape = (shape[0] + 1, *shape[1:])  # the last row has the grid
+        return VisionLanguageModel(context, fusion, encoder.build(), adapter, shape)

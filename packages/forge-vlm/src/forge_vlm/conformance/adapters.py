@@ -23,6 +23,14 @@ def check_tokens(component: Any) -> None:
     assert found == said, f"tokens have the shape {found}, and tokens({CONTEXT.tokens}) means {said}"
 
 
+def check_no_image(component: Any) -> None:
+    """An empty batch gives an empty one, and gradients of zero: so a rank without images exchanges what others do."""
+    from forge_vlm.conformance.no_image import idles
+
+    adapter, x = _built(component)
+    idles(adapter, tuple(x.shape[1:]), (component.tokens(CONTEXT.tokens), CONTEXT.dim))
+
+
 def check_images(component: Any) -> None:
     """An image has the tokens that it has alone, also when others come with it."""
     import torch

@@ -23,6 +23,15 @@ def check_features(component: Any) -> None:
     assert found == said, f"features have the shape {found}, and tokens and width mean {said}"
 
 
+def check_no_image(component: Any) -> None:
+    """An empty batch (0, *input_shape) gives (0, tokens, width), and gradients of zero: so a rank without images exchanges what
+    others do."""
+    from forge_vlm.conformance.no_image import idles
+
+    encoder, _ = _built(component)
+    idles(encoder, component.input_shape, (component.tokens, component.width))
+
+
 def check_statistics(component: Any) -> None:
     """`mean` and `std` have one number for each channel."""
     counts = len(component.mean), len(component.std)

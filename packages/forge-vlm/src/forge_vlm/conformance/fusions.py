@@ -98,5 +98,5 @@ def _built(component: Any) -> tuple[Any, dict[str, Any]]:
     model = trial.filled(module, specs.tensors, specs.ties)
     image = [described.placeholder] * described.per_image
     rows = [[5, 6, *image, *range(7, 7 + LENGTH - 2 - len(image))], [*image, *range(8, 8 + LENGTH - len(image))]]
-    images = torch.randn(2, *described.build().blank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    images = torch.randn(2, *described.build().image_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return model, {"x": torch.tensor(rows), "images": images, "image_rows": torch.tensor([[0], [1]])}

@@ -3,7 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
 from forge_core.errors import DataError
+from forge_vlm.images.cutting import cut, tile_pixels
+from forge_vlm.images.native import native_grid, native_item
+from forge_vlm.images.native_shape import Native
 from forge_vlm.images.processing import Processing
 from forge_vlm.images.tiling import Tiling
 
@@ -36,6 +43,7 @@ class ImageInputs:
         processing: from an image to pixels.
         channels: of an image.
         tiling: how an image is cut; each tile is an image to the model.
+        native: how images keep their proportions; None: they become square tiles.
     """
 
     placeholder: int
@@ -43,10 +51,36 @@ class ImageInputs:
     processing: Processing
     channels: int
     tiling: Tiling
+    native: Native | None = None
+
+    def placeholders(self, width: int, height: int) -> list[int]:
+        """Of each tile of an image of so many pixels.
+
+        Raises:
+            ValueError: an image that keeps its proportions is too long.
+        """
+        if self.native is None:
+            return [self.per_image] * self.tiling.tiles(width, height, self.processing.size).count
+        rows, columns = native_grid(width, height, self.native.patch, self.native.most)
+        if rows * columns > self.native.most:
+            raise ValueError(f"an image of {width} x {height} is too long for {self.native.most} patches")
+        return [rows * columns if self.native.each else self.per_image]
+
+    def pixels(self, image: Image.Image) -> NDArray[np.float32]:
+        """(tiles, *shape) of an image that was decoded."""
+        if self.native is None:
+            return tile_pixels(image, self.tiling, self.processing)[0]
+        return native_item(image, self.processing, self.native)[None]
+
+    def pictures(self, image: Image.Image) -> list[Image.Image]:
+        """Its tiles, as a person sees them."""
+        return [image] if self.native is not None else cut(image, self.tiling, self.processing).images
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one tile."""
+        if self.native is not None:
+            return (self.native.most + 1, self.channels * self.native.patch**2)
         return (self.channels, self.processing.size, self.processing.size)
 
 
@@ -78,13 +112,20 @@ def inputs_of(
                 f"of id {model.placeholder}; leave placeholder and per_image out"
             )
         encoder: Any = model.vision
-        processing, flexible = getattr(encoder, "processing", None), getattr(encoder, "flexible", 0)
-        if processing is None or flexible:
-            what = "patches of native proportions" if flexible else "features that were computed before"
-            raise DataError(f"source {name!r} makes square images, and the model's encoder takes {what}; choose another encoder")
+        processing, native = getattr(encoder, "processing", None), getattr(model, "native", None)
+        if processing is None:
+            raise DataError(
+                f"source {name!r} has images, and the model's encoder takes features that were computed before; choose another "
+                "encoder"
+            )
+        if native is not None and (tiling.name != "square" or size is not None):
+            raise DataError(
+                f"source {name!r} cuts images into squares, and the model's encoder takes them in their own proportions; leave "
+                "tiling and size out, or remove encoder.patches"
+            )
         if size not in (None, processing.size):
             raise DataError(f"source {name!r} has size {size}, the model's encoder {processing.size}; leave size out")
-        return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling)
+        return ImageInputs(model.placeholder, model.per_image, processing, encoder.channels, tiling, native)
     if placeholder is None or per_image is None or size is None:
         raise DataError(
             f"source {name!r} has images, and the recipe's model takes none; set model.name = 'vlm', or set placeholder, "
@@ -97,4 +138,5 @@ def inputs_of(
 def identity(inputs: ImageInputs) -> str:
     """Equal where tokens and tiles are; statistics of the pixels are left out, since nothing that is stored depends on them."""
     processing = replace(inputs.processing, mean=(), std=(), scale=1.0)
-    return f"{inputs.placeholder}/{inputs.per_image}/{inputs.channels}/{processing}/{inputs.tiling}"
+    native = "" if inputs.native is None else f"/{inputs.native}"
+    return f"{inputs.placeholder}/{inputs.per_image}/{inputs.channels}/{processing}/{inputs.tiling}{native}"

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import IO
 
@@ -91,11 +92,11 @@ class Encoded:
 
 
 def encode(parts: "list[Words | Picture]", tokenizer: Tokenizer, inputs: ImageInputs, fetch: Callable[[str], bytes]) -> Encoded:
-    """A document's tokens; each text is encoded alone, and each tile of an image is `inputs.per_image` placeholders. Its end is
-    learned where its last words are.
+    """A document's tokens; each text is encoded alone, and each tile of an image is some placeholders. Its end is learned where
+    its last words are.
 
     Raises:
-        Broken: an image cannot be decoded, or text holds the placeholder.
+        Broken: an image cannot be decoded, or is too long, or text holds the placeholder.
         DataError: an image is missing.
     """
     ids: list[np.ndarray] = []
@@ -112,14 +113,16 @@ def encode(parts: "list[Words | Picture]", tokenizer: Tokenizer, inputs: ImageIn
             content = fetch(part.reference)
             try:
                 image = decode(content, inputs.channels, part.reference)
+                counts = inputs.placeholders(*image.size)
             except ImageError as error:
                 raise Broken(str(error)) from error
-            count = inputs.tiling.tiles(*image.size, inputs.processing.size).count
-            found = np.full(count * inputs.per_image, inputs.placeholder, dtype=np.int64)
-            places += [length + tile * inputs.per_image for tile in range(count)]
+            except ValueError as error:
+                raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
+            found = np.full(sum(counts), inputs.placeholder, dtype=np.int64)
+            places += [length + before for before in accumulate(counts[:-1], initial=0)]
             references.append(part.reference)
             digests.append(xxhash.xxh3_64_intdigest(content))
-            tiles.append(count)
+            tiles.append(len(counts))
         ids.append(found)
         learned.append(np.full(len(found), isinstance(part, Words) and part.learned))
         length += len(found)

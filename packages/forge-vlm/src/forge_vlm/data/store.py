@@ -27,7 +27,6 @@ from forge_core.errors import DataError
 from forge_data.store.checksums import Checksum
 from forge_data.store.reader import StoreSource
 from forge_vlm.data.inputs import ImageInputs
-from forge_vlm.images.cutting import cut, tile_pixels
 from forge_vlm.images.decoding import decode
 
 VERSION = 1
@@ -145,7 +144,7 @@ class IllustratedStore:
         return np.searchsorted(self._places, tokens.astype(np.uint64), side="left").astype(np.int64)
 
     def load(self, first: int, stop: int) -> np.ndarray:
-        """(stop - first, channels, size, size) float32 tiles.
+        """(stop - first, *item_shape) float32 tiles.
 
         Raises:
             DataError: an image is missing, damaged, or another one than when the store was prepared; names it.
@@ -169,7 +168,7 @@ class IllustratedStore:
         """
         image = int(np.searchsorted(self._firsts, np.uint64(item), side="right")) - 1
         whole = decode(self._content(image), self._inputs.channels, self.reference(image))
-        tile = cut(whole, self._inputs.tiling, self._inputs.processing).images[item - int(self._firsts[image])]
+        tile = self._inputs.pictures(whole)[item - int(self._firsts[image])]
         content = BytesIO()
         tile.save(content, "PNG")
         return content.getvalue()
@@ -181,7 +180,7 @@ class IllustratedStore:
 
     def _tiles(self, image: int, count: int) -> np.ndarray:
         whole = decode(self._content(image), self._inputs.channels, self.reference(image))
-        tiles, _ = tile_pixels(whole, self._inputs.tiling, self._inputs.processing)
+        tiles = self._inputs.pixels(whole)
         if len(tiles) != count:
             raise DataError(f"{self.reference(image)} has {len(tiles)} tiles, not the {count} of before; remove {self.path}")
         return tiles

@@ -23,6 +23,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v, (N, heads, T, head_dim). `seen` is False for what is not seen; None = all is.
+
+    Of no image (N = 0) it is empty, and has a gradient all the same: kernels on a GPU refuse that.
+    """
+    if not len(q):
+        return q + k.sum(2, keepdim=True) + v.sum(2, keepdim=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1 / sqrt(q.shape[-1]))
+
+
 class ImageAttention(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v over all tokens of an image."""
 
@@ -38,7 +48,7 @@ class ImageAttention(nn.Module):
         """(N, T, dim) -> (N, T, dim). `seen` (N, 1, 1, T) is False for padding; None = there is none."""
         q, k, v = (self._heads(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = tap("attention.q", q), tap("attention.k", k)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1 / sqrt(q.shape[-1]))
+        out = attend(q, k, v, seen)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

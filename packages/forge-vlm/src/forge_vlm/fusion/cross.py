@@ -18,6 +18,7 @@ from forge_models.interp.tap import tap
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import Inputs, Plain
+from forge_vlm.idle import with_zero_gradient
 from forge_vlm.places import seen_images
 
 
@@ -144,9 +145,11 @@ class CrossBlock(Block):
         **routing: Any,
     ) -> Any:
         """As a block's, with the `visual` vectors (B, S, dim) of each row's images and what tokens see of them
-        (B, 1, T, S)."""
+        (B, 1, T, S). Without `sees` no row has an image: the cross block runs on one vector, for its gradients of zero."""
         if visual is not None and sees is not None:
             x = self.cross(x, visual, sees, cache)
+        elif visual is not None:
+            x = with_zero_gradient(x, self.cross(visual, visual, visual.new_ones((1, 1, 1, 1), dtype=torch.bool)))
         return super().forward(x, rotation, attention_mask, cache, **routing)
 
 
@@ -173,11 +176,16 @@ class Cross(Plain):
             return {"visual": cache.kept["none"], "sees": sees}
         if inputs.visual is None or inputs.image_rows is None:
             return {}
+        if not len(inputs.visual):
+            # Not an empty tensor: strategies exchange what is made of it. That of the encoder and the adapter is in the stream.
+            return {"visual": inputs.visual.detach().new_zeros((1, 1, inputs.visual.shape[-1]))}
         rows, (first, end) = inputs.image_rows, seen_images(tokens, token, inputs.documents)
         visual = inputs.visual[rows.clamp(min=0)].flatten(1, 2)  # (B, M * per_image, dim)
         slots = torch.arange(rows.shape[1], device=rows.device)
         seen = (first.unsqueeze(-1) <= slots) & (slots < end.unsqueeze(-1)) & (rows >= 0).unsqueeze(1)
         seen = seen.repeat_interleave(inputs.visual.shape[1], dim=-1)
+        if inputs.present is not None:
+            seen = seen & inputs.present[rows.clamp(min=0)].flatten(1).unsqueeze(1)
         if cache is not None:
             cache.kept |= {"seen": seen[:, -1], "none": visual[:, :0]}
         return {"visual": visual, "sees": seen.unsqueeze(1)}

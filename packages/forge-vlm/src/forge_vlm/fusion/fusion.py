@@ -15,9 +15,11 @@ class Inputs(NamedTuple):
     Attributes:
         tokens: (B, T) ids.
         documents: (B, T), or None when each row is one document.
-        visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder.
+        visual: (images, per_image, dim) vectors of the adapter; None on parts that have no encoder, and where nothing is trained
+            and no row has an image.
         image_rows: (B, M) number of each image of a row, -1 where it has fewer; None with `visual`.
         cache: of a generation.
+        present: (images, vectors) bool, False for vectors that are padding; None: there are none.
         prefix: (B, T) bool, what sees each other under a mask with a prefix; None: all up to the last image of a document.
     """
 
@@ -27,6 +29,7 @@ class Inputs(NamedTuple):
     image_rows: Tensor | None
     cache: KVCache | None = None
     prefix: Tensor | None = None
+    present: Tensor | None = None
 
 
 class Fusion(Protocol):

@@ -69,7 +69,7 @@ class ModalitiesHook(Hook):
             if count := found.metrics[f"tokens/{modality}"]:
                 values[f"modality/{name}/{modality}/loss"] = found.metrics[f"loss/{modality}"] / count
                 values[f"modality/{name}/{modality}/accuracy"] = found.metrics[f"correct/{modality}"] / count
-        others, mine = swapped(batches)
+        others, mine = swapped(batches, run.model.parts[0].context.varies)
         labels = torch.full((), float(mine if _reads(run) else 0), dtype=torch.float64, device=topology.device)
         if count := float(topology.all_reduce(labels)):
             total = sum(found.metrics[f"loss/{modality}"] for modality in known.names)

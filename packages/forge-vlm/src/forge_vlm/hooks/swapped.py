@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forge_core.batch import IGNORE, Batch
+from forge_vlm.images.native import taken_apart
 
 OF_ROWS = ("image_rows", "prefix")
 """Extras with one entry for each row; the others have one for each image."""
@@ -20,20 +21,22 @@ class _Image(NamedTuple):
     number: int
 
 
-def swapped(batches: Sequence[Batch]) -> tuple[list[Batch], int]:
+def swapped(batches: Sequence[Batch], varies: bool = False) -> tuple[list[Batch], int]:
     """The batches with images moved between rows, within and across batches, and how many labels the rows have whose images are
     others now.
 
-    Images of one shape move along their order by as many places as a row has at most, so that no row keeps one of its images.
-    Where they are too few for that they stay.
+    Images of one shape, and where it `varies` (`FusionContext`) of as many patches, move along their order by as many places as a
+    row has at most, so that no row keeps one of its images. Where they are too few for that they stay.
     """
     groups: dict[tuple[int, ...], list[_Image]] = {}
     for number, batch in enumerate(batches):
         if "images" not in batch.extras:
             continue
-        group = groups.setdefault(tuple(batch.extras["images"].shape[1:]), [])
+        items = batch.extras["images"]
+        sizes = taken_apart(items)[1].prod(1).tolist() if varies else [0] * len(items)
         for row, images in enumerate(batch.extras["image_rows"].tolist()):
-            group += [_Image(number, row, image) for image in images if image >= 0]
+            for image in (each for each in images if each >= 0):
+                groups.setdefault((*items.shape[1:], sizes[image]), []).append(_Image(number, row, image))
     sources: list[dict[int, _Image]] = [{} for _ in batches]
     rows: set[tuple[int, int]] = set()
     for images in groups.values():

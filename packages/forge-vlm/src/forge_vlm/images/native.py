@@ -1,16 +1,42 @@
-"""Images in their own proportions: as many whole patches as fit under a limit (NaFlex, Tschannen et al., 2025)."""
+"""Images in their own proportions: as many whole patches as fit under a limit (NaFlex, Tschannen et al., 2025).
+
+In a batch such an image is one array: a row for each patch, padded, and a last row that begins with the image's rows and columns
+of patches.
+"""
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from forge_vlm.images.native_shape import Native
 from forge_vlm.images.pixels import pixels, resize
 from forge_vlm.images.processing import Processing
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LEAST, MOST, STEP = 1e-6, 100.0, 1e-5
 """Scales between which the largest one is looked for, and how exactly: those of SigLIP 2."""
+
+
+def native_item(image: Image.Image, processing: Processing, native: Native) -> NDArray[np.float32]:
+    """(most + 1, channels * patch * patch) fp32 of an image that was decoded.
+
+    Raises:
+        ValueError: it is too long for so many patches.
+    """
+    found, grid = native_patches(image, processing, native.patch, native.most)
+    last = np.zeros((1, found.shape[1]), np.float32)
+    last[0, :2] = grid
+    return np.concatenate((found, last))
+
+
+def taken_apart(items: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Items (N, most + 1, numbers) -> patches (N, most, numbers) and grids (N, 2) int64."""
+    return items[:, :-1], items[:, -1, :2].long()
 
 
 def native_grid(width: int, height: int, patch: int, most: int) -> tuple[int, int]:

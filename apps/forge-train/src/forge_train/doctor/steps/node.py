@@ -86,14 +86,14 @@ def facts(settings: Settings, root: Path = Path("/")) -> Facts:
 def checkpoints(settings: Settings) -> int:
     """Bytes of the checkpoints that a run of the recipe has on the disk at once: those that it keeps and the one that it writes;
     which ones `keep_hours` adds is not known before. Weights and both moments of AdamW, 4 bytes each."""
-    from forge_models.flops import count
+    from forge_models.flops import counts_of
     from forge_train.recipe.load import load
 
     job = load(settings.recipe, settings.overrides).job
-    shape = getattr(job.model, "shape", None)
-    if shape is None or job.checkpoint.store.build(Path(settings.directory)).free() is None:  # behind a URL
+    counts = counts_of(job.model)
+    if counts is None or job.checkpoint.store.build(Path(settings.directory)).free() is None:  # behind a URL
         return _ROOM
-    return _ROOM + (job.checkpoint.most_kept(job.train.max_steps) + 1) * 12 * count(shape).parameters
+    return _ROOM + (job.checkpoint.most_kept(job.train.max_steps) + 1) * 12 * counts.parameters
 
 
 def _compiler() -> str | None:

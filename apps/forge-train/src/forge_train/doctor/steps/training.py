@@ -152,14 +152,14 @@ def _losses(resolved: Resolved, losses: list[float]) -> Check:
 
 def _used(resolved: Resolved, rate: float, length: int, here: torch.device) -> Check:
     """The share of the device's peak that went into products of the model."""
-    from forge_models.flops import CONVENTION, count
+    from forge_models.flops import CONVENTION, counts_of
 
-    label, shape = "MFU", getattr(resolved.job.model, "shape", None)
+    label, counts = "MFU", counts_of(resolved.job.model)
     known = None if here.type == "cpu" else peak(name(here))
-    if shape is None or known is None:
-        return Check(label, "SKIPPED", "the peak of this device is not known" if shape else "the model declares no products")
+    if counts is None or known is None:
+        return Check(label, "SKIPPED", "the peak of this device is not known" if counts else "the model declares no products")
     most = known.bf16 if resolved.job.precision.compute == "bf16" else known.fp32
-    share = rate * count(shape).training(length) / most
+    share = rate * counts.training(length) / most
     expected = f"{_MFU:.0%} at least; {CONVENTION}"
     if share < _MFU:
         remedy = "compile the blocks, or larger micro-batches; the steps matmul and kernels say whether the GPU is at fault"

@@ -1,0 +1,40 @@
+"""Frozen tensors are stored once: a checkpoint gets the file of the one before, under a further name. Needs no torch.
+
+The name of such a file is made of the checksums of its pieces. So nothing has to be remembered or believed: where the newest
+checkpoint has a file of the name that the live bytes give, those are its bytes. Both names are of one file on the disk, which
+goes when the last of them is removed; each checkpoint stays whole by itself. Another layout of the ranks, or a stage that trains
+the tensors, gives other names, and they are written.
+"""
+
+from forge_ckpt.format.names import committed, frozen_file
+from forge_ckpt.format.rank_file import RankFile
+from forge_core.errors import CheckpointError
+from forge_core.protocols.ckpt import LinkingStore, Store
+
+
+def stored(store: Store, file: RankFile | None, rank: int) -> str | None:
+    """Reads the bytes of frozen pieces for their checksums. Returns the path of a file that has them already, or None."""
+    if file is None:
+        return None
+    file.read()
+    if not isinstance(store, LinkingStore):
+        return None
+    for entry in committed(store.list())[:1]:
+        path = f"{entry.name}/{_name(file, rank)}"
+        try:
+            return path if store.size(path) == sum(file.lengths) else None
+        except (OSError, CheckpointError):  # another layout wrote it, or the tensors have moved
+            return None
+    return None
+
+
+def put(store: Store, file: RankFile, before: str | None, folder: str, rank: int) -> None:
+    """Frozen pieces into the folder of a checkpoint: the file `before` under a further name, else written."""
+    path = f"{folder}/{_name(file, rank)}"
+    if before is not None and isinstance(store, LinkingStore) and store.link(before, path):
+        return
+    store.write(path, file)
+
+
+def _name(file: RankFile, rank: int) -> str:
+    return frozen_file(rank, b"".join(file.checksums))

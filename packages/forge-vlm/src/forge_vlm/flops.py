@@ -1,0 +1,141 @@
+"""Weights and matrix products of a vision-language model: those of its decoder, and those of images.
+
+Products of the decoder are those of `forge_models.flops`: a place of the stream costs what it costs a text model, an image's too,
+since each token meets the weights of one modality. Encoder and adapter cost what torch's `FlopCounterMode` counts of their
+modules on the meta device, for one image. A cross block costs
+
+    2 (2 D H Dh + P)    for each token of a row that has images, with P the weights of its feed-forward part
+    2 (2 D K Dh)        for each vector of an image, K being the heads of keys and values
+    2 (2 H Dh)          for each pair of a token and a vector in a row
+
+in its forward. A backward costs twice its forward, but that of an encoder that is frozen as a whole, which has none. Places of a
+batch that are padding count as tokens, images that are not there do not count.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from forge_core.batch import Batch
+from forge_models import flops
+from forge_models.flops import Counts
+from forge_models.shape import DecoderShape
+
+_ENCODER = "encoder."
+
+
+@dataclass(frozen=True)
+class VisionCounts(Counts):
+    """Counts of a decoder and of what images need.
+
+    Attributes:
+        vision: weights that a text model does not have.
+        encoder: forward FLOPs of the encoder for one image.
+        adapter: those of the adapter.
+        vectors: that the adapter makes of one image.
+        per_token: multiply-adds of all cross blocks for a token of a row with images.
+        per_vector: those for a vector of an image.
+        per_pair: those for a token and a vector.
+    """
+
+    vision: int = 0
+    encoder: int = 0
+    adapter: int = 0
+    vectors: int = 0
+    per_token: int = 0
+    per_vector: int = 0
+    per_pair: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """All weights, a tied table once."""
+        return super().parameters + self.vision
+
+    @property
+    def note(self) -> str:
+        """What an image costs before the stream."""
+        each = 3 * (self.encoder + self.adapter + 2 * self.vectors * self.per_vector) / 1e6
+        return f", and {each:,.4g} MFLOP an image in front of it" if each else ""
+
+    def beyond(self, batches: Sequence[Batch], frozen: Collection[str] = ()) -> float:
+        """See `Counts`: encoder, adapter and cross blocks."""
+        trained = not any(name.startswith(_ENCODER) for name in frozen)
+        total = 0.0
+        for batch in batches:
+            if "image_rows" not in batch.extras:
+                continue
+            counts = (batch.extras["image_rows"] >= 0).sum(1).tolist()
+            length = batch.tokens.shape[1]
+            total += sum(counts) * ((3 if trained else 1) * self.encoder + 3 * self.adapter)
+            for count in filter(None, counts):
+                vectors = count * self.vectors
+                total += 6 * (length * self.per_token + vectors * self.per_vector + length * vectors * self.per_pair)
+        return total
+
+
+def count(model: Any) -> VisionCounts:
+    """Counts of a `forge_vlm.components.model.VLM`.
+
+    Raises:
+        ValueError: a part does not declare its matrix products.
+    """
+    shape, fusion = _as_routed(model)
+    text = flops.count(shape)
+    with torch.device("meta"):
+        module = model.build()
+    own = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    vision = sum(own.values()) - text.parameters
+    added = sum(own[name] for name in module.specs().roles.get("fusion", ()))
+    found: dict[str, Any] = {field.name: getattr(text, field.name) for field in fields(text)}
+    if model.images == "encoder":
+        context = model.adapter_context
+        found |= {
+            "encoder": _products(module.encoder, model.vision.input_shape, *([(2,)] if model.native is not None else [])),
+            "adapter": _products(module.adapter, (context.tokens, context.width)),
+            "vectors": model.chosen_adapter.tokens(context.tokens),
+        }
+    if hasattr(fusion, "blocks"):
+        found |= _cross(shape, fusion.blocks(shape.layers))
+    else:
+        found["idle"] += added
+        found["matrix"] += _foresight(model, shape)
+    return VisionCounts(**found, vision=vision)
+
+
+def _as_routed(model: Any) -> tuple[DecoderShape, Any]:
+    """The shape with as many experts of a token as the fusion's routing gives it, on average one where experts choose."""
+    shape, fusion = model.shape, model.chosen_fusion
+    if getattr(fusion, "routing", "token_choice") == "token_choice":
+        return shape, fusion
+    return replace(shape, moe=replace(shape.moe, top_k=1)), fusion
+
+
+def _foresight(model: Any, shape: DecoderShape) -> int:
+    """Weights of the routers that foresee the choice of experts."""
+    if getattr(model.chosen_fusion, "routing", "") != "expert_choice":
+        return 0
+    return sum(map(shape.has_experts, range(shape.layers))) * shape.moe.experts * shape.dim  # type: ignore[union-attr]
+
+
+def _cross(shape: DecoderShape, layers: Sequence[int]) -> dict[str, int]:
+    contexts = [shape.context(layer) for layer in layers]
+    heads = [context.heads * context.head_dim for context in contexts]
+    mlp: Any = shape.mlp
+    wide = [sum(prod(matrix.shape) for matrix in mlp.matrices(context).values()) for context in contexts]
+    return {
+        "per_token": sum(2 * shape.dim * width + other for width, other in zip(heads, wide, strict=True)),
+        "per_vector": sum(2 * shape.dim * context.kv_heads * context.head_dim for context in contexts),
+        "per_pair": 2 * sum(heads),
+    }
+
+
+def _products(module: torch.nn.Module, *given: tuple[int, ...]) -> int:
+    """Of one image; `given` are shapes without their first dimension."""
+    # With gradients: without them the counter refuses a parameter that is given to a module as its input.
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        module(*(torch.empty((1, *shape), device="meta") for shape in given))
+    return counter.get_total_flops()
