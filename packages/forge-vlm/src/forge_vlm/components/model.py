@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from torch import Tensor
+
     from forge_core.protocols.convert import Weights
     from forge_vlm.model import VisionLanguageModel
 
@@ -74,7 +76,7 @@ class VLM(Decoder):
         )
 
     def __post_init__(self) -> None:
-        if self.moe is None and getattr(self._fusion, "needs_experts", False):
+        if self.moe is None and getattr(self.chosen_fusion, "needs_experts", False):
             object.__setattr__(self, "moe", MoE())  # a default that depends on another key
         super().__post_init__()
         if self.mtp is not None:
@@ -89,17 +91,18 @@ class VLM(Decoder):
             raise ValueError(f"modality {IMAGE!r} is that of the encoder's images; give the other ids another name")
         if fault := self.modality_ids.fault(self.vocab_size):
             raise ValueError(fault)
-        check: Any = getattr(self._fusion, "check", None)
+        check: Any = getattr(self.chosen_fusion, "check", None)
         if check is not None:
             check(self)
         if self.images == "encoder":
-            context, adapter = self._adapter_context, self._adapter
+            context, adapter = self._adapter_context, self.chosen_adapter
             if hasattr(adapter, "check"):
                 adapter.check(context)
             adapter.tokens(context.tokens)
 
     @property
-    def _fusion(self) -> Any:
+    def chosen_fusion(self) -> Any:
+        """The fusion's component, the default where none is given."""
         return JointDecoder() if self.fusion is None else self.fusion
 
     @property
@@ -108,7 +111,8 @@ class VLM(Decoder):
         return ViT() if self.encoder is None else self.encoder
 
     @property
-    def _adapter(self) -> Any:
+    def chosen_adapter(self) -> Any:
+        """The adapter's component, the default where none is given."""
         return MLP() if self.adapter is None else self.adapter
 
     @property
@@ -130,7 +134,7 @@ class VLM(Decoder):
         """Placeholders of one image; 0 without an encoder."""
         if self.images == "tokens":
             return 0
-        return self._adapter.tokens(self._adapter_context.tokens) if self._fusion.in_stream else 1
+        return self.chosen_adapter.tokens(self._adapter_context.tokens) if self.chosen_fusion.in_stream else 1
 
     @property
     def _adapter_context(self) -> AdapterContext:
@@ -142,6 +146,17 @@ class VLM(Decoder):
         from forge_vlm.weights.from_text import from_text
 
         return from_text(weights, self, self.modality_ids.names)
+
+    def fixed_rows(self) -> "tuple[Tensor, dict[str, Tensor]]":
+        """Tokens and images for a comparison of logits; see `forge_vlm.made_up.fixed_rows`."""
+        from forge_models.hf.streamed_forward import fixed_tokens
+        from forge_vlm import made_up
+
+        token = self.placeholder
+        if token is None:
+            return fixed_tokens(self), {}
+        shape = self.vision.input_shape
+        return made_up.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""
@@ -158,8 +173,8 @@ class VLM(Decoder):
 
         encoder = self.vision
         context = self.context()
-        fusion = self._fusion.build(context)
+        fusion = self.chosen_fusion.build(context)
         if self.images == "tokens":
             return VisionLanguageModel(context, fusion, None, None, ())
-        adapter = self._adapter.build(self._adapter_context)
+        adapter = self.chosen_adapter.build(self._adapter_context)
         return VisionLanguageModel(context, fusion, encoder.build(), adapter, encoder.input_shape)

@@ -142,10 +142,9 @@ def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
         ForgeError: the logits differ.
     """
     from forge_core.errors import ForgeError
-    from forge_models.hf.streamed_forward import fixed_tokens
+    from forge_models.hf.streamed_forward import fixed_rows
 
-    tokens = fixed_tokens(weights.model)
-    reference = converter.reference(path, tokens)
+    reference = converter.reference(path, *fixed_rows(weights.model))
     if isinstance(reference, str):
         return f"not compared with another library: {reference}"
     ours = _logits(weights)
@@ -156,6 +155,7 @@ def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
 
 
 def _logits(weights: "Weights") -> "Tensor":
-    from forge_models.hf.streamed_forward import fixed_tokens, logits_of
+    from forge_models.hf.streamed_forward import fixed_rows, logits_of
 
-    return logits_of(weights, fixed_tokens(weights.model))
+    tokens, extras = fixed_rows(weights.model)
+    return logits_of(weights, tokens, extras=extras)

@@ -1,0 +1,54 @@
+"""`convert` of a run with images as a user calls it: what is written is compared with another program before it says done."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forge_train.inference.open import Registry, open_weights  # type: ignore[attr-defined]
+from forge_train.run.loop import fit
+from models.hf.command_line import run
+from train.runs import prepared
+from vlm.encoders.test_published import clip, stored
+
+pytest.importorskip("transformers")
+
+
+def trained(folder: Path, fusion: str, *more: str) -> Path:
+    """The directory of a run of four steps with a tower of CLIP."""
+    stored(folder / "tower", clip())
+    words = [f"--job.dir={folder / 'run'}", "--train.max_steps=4", "--checkpoint.every=4", "--model.name=vlm"]
+    words += [f"--model.fusion={{name='{fusion}'}}", f"--model.encoder={{name='clip', path='{folder / 'tower'}'}}", *more]
+    training, _ = prepared("debug", words)
+    fit(training)
+    return folder / "run"
+
+
+def test_a_joint_run_becomes_llava_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = trained(tmp_path, "joint_decoder")
+    assert run("convert", "--from", "forge", "--to", "hf", directory, tmp_path / "hf", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "largest difference from the format's own library" in said["notes"][-1]
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llava"
+    assert run("convert", "--from", "hf", "--to", "forge", tmp_path / "hf", tmp_path / "back") == 0
+    first, last = (open_weights(place, Registry()) for place in (directory, tmp_path / "back"))
+    before, after = first.read(list(first.tensors)), last.read(list(last.tensors))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_folder_that_computes_something_else_is_moved_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison looks at images: a tower that differs is found."""
+    from forge_models.hf.converter import HfConverter
+
+    directory = trained(tmp_path, "joint_decoder")
+    whole = HfConverter.reference
+
+    def blind(self: HfConverter, path: Path, tokens: torch.Tensor, extras: dict[str, torch.Tensor]) -> torch.Tensor | str:
+        return whole(self, path, tokens, {**extras, "images": -extras["images"]})
+
+    monkeypatch.setattr(HfConverter, "reference", blind)
+    assert run("convert", "--from", "forge", "--to", "hf", directory, tmp_path / "hf") != 0
+    assert (tmp_path / "hf.refused").is_dir()
+    assert not (tmp_path / "hf").exists()
