@@ -9,18 +9,19 @@ import torch
 from forge_train.inference.open import Registry, open_weights  # type: ignore[attr-defined]
 from forge_train.run.loop import fit
 from models.hf.command_line import run
-from train.runs import prepared
+from train.runs import TINY, prepared
 from vlm.encoders.test_published import clip, stored
 
 pytest.importorskip("transformers")
 
 
 def trained(folder: Path, fusion: str, *more: str) -> Path:
-    """The directory of a run of four steps with a tower of CLIP."""
+    """The directory of a run of three steps with a tower of CLIP."""
     stored(folder / "tower", clip())
-    words = [f"--job.dir={folder / 'run'}", "--train.max_steps=4", "--checkpoint.every=4", "--model.name=vlm"]
+    (folder / "tiny.toml").write_text(TINY)
+    words = [f"--job.dir={folder / 'run'}", "--train.max_steps=3", "--model.name=vlm", "--model.max_length=64"]
     words += [f"--model.fusion={{name='{fusion}'}}", f"--model.encoder={{name='clip', path='{folder / 'tower'}'}}", *more]
-    training, _ = prepared("debug", words)
+    training, _ = prepared(folder / "tiny.toml", words)
     fit(training)
     return folder / "run"
 

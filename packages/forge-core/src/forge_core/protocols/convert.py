@@ -98,7 +98,10 @@ class Converter(Protocol):
 
 
 class HfModel(Protocol):
-    """One kind of model in the Hugging Face format that is more than a decoder of text, by the `model_type` of its folder."""
+    """One kind of model in the Hugging Face format that is more than a decoder of text, by the `model_type` of its folder.
+
+    A component with `own_code` makes folders that bring their code; they are written only where they are asked for by name.
+    """
 
     def misfits(self, weights: Weights) -> list[str]:
         """What a folder of this kind cannot say about a model, one sentence for each option; empty when it says all."""

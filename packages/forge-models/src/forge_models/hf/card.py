@@ -7,7 +7,7 @@ from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
 
 
-def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, loader: str) -> str:
+def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, usage: str) -> str:
     """Markdown with the metadata block that model hubs read.
 
     Args:
@@ -15,7 +15,7 @@ def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, lo
         config: the content of `config.json`.
         dtype: of the parameters.
         count: number of parameters.
-        loader: class of transformers that opens the folder.
+        usage: code that opens the folder.
     """
     model = weights.model
     assert isinstance(model, Decoder)
@@ -36,7 +36,7 @@ def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, lo
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-library_name: transformers
+library_name: {"transformers" if "transformers" in usage else "pytorch"}
 pipeline_tag: {_task(model)}
 tags: [{config["model_type"]}, forge]
 ---
@@ -52,10 +52,15 @@ Exported by Forge. Its logits were compared with those of the weights that it wa
 Data, intended use, limits and license: to be stated by the publisher of the model.
 
 ```python
-from transformers import {loader}
+{usage}```
+"""
+
+
+def usage_of(loader: str) -> str:
+    """Code that opens a folder by a class of transformers."""
+    return f"""from transformers import {loader}
 
 model = {loader}.from_pretrained("path/of/this/folder")
-```
 """
 
 

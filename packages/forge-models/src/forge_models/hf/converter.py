@@ -90,12 +90,17 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
         what = "is for decoders of text alone" if wanted in FAMILIES else "is not known"
         kind, names = type(weights.model).__name__, ", ".join(known) or "none"
         raise Unsupported(f"family {wanted!r} {what}; for a {kind} there are: {names}")
-    order = [wanted] if wanted is not None else [*([weights.facts.family] if weights.facts.family in known else []), *known]
-    reasons = []
+    first = weights.facts.family
+    order = [wanted] if wanted is not None else [*([first] if first in known else []), *known]
+    reasons, asked = [], []
     for name in dict.fromkeys(order):
-        model: HfModel = registry.load(GROUP, name)().build()
+        component = registry.load(GROUP, name)
+        model: HfModel = component().build()
         found = model.misfits(weights)
-        if not found:
+        if not found and name not in (wanted, first) and getattr(component, "own_code", False):
+            asked.append(name)
+        elif not found:
             return model
-        reasons += [f"{name}:", *(f"  {reason}" for reason in found)]
+        reasons += [f"{name}:", *(f"  {reason}" for reason in found)] if found else []
+    reasons += [f"--family {name} can, by code that it adds to the folder" for name in asked]
     raise Unsupported("\n  ".join([f"no {CONFIG} of the Hugging Face format can describe this model:", *reasons]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge_core.durable import publish, sync_path
 from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
-from forge_models.hf.card import card
+from forge_models.hf.card import card, usage_of
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
@@ -73,7 +73,7 @@ def write_folder(
     *,
     tokenizer: Path | None,
     max_shard_bytes: int,
-    loader: str = "AutoModelForCausalLM",
+    usage: str = usage_of("AutoModelForCausalLM"),
     constants: "Mapping[str, Tensor] | None" = None,
     texts: Callable[[Path], None] | None = None,
 ) -> None:
@@ -86,7 +86,7 @@ def write_folder(
         config: the keys of `config.json` that say what the model is.
         tokenizer: folder whose tokenizer files are copied; by default the one of `weights`.
         max_shard_bytes: of one file of tensors.
-        loader: class of transformers that opens the folder, for the model card.
+        usage: code that opens the folder, for the model card.
         constants: tensors by their name there that the format asks for and the model does not have.
         texts: writes further files into the folder.
 
@@ -103,7 +103,7 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         _write_tensors(partial, weights, places, max_shard_bytes, constants or {})
-        _write_texts(partial, weights, config, tokenizer or weights.facts.tokenizer, places, loader)
+        _write_texts(partial, weights, config, tokenizer or weights.facts.tokenizer, places, usage)
         if texts is not None:
             texts(partial)
         for file in partial.rglob("*"):
@@ -178,7 +178,7 @@ def _write_texts(
     config: Mapping[str, Any],
     tokenizer: Path | None,
     places: Mapping[str, Place],
-    loader: str,
+    usage: str,
 ) -> None:
     tokens = special_tokens(weights, config["model_type"], tokenizer)
     parameters = [name for name, place in places.items() if not place.buffer]
@@ -186,7 +186,7 @@ def _write_texts(
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     write_json(folder / CONFIG, {**config, **tokens, "torch_dtype": dtype})
     count = sum(prod(places[name].shape) for name in parameters)
-    (folder / "README.md").write_text(card(weights, config, dtype, count, loader), encoding="utf-8")
+    (folder / "README.md").write_text(card(weights, config, dtype, count, usage), encoding="utf-8")
     kept = tokenizer / GENERATION if tokenizer is not None else None
     if kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
 from forge_core.protocols.convert import NO_EXTRAS, Facts, Weights
+from forge_models.hf.card import usage_of
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.ignorable import ANY, Allowed
@@ -92,7 +93,7 @@ class Llava:
             config,
             tokenizer=tokenizer,
             max_shard_bytes=max_shard_bytes,
-            loader=ARCHITECTURE,
+            usage=usage_of(ARCHITECTURE),
             constants={name: tensor.to(getattr(torch, dtype)) for name, tensor in constants.items()},
             texts=texts_of,
         )

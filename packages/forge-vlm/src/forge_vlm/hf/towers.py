@@ -63,6 +63,8 @@ def config_of(encoder: Published) -> dict[str, Any]:
         "hidden_act": names[shape.activation],
         "layer_norm_eps": shape.eps,
     }
+    if "num_patches" in family.defaults:
+        written["num_patches"] = shape.grid**2
     if "mlp_ratio" not in family.defaults:
         more = {"vision_use_head": False} if "vision_use_head" in family.ignores else {}
         return written | {"intermediate_size": shape.ffn_dim} | more
