@@ -25,7 +25,6 @@ from forge_vlm.components.encoders import Features, SigLIP2, ViT
 from forge_vlm.components.fusions import MixtureOfTransformers
 from forge_vlm.components.model import VLM
 from forge_vlm.hf.standalone.folder import code_of
-from harness.closeness import wide
 from vlm.encoders.test_published import CASES as TOWERS
 from vlm.encoders.test_published import stored
 from vlm.tiny import ENCODER, EXPERTS, MODELS
@@ -70,7 +69,7 @@ def compare(weights: Any, folder: Path) -> None:
     assert isinstance(found, torch.Tensor)
     ours = logits_of(weights, tokens, extras=extras)
     torch.testing.assert_close(found, ours, rtol=0, atol=3e-5 * float(ours.abs().max()))
-    with wide(), torch.no_grad():
+    with torch.no_grad():
         exact = logits_of(weights, tokens, torch.float64, extras)
         torch.testing.assert_close(code_of(folder).load(folder, torch.float64)(tokens, **extras), exact, rtol=0, atol=1e-8)
     again = Hf().build().read(folder)
