@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -76,6 +76,7 @@ def write_folder(
     usage: str = usage_of("AutoModelForCausalLM"),
     constants: "Mapping[str, Tensor] | None" = None,
     texts: Callable[[Path], None] | None = None,
+    required: Sequence[str] = (),
 ) -> None:
     """Writes a folder of any kind of model, whole or not at all; see `write`.
 
@@ -89,6 +90,7 @@ def write_folder(
         usage: code that opens the folder, for the model card.
         constants: tensors by their name there that the format asks for and the model does not have.
         texts: writes further files into the folder.
+        required: keys of token ids that may not be null; they are left out where they are not known.
 
     Raises:
         Unsupported: `path` is not empty, `tokenizer` holds none, or a tensor has a dtype that cannot be written.
@@ -103,7 +105,7 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         _write_tensors(partial, weights, places, max_shard_bytes, constants or {})
-        _write_texts(partial, weights, config, tokenizer or weights.facts.tokenizer, places, usage)
+        _write_texts(partial, weights, config, tokenizer or weights.facts.tokenizer, places, usage, required)
         if texts is not None:
             texts(partial)
         for file in partial.rglob("*"):
@@ -179,8 +181,10 @@ def _write_texts(
     tokenizer: Path | None,
     places: Mapping[str, Place],
     usage: str,
+    required: Sequence[str],
 ) -> None:
     tokens = special_tokens(weights, config["model_type"], tokenizer)
+    tokens = {key: value for key, value in tokens.items() if value is not None or key not in required}
     parameters = [name for name, place in places.items() if not place.buffer]
     dtypes = {weights.tensors[name].dtype for name in parameters}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"

@@ -23,6 +23,16 @@ class Llava(Component):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mllama(Component):
+    """Cross-attention with the text part as `MllamaForCausalLM` (Llama 3.2, 2024); encoder and adapter bring code of ours."""
+
+    def build(self) -> "HfModel":
+        from forge_vlm.hf.mllama import Mllama
+
+        return Mllama()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Standalone(Component):
     """Any fusion but cross-attention, with code in plain PyTorch in the folder: for what no class of transformers can hold."""
 

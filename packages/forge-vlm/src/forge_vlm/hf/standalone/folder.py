@@ -87,8 +87,8 @@ class Standalone:
         """See `HfModel`: what the folder's code makes of its tensors. Code that is not ours is not run."""
         import torch
 
-        if not (path / CODE).is_file() or (path / CODE).read_bytes() != Path(__file__).with_name(CODE).read_bytes():
-            return f"{CODE} of the folder is not that of this version of Forge, and code of others is never run"
+        if fault := foreign(path):
+            return fault
         model = code_of(path).load(path, dtype=torch.float32)
         with torch.no_grad():
             return model(tokens, **extras)
@@ -147,6 +147,13 @@ def write_code(folder: Path, model: VLM) -> None:
     shutil.copyfile(Path(__file__).with_name(CODE), folder / CODE)
     if model.images == "encoder" and hasattr(model.vision, "processing"):
         write_json(folder / FILE, towers.preprocessor_of(model.vision.processing))
+
+
+def foreign(folder: Path) -> str:
+    """Why the code of a folder is not run: it is not ours; empty when it is."""
+    if (folder / CODE).is_file() and (folder / CODE).read_bytes() == Path(__file__).with_name(CODE).read_bytes():
+        return ""
+    return f"{CODE} of the folder is not that of this version of Forge, and code of others is never run"
 
 
 def code_of(folder: Path) -> Any:

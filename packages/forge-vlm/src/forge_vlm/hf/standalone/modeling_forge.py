@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def load(folder: str | Path, dtype: torch.dtype | None = None) -> "Model":
+def load(folder: str | Path, dtype: torch.dtype | None = None) -> "Model | Vision":
     """The model of a folder in evaluation mode, in the dtype that it was stored in, or in `dtype`."""
     from safetensors.torch import load_file
 
@@ -40,7 +40,7 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> "Model":
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
     with torch.device("meta"):
-        model = Model(config)
+        model = {"Model": Model, "Vision": Vision}[config["architectures"][0]](config)
     model.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, assign=True)
     return model.eval()
 
@@ -506,3 +506,15 @@ def adapter(shape: Table) -> nn.Module:
     if shape["kind"] == "projection":
         return Projection(shape["widths"], shape["bias"])
     return Perceiver(shape) if shape["kind"] == "perceiver" else Pooled(shape)
+
+
+class Vision(nn.Module):
+    """Encoder and adapter alone, for a model of text that looks at images by cross-attention."""
+
+    def __init__(self, config: Table) -> None:
+        super().__init__()
+        self.encoder, self.adapter = Encoder(config["model"]["encoder"]), adapter(config["model"]["adapter"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(n, channels, height, width) -> (n, per_image, dim): `cross_attention_states` of the model of text."""
+        return self.adapter(self.encoder(images))
