@@ -54,18 +54,27 @@ class HfConverter:
             return other.reference(path, tokens, extras)
         import torch
 
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError:
-            return "transformers is not installed"
-        loader: Any = AutoModelForCausalLM
-        model = loader.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-        )
-        model.config._experts_implementation = "eager"  # grouped products need widths that are multiples of 16 bytes
-        model.eval()
+        model = opened(path, "AutoModelForCausalLM")
+        if isinstance(model, str):
+            return model
         with torch.no_grad():
             return model(tokens).logits
+
+
+def opened(path: Path, loader: str) -> Any:
+    """The model of a folder in fp32 by a class of transformers, in evaluation; a sentence where transformers is not installed."""
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        return "transformers is not installed"
+    model = getattr(transformers, loader).from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+    )
+    # grouped products need widths that are multiples of 16 bytes
+    model.config.get_text_config()._experts_implementation = "eager"
+    return model.eval()
 
 
 def _other(path: Path) -> HfModel | None:

@@ -14,6 +14,7 @@ from forge_core.component import Component
 from forge_core.protocols.convert import NO_EXTRAS, Facts, Weights
 from forge_models.hf.card import usage_of
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
+from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.ignorable import ANY, Allowed
 from forge_models.hf.names import DERIVED, Place
@@ -102,20 +103,14 @@ class Llava:
         """See `HfModel`."""
         import torch
 
-        try:
-            from transformers import LlavaForConditionalGeneration
-        except ImportError:
-            return "transformers is not installed"
-        loader: Any = LlavaForConditionalGeneration
-        model = loader.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-        )
-        model.config.text_config._experts_implementation = "eager"  # grouped products need widths of multiples of 16 bytes
+        model = opened(path, ARCHITECTURE)
+        if isinstance(model, str):
+            return model
         given = {}
         if "image_rows" in extras and (rows := extras["image_rows"][extras["image_rows"] >= 0]).numel():
             given["pixel_values"] = extras["images"][rows]  # transformers takes them in the order of their placeholders
         with torch.no_grad():
-            return model.eval()(tokens, **given).logits
+            return model(tokens, **given).logits
 
     def examples(self, folder: Path) -> Iterable[Component]:
         """See `HfModel`."""
@@ -129,7 +124,7 @@ class Llava:
 
 
 class LlavaFolder(Placed):
-    """`Weights` of a LLaVA folder, whoever wrote it."""
+    """`Weights` of a LLaVA folder, of Forge or of others."""
 
     def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
         """Opens and checks everything but the values; see `forge_models.hf.reader.Folder`.

@@ -22,6 +22,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.hf.base import read_base, read_heads, write_base
 from forge_models.hf.card import usage_of
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
+from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of, misfits
 from forge_models.hf.names import DERIVED, Place, shapes_of
 from forge_models.hf.reader import SINGLE, TOKENS, Placed, ends_of, ids_of, tokenizer_of
@@ -139,16 +140,11 @@ class Mllama:
         """See `HfModel`: transformers for the text part, the code of the folder for images. Rows begin with their images."""
         import torch
 
-        try:
-            from transformers import MllamaForCausalLM
-        except ImportError:
-            return "transformers is not installed"
         if fault := standalone.foreign(path / VISION):
             return fault
-        loader: Any = MllamaForCausalLM
-        model = loader.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-        ).eval()
+        model = opened(path, ARCHITECTURE)
+        if isinstance(model, str):
+            return model
         logits = torch.zeros(*tokens.shape, model.vocab_size)
         rows = extras.get("image_rows", torch.full((len(tokens), 1), -1))
         with torch.no_grad():
