@@ -181,6 +181,8 @@ def test_it_is_written_only_where_it_is_asked_for(tmp_path: Path) -> None:
         Hf().build().write(tmp_path / "out", InMemory(MOT))
     assert "fusion = MixtureOfTransformers: LLaVA is a JointDecoder" in str(caught.value)
     assert "--family forge_standalone can" in str(caught.value)
+    with pytest.raises(Unsupported, match="only ernie4_5_vl_moe has experts by modality"):
+        Hf().build().write(tmp_path / "out", InMemory(MODELS["moma-token"]))
     with pytest.raises(Unsupported, match="'llama' is for decoders of text alone; for a VLM there are: forge_standalone, llava"):
         Hf(family="llama").build().write(tmp_path / "out", InMemory(MOT))
 

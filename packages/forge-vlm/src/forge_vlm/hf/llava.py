@@ -21,7 +21,7 @@ from forge_models.hf.names import DERIVED, Place
 from forge_models.hf.reader import TOKENS, Placed, ends_of, family_of, ids_of, tokenizer_of
 from forge_models.hf.writer import special_tokens, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
-from forge_vlm.components.fusions import JointDecoder
+from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
 from forge_vlm.hf import texts, towers
 from forge_vlm.images.processing import FILE
@@ -34,6 +34,7 @@ TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projec
 HEAD, TABLE = f"{TEXT}lm_head.weight", f"{TEXT}model.embed_tokens.weight"
 INNER = "vision_model."
 """Behind it in the names of a tower that is not DINOv2; newer versions of transformers write it no more and read both."""
+ERNIE = "; of transformers only ernie4_5_vl_moe has experts by modality, whose images have positions on three axes and always its tower"
 DEFAULTS: Mapping[str, Any] = {
     "image_token_index": 32000,
     "projector_hidden_act": "gelu",
@@ -175,7 +176,7 @@ def _misfits(model: VLM) -> Iterator[str]:
     """One sentence for each option of the recipe that LLaVA cannot hold."""
     fusion, adapter, encoder = model.chosen_fusion, model.chosen_adapter, model.vision
     if type(fusion) is not JointDecoder:
-        yield f"fusion = {type(fusion).__name__}: LLaVA is a JointDecoder"
+        yield f"fusion = {type(fusion).__name__}: LLaVA is a JointDecoder{ERNIE if type(fusion) is MoMa else ''}"
     elif fusion.image_attention != "causal":
         yield f"fusion.image_attention = {fusion.image_attention!r}: LLaVA is causal"
     if model.images != "encoder":

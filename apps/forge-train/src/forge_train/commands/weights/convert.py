@@ -26,7 +26,7 @@ def convert(
     from_: Annotated[str, typer.Option("--from", help="Format of SOURCE.")],
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
-    family: Annotated[str | None, typer.Option(help="Model family to write, such as llama.")] = None,
+    family: Annotated[str | None, typer.Option(help="Model family to write, such as llama or llava.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
