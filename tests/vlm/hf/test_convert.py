@@ -59,7 +59,9 @@ def test_a_folder_that_computes_something_else_is_moved_away(tmp_path: Path, mon
     ("words", "family"),
     [
         (("mot",), "forge_standalone"),
-        (("moma", "--model.moe.experts=4", "--model.moe.kernel=loop"), "forge_standalone"),
+        pytest.param(
+            ("moma", "--model.moe.experts=4", "--model.moe.kernel=loop"), "forge_standalone", marks=pytest.mark.slow, id="moma"
+        ),
         (("cross_attention", "--model.fusion.every=2"), "mllama_text_model"),
     ],
 )
