@@ -129,6 +129,35 @@ def test_a_fresh_process_without_forge_opens_the_folder(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "out").glob("*.py")] == ["modeling_forge.py"]
 
 
+TRUSTING = """
+import os, sys
+
+os.environ["HF_MODULES_CACHE"] = sys.argv[4]
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+folder, given, out = sys.argv[1:4]
+model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not any(info.values()), info
+given = load_file(given)
+save_file({"logits": model.eval()(given.pop("tokens"), **given).logits.detach()}, out)
+"""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_opens_the_folder_where_its_code_is_trusted(tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    weights = written(replace(MOT, tied_embeddings=tied), tmp_path / "out")
+    tokens, extras = fixed_rows(weights.model)
+    save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
+    (tmp_path / "program.py").write_text(TRUSTING)
+    words = ["program.py", "out", "given.safetensors", "found.safetensors", "modules"]
+    subprocess.run([sys.executable, *(str(tmp_path / word) for word in words)], check=True, cwd=tmp_path)
+    ours = logits_of(weights, tokens, extras=extras)
+    found = load_file(tmp_path / "found.safetensors")["logits"]
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
 def test_code_of_others_is_not_run(tmp_path: Path) -> None:
     weights = written(MOT, tmp_path / "out")
     with (tmp_path / "out" / "modeling_forge.py").open("a") as file:

@@ -34,9 +34,7 @@ TEXT, TOWER, PROJECTOR = "language_model.", "vision_tower.", "multi_modal_projec
 HEAD, TABLE = f"{TEXT}lm_head.weight", f"{TEXT}model.embed_tokens.weight"
 INNER = "vision_model."
 """Behind it in the names of a tower that is not DINOv2; newer versions of transformers write it no more and read both."""
-ERNIE = (
-    "; in transformers only ernie4_5_vl_moe has experts by modality, with a tower and three axes of positions that are not ours"
-)
+ERNIE = "; in transformers only ernie4_5_vl_moe has experts by modality, with another tower and positions on three axes"
 DEFAULTS: Mapping[str, Any] = {
     "image_token_index": 32000,
     "projector_hidden_act": "gelu",

@@ -29,7 +29,7 @@ from forge_vlm.images.processing import FILE
 if TYPE_CHECKING:
     from torch import Tensor
 
-MODEL_TYPE, ARCHITECTURE = "forge_standalone", "Model"
+MODEL_TYPE, ARCHITECTURE = "forge_standalone", "ForgeForCausalLM"
 CODE = "modeling_forge.py"
 DESCRIPTION = "forge"
 """Key of `config.json` with the parts of the model."""
@@ -68,6 +68,7 @@ class Standalone:
         config = {
             "architectures": [ARCHITECTURE],
             "model_type": MODEL_TYPE,
+            "auto_map": {"AutoConfig": "modeling_forge.ForgeConfig", "AutoModelForCausalLM": f"modeling_forge.{ARCHITECTURE}"},
             "model": shapes.shape_of(model),
             DESCRIPTION: plain.plain(model),
             **vision_keys(model),

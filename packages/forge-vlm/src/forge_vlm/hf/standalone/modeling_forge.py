@@ -40,7 +40,7 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> "Model | Visio
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
     with torch.device("meta"):
-        model = {"Model": Model, "Vision": Vision}[config["architectures"][0]](config)
+        model = {"ForgeForCausalLM": Model, "Vision": Vision}[config["architectures"][0]](config)
     model.load_state_dict({name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, assign=True)
     return model.eval()
 
@@ -518,3 +518,30 @@ class Vision(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(n, channels, height, width) -> (n, per_image, dim): `cross_attention_states` of the model of text."""
         return self.adapter(self.encoder(images))
+
+
+if __name__.startswith("transformers_modules."):  # `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class ForgeConfig(PretrainedConfig):
+        """The content of `config.json`."""
+
+        model_type = "forge_standalone"
+
+    class ForgeForCausalLM(PreTrainedModel):
+        """`Model` as transformers opens it."""
+
+        config_class = ForgeConfig
+        base_model_prefix = "model"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = Model({"model": config.model})
+            self.post_init()
+
+        def forward(
+            self, input_ids: Tensor, images: Tensor | None = None, image_rows: Tensor | None = None, **_given: Any
+        ) -> CausalLMOutput:
+            """See `Model`."""
+            return CausalLMOutput(logits=self.model(input_ids, images, image_rows))
