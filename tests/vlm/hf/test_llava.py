@@ -285,3 +285,37 @@ def test_the_processor_makes_the_pixels_of_ours(statistics: dict[str, Any], tmp_
     wanted = processor(picture, return_tensors="pt")["pixel_values"][0]
     found = torch.as_tensor(pixels(fit(picture, component.vision.processing), component.vision.processing))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_images_are_those_of_their_numbers_in_any_order(tmp_path: Path) -> None:
+    """A row may name any of the images, and an image may be of no row."""
+    weights = InMemory(model(tmp_path / "tower", *LLAVA["clip"]))
+    Hf().build().write(tmp_path / "out", weights)
+    tokens, extras = fixed_rows(weights.model)
+    images = torch.cat((extras["images"], extras["images"][:1] + 1))
+    rows = torch.tensor([[4, 2], [1, 3], [-1, -1]])
+    ours = logits_of(weights, tokens, extras={"images": images, "image_rows": rows})
+    found = Hf().build().reference(tmp_path / "out", tokens, {"images": images, "image_rows": rows})
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = saved(random_llava(TOWERS["clip"][1]()), tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["language_model.lm_head.weight"] + 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Unsupported, match="holds tensors twice"):
+        Hf().build().read(folder)
+
+
+def test_special_tokens_reach_the_text_part(tmp_path: Path) -> None:
+    """Without them it would have those of transformers' default: 1 and 2 of Llama."""
+    weights = InMemory(model(tmp_path / "tower", *LLAVA["clip"]))
+    weights.facts = Facts(special_tokens={"bos_token_id": 5, "eos_token_id": 6})
+    Hf().build().write(tmp_path / "out", weights)
+    text = transformers.LlavaConfig.from_pretrained(tmp_path / "out").text_config
+    assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (5, 6, None)
+    again = Hf().build().read(tmp_path / "out").facts.special_tokens
+    assert again == {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": None}

@@ -138,6 +138,7 @@ def test_patches_of_any_proportions_are_refused(tmp_path: Path) -> None:
         ({"cross_attention_layers": []}, "cross_attention_layers"),
         ({"image_token_index": None}, "encoder and adapter are in vision/"),
         ({"dropout": 0.1}, "dropout"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
@@ -147,3 +148,12 @@ def test_a_folder_that_says_something_else_is_refused(changed: dict[str, Any], w
     place.write_text(json.dumps(json.loads(place.read_text()) | changed))
     with pytest.raises((ConfigError, Unsupported), match=why):
         Hf().build().read(tmp_path / "out")
+
+
+def test_every_file_is_flushed_before_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_models.hf import writer
+
+    flushed: list[str] = []
+    monkeypatch.setattr(writer, "sync_path", lambda path: flushed.append(path.name if path.is_dir() else path.parent.name))
+    written(CROSS, tmp_path / "out")
+    assert flushed.count("vision") == 1 + len(list((tmp_path / "out" / "vision").iterdir()))

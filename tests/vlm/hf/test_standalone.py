@@ -216,6 +216,13 @@ def test_it_is_written_only_where_it_is_asked_for(tmp_path: Path) -> None:
         Hf(family="llama").build().write(tmp_path / "out", InMemory(MOT))
 
 
+def test_what_came_from_such_a_folder_may_go_to_one_unasked(tmp_path: Path) -> None:
+    written(MOT, tmp_path / "out")
+    Hf().build().write(tmp_path / "again", Hf().build().read(tmp_path / "out"))
+    assert (tmp_path / "again" / "model.safetensors.index.json").exists() or (tmp_path / "again" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "forge_standalone"
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
