@@ -40,8 +40,8 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
     before, after = folder.read(list(folder.tensors)), again.read(list(again.tensors))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    written = {name: again._whole(name) for name in again._files}
-    expected = {name: folder._whole(name) for name in folder._files}
+    written = {name: again.whole(name) for name in again._files}
+    expected = {name: folder.whole(name) for name in folder._files}
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)
     from transformers import AutoModelForCausalLM
@@ -51,7 +51,7 @@ def test_both_ways(case: str, tmp_path: Path) -> None:
     assert error(folder, loaded.double().eval()) < TOLERANCE
 
 
-def test_boxes_of_fused_matrices_equal_the_whole(tmp_path: Path) -> None:
+def test_boxes_of_fused_matrices_equal_thewhole(tmp_path: Path) -> None:
     values = SIZES | {"model_type": "phi3"}
     folder = Folder(folder_of(spread(reference(values)), values, tmp_path))
     for part in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):

@@ -44,6 +44,7 @@ _TABLE = (
     Group("forge.trackers", "[[trackers]]", ("run",), "forge_core.protocols.Tracker", "Where numbers are written"),
     Group("forge.stores", "[checkpoint.store]", ("path",), "forge_core.protocols.Store", "Where checkpoint files live"),
     Group("forge.converters", "--from / --to", (), "forge_core.protocols.Converter", "A format of weights"),
+    Group("forge.hf_models", "--family / config.json", (), "forge_core.protocols.HfModel", "A model in the Hugging Face format"),
     Group("forge.presets", "base", None, "path of a TOML file", "A recipe shipped with a distribution"),
     Group("forge.commands", "forge-train NAME", None, "typer application or function", "A subcommand"),
     Group("forge.proofs", "always", None, "path of a folder", "Receipts of `forge-train parity --record`"),
@@ -65,7 +66,7 @@ HOMES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "forge-parallel": ("forge.transforms", "forge.pipeline_schedules", "forge.optimizers"),
         "forge-vlm": (
             *("forge.models", "forge.fusions", "forge.encoders", "forge.adapters", "forge.hooks", "forge.sources"),
-            "forge.presets",
+            *("forge.hf_models", "forge.presets"),
         ),
         "forge-train": (
             *("forge.schedules", "forge.hooks", "forge.trackers", "forge.converters", "forge.presets", "forge.commands"),

@@ -64,3 +64,37 @@ def _image(context: FusionContext, shape: tuple[int, ...], draw: torch.Generator
     image[rows * columns :] = 0
     image[-1, :2] = torch.tensor([rows, columns])
     return image, rows * columns if context.varies else context.per_image
+
+
+def fixed_rows(
+    vocab_size: int, max_length: int, image_token: int, per_image: int, shape: tuple[int, ...], in_stream: bool
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Three rows that are always the same: one that begins with an image, one with text before and between images, one of text.
+
+    Where images stay out of the stream, text never comes before the first image of a row: libraries differ about such text.
+
+    Args:
+        vocab_size: number of ids.
+        max_length: of a row.
+        image_token: id of the placeholder.
+        per_image: placeholders of an image.
+        shape: of one image.
+        in_stream: whether vectors of images take the places of their placeholders.
+
+    Returns:
+        tokens (3, T), and `images` and `image_rows` as a model takes them.
+    """
+    length = min(max_length, 2 * per_image + 24)
+    draw = torch.Generator().manual_seed(20)
+    tokens = torch.randint(0, vocab_size - 1, (3, length), generator=draw)
+    tokens += tokens >= image_token
+    begins = ((0, per_image + 5), (3, per_image + 5) if in_stream else (0, per_image), ())
+    numbers, count = torch.full((3, 2), -1), 0
+    for row, places in enumerate(begins):
+        for which, place in enumerate(places):
+            if place + per_image < length:
+                tokens[row, place : place + per_image] = image_token
+                numbers[row, which] = count
+                count += 1
+    images = torch.randn((max(1, count), *shape), generator=draw)
+    return tokens, {"images": images, "image_rows": numbers}

@@ -5,13 +5,14 @@ prefix such as `model.` is the layout of those who save `{"model": ...}`, as tor
 tensors are Forge's: a model of other names needs a mapping, or the format `hf`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
 
 import torch
 
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.convert import NO_EXTRAS, Weights
 from forge_train.formats.folder import new_folder
 from forge_train.formats.pickled import BytesWeights, place_in, read_pickled, write_sidecar
 from forge_train.formats.plain import PlainWeights
@@ -71,6 +72,6 @@ class DcpConverter:
                 places[name] = place_in(folder / info.relative_path, span, "0", weights.tensors[name])
             write_sidecar(folder, weights, folder / METADATA, places)
 
-    def reference(self, path: Path, tokens: torch.Tensor) -> str:
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
         """The format has tensors and no model."""
         return "a distributed checkpoint has no model that could be run"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Stored, Weights
+from forge_core.protocols.convert import NO_EXTRAS, Stored, Weights
 from forge_models.hf.reader import DTYPES, INDEX, SINGLE
 from forge_train.formats.described import check_fit, describe, facts_of, model_of
 from forge_train.formats.folder import new_folder
@@ -103,7 +103,7 @@ class PlainConverter:
                 index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def reference(self, path: Path, tokens: torch.Tensor) -> str:
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
         """The format has tensors and no model."""
         return "safetensors has no model that could be run"
 

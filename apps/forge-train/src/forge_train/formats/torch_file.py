@@ -1,10 +1,11 @@
 """The format `torch`: a file of `torch.save` with one table of tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.convert import NO_EXTRAS, Weights
 from forge_train.formats.folder import new_folder
 from forge_train.formats.pickled import BytesWeights, place_in, read_pickled, write_sidecar
 from forge_train.formats.plain import PlainWeights
@@ -46,6 +47,6 @@ class TorchConverter:
             }
             write_sidecar(folder, weights, folder / FILE, places)
 
-    def reference(self, path: Path, tokens: torch.Tensor) -> str:
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
         """The format has tensors and no model."""
         return "a file of tensors has no model that could be run"

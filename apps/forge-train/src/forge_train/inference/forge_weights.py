@@ -17,7 +17,7 @@ from forge_core.config.tree import DEFAULT, Table, build, plain
 from forge_core.config.validate import resolve
 from forge_core.errors import CheckpointError
 from forge_core.protocols.ckpt import Piece
-from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.protocols.convert import NO_EXTRAS, Facts, Stored, Weights
 from forge_core.redact import refuse_redacted
 from forge_core.registry import Registry
 from forge_train.recipe.schema import Job
@@ -156,7 +156,7 @@ class ForgeConverter:
         if weights.facts.tokenizer is not None:
             copy_tokenizer(weights.facts.tokenizer, path / TOKENIZER)
 
-    def reference(self, path: Path, tokens: torch.Tensor) -> str:
+    def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
         """No other library reads this format."""
         return "this is Forge's format"
 

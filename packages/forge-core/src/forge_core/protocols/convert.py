@@ -1,14 +1,18 @@
 """What converters of weight formats agree on: a model's description, and its tensors by global name, read in portions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.component import Component
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+NO_EXTRAS: "Mapping[str, Tensor]" = MappingProxyType({})
+"""Of a model that is given tokens alone."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,36 @@ class Converter(Protocol):
         """
         ...
 
-    def reference(self, path: Path, tokens: "Tensor") -> "Tensor | str":
-        """Logits (B, T, vocab) of the format's own library for `tokens` (B, T), or why there are none."""
+    def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
+        """Logits (B, T, vocab) of the format's own library for `tokens` (B, T), or why there are none.
+
+        `extras` are the further inputs of the model, such as images, by the names that our model has for them.
+        """
+        ...
+
+
+class HfModel(Protocol):
+    """One kind of model in the Hugging Face format that is more than a decoder of text, by the `model_type` of its folder.
+
+    A component with `own_code` makes folders that bring their code; they are written only where they are asked for by name.
+    """
+
+    def misfits(self, weights: Weights) -> list[str]:
+        """What a folder of this kind cannot say about a model, one sentence for each option; empty when it says all."""
+        ...
+
+    def read(self, path: Path, ignore: Sequence[str] = ()) -> Weights:
+        """Opens a folder; `ignore` names keys of its `config.json` that are left out."""
+        ...
+
+    def write(self, path: Path, weights: Weights, *, tokenizer: Path | None, max_shard_bytes: int) -> None:
+        """Writes a folder, as `Converter.write`; the caller asked `misfits` before."""
+        ...
+
+    def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
+        """As `Converter.reference`."""
+        ...
+
+    def examples(self, folder: Path) -> Iterable[Component]:
+        """Small models that it describes, for checks; files that they need go into `folder`."""
         ...

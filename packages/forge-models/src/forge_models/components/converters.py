@@ -16,7 +16,8 @@ class Hf(Component):
     """Hugging Face folders: config.json and safetensors; no pickle, no code of the model's author."""
 
     family: str | None = None
-    """`model_type` to write, such as `llama`; by default where the weights came from, else the first that fits."""
+    """`model_type` to write, such as `llama`; by default where the weights came from, else the first that fits. What is more than
+    a decoder of text is one of the group `forge.hf_models`."""
     tokenizer: str | None = None
     """Folder whose tokenizer files are copied; by default those that came with the weights."""
     max_shard_bytes: Annotated[int, Gt(0)] = 5_000_000_000

@@ -1,16 +1,26 @@
 """The model card of an exported folder: facts that the weights bring along, and nothing else."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
-from forge_models.hf.family import Family
 
 
-def card(weights: Weights, family: Family, dtype: str, count: int) -> str:
-    """Markdown with the metadata block that model hubs read. `count` is the number of parameters."""
+def card(weights: Weights, config: Mapping[str, Any], dtype: str, count: int, usage: str) -> str:
+    """Markdown with the metadata block that model hubs read.
+
+    Args:
+        weights: what was written.
+        config: the content of `config.json`.
+        dtype: of the parameters.
+        count: number of parameters.
+        usage: code that opens the folder.
+    """
     model = weights.model
     assert isinstance(model, Decoder)
     rows = {
-        "Architecture": family.architecture,
+        "Architecture": config["architectures"][0],
         "Parameters": f"{count:,}",
         "Layers": model.layers,
         "Width": model.dim,
@@ -26,12 +36,12 @@ def card(weights: Weights, family: Family, dtype: str, count: int) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [{family.model_type}, forge]
+library_name: {"transformers" if "transformers" in usage else "pytorch"}
+pipeline_tag: {_task(model)}
+tags: [{config["model_type"]}, forge]
 ---
 
-# {family.architecture}, {count:,} parameters
+# {config["architectures"][0]}, {count:,} parameters
 
 Exported by Forge. Its logits were compared with those of the weights that it was made from.
 
@@ -42,11 +52,20 @@ Exported by Forge. Its logits were compared with those of the weights that it wa
 Data, intended use, limits and license: to be stated by the publisher of the model.
 
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
-```
+{usage}```
 """
+
+
+def usage_of(loader: str) -> str:
+    """Code that opens a folder by a class of transformers."""
+    return f"""from transformers import {loader}
+
+model = {loader}.from_pretrained("path/of/this/folder")
+"""
+
+
+def _task(model: Decoder) -> str:
+    return "text-generation" if type(model) is Decoder else "image-text-to-text"
 
 
 def _left_out(model: Decoder) -> dict[str, str]:

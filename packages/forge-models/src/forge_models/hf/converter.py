@@ -1,51 +1,115 @@
-"""The converter `hf`."""
+"""The converter `hf`: decoders of text, and through the registry the other models of the format."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.machine.memory import available_memory
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.convert import NO_EXTRAS, HfModel, Weights
+from forge_core.registry import Registry
 from forge_core.terminal.quantities import size
+from forge_models.components.decoder import Decoder
+from forge_models.hf.config import CONFIG, Unsupported, read_config
+from forge_models.hf.families import FAMILIES
 from forge_models.hf.reader import Folder
 from forge_models.hf.writer import write
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+GROUP = "forge.hf_models"
+
 
 class HfConverter:
-    """Reads and writes folders with `config.json` and safetensors."""
+    """Reads and writes folders with `config.json` and safetensors.
+
+    What is not a decoder of text alone is that of a plugin of the group `forge.hf_models`, under its `model_type`.
+    """
 
     def __init__(self, *, family: str | None, tokenizer: str | None, max_shard_bytes: int, ignore: Sequence[str]) -> None:
         self.family, self.tokenizer, self.max_shard_bytes, self.ignore = family, tokenizer, max_shard_bytes, ignore
 
-    def read(self, path: Path) -> Folder:
-        """Opens a folder; see `Folder`."""
-        return Folder(path, self.ignore)
+    def read(self, path: Path) -> Any:
+        """Opens a folder; see `forge_models.hf.reader.Folder`."""
+        other = _other(path)
+        return Folder(path, self.ignore) if other is None else other.read(path, self.ignore)
 
     def write(self, path: Path, weights: Weights) -> None:
         """Writes a folder; see `forge_models.hf.writer.write`."""
         tokenizer = None if self.tokenizer is None else Path(self.tokenizer)
-        write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
+        if type(weights.model) is Decoder:
+            write(path, weights, family=self.family, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
+        else:
+            chosen = _chosen(weights, self.family)
+            chosen.write(path, weights, tokenizer=tokenizer, max_shard_bytes=self.max_shard_bytes)
 
-    def reference(self, path: Path, tokens: "Tensor") -> "Tensor | str":
+    def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
         """Logits of transformers in fp32, or why there are none."""
-        import torch
-
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError:
-            return "transformers is not installed"
         needed = 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))
         free = available_memory()
         if free is not None and needed > free // 2:
-            return f"transformers would need about {size(needed)}, {size(free)} are free"
-        loader: Any = AutoModelForCausalLM
-        model = loader.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-        )
-        model.config._experts_implementation = "eager"  # grouped products need widths that are multiples of 16 bytes
-        model.eval()
+            return f"the other library would need about {size(needed)}, {size(free)} are free"
+        other = _other(path)
+        if other is not None:
+            return other.reference(path, tokens, extras)
+        import torch
+
+        model = opened(path, "AutoModelForCausalLM")
+        if isinstance(model, str):
+            return model
         with torch.no_grad():
             return model(tokens).logits
+
+
+def opened(path: Path, loader: str) -> Any:
+    """The model of a folder in fp32 by a class of transformers, in evaluation; a sentence where transformers is not installed."""
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        return "transformers is not installed"
+    model = getattr(transformers, loader).from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+    )
+    # grouped products need widths that are multiples of 16 bytes
+    model.config.get_text_config()._experts_implementation = "eager"
+    return model.eval()
+
+
+def _other(path: Path) -> HfModel | None:
+    """Who reads a folder that holds something else than a decoder of text; None where the families do."""
+    kind = read_config(path).get("model_type")
+    registry = Registry()
+    if not isinstance(kind, str) or kind in FAMILIES or kind not in registry.names(GROUP):
+        return None
+    return registry.load(GROUP, kind)().build()
+
+
+def _chosen(weights: Weights, wanted: str | None) -> HfModel:
+    """Who writes a model that is more than a decoder of text: the wanted kind, else that from which the weights came where it can
+    say all, else the first that can.
+
+    Raises:
+        Unsupported: none can; names for each kind everything that it cannot say.
+    """
+    registry = Registry()
+    known = registry.names(GROUP)
+    if wanted is not None and wanted not in known:
+        what = "is for decoders of text alone" if wanted in FAMILIES else "is not known"
+        kind, names = type(weights.model).__name__, ", ".join(known) or "none"
+        raise Unsupported(f"family {wanted!r} {what}; for a {kind} there are: {names}")
+    first = weights.facts.family
+    order = [wanted] if wanted is not None else [*([first] if first in known else []), *known]
+    reasons, asked = [], []
+    for name in dict.fromkeys(order):
+        component = registry.load(GROUP, name)
+        model: HfModel = component().build()
+        found = model.misfits(weights)
+        if not found and name not in (wanted, first) and getattr(component, "own_code", False):
+            asked.append(name)
+        elif not found:
+            return model
+        reasons += [f"{name}:", *(f"  {reason}" for reason in found)] if found else []
+    reasons += [f"--family {name} can, by code that it adds to the folder" for name in asked]
+    raise Unsupported("\n  ".join([f"no {CONFIG} of the Hugging Face format can describe this model:", *reasons]))

@@ -39,6 +39,7 @@ class Place:
         rows: row i of ours is row rows[i] of theirs; empty = the same order.
         fused: (dimension, start, size): ours are the entries of theirs from `start`, of `size` in all; None = theirs is ours.
         buffer: not a parameter, so a checkpoint's dtype is not its dtype.
+        reshaped: the shape there, where it has the same numbers in the same order; empty = that of ours.
     """
 
     shape: tuple[int, ...]
@@ -47,10 +48,13 @@ class Place:
     rows: tuple[int, ...] = ()
     fused: tuple[int, int, int] | None = None
     buffer: bool = False
+    reshaped: tuple[int, ...] = ()
 
     @property
     def theirs(self) -> tuple[int, ...]:
         """The shape of each tensor there."""
+        if self.reshaped:
+            return self.reshaped
         if self.fused is not None:
             axis, _, size = self.fused
             return (*self.shape[:axis], size, *self.shape[axis + 1 :])
@@ -72,7 +76,8 @@ class Place:
         if self.fused is not None:
             axis, start, _ = self.fused
             return tensors[0].narrow(axis, start, self.shape[axis])
-        return tensors[0][list(self.rows)] if self.rows else tensors[0]
+        found = tensors[0][list(self.rows)] if self.rows else tensors[0]
+        return found.reshape(self.shape) if self.reshaped else found
 
     def split(self, tensor: "Tensor") -> "dict[str, Tensor]":
         """Theirs by name from ours, each in separate memory."""
@@ -82,7 +87,7 @@ class Place:
             return {name: part.clone() for name, part in zip(self.names, tensor, strict=True)}
         if self.rows:
             tensor = tensor[torch.tensor(self.rows).argsort()]
-        return {self.names[0]: tensor.contiguous()}
+        return {self.names[0]: tensor.reshape(self.theirs).contiguous()}
 
 
 def places_in(family: Family, decoder: Decoder, fused: bool = False) -> dict[str, Place]:

@@ -1,7 +1,7 @@
 """A folder in the Hugging Face format, opened: model from `config.json`, tensors from safetensors, one or sharded."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,22 +72,23 @@ def read_model(folder: Path, ignore: Sequence[str] = ()) -> Decoder:
     return decoder_of(family_of(values, where), values, where, ignore)
 
 
-class Folder:
-    """`Weights` of a folder. Tensors are memory-mapped: what is not asked for is not read."""
+class Placed:
+    """Tensors of a folder by global name. They are memory-mapped: what is not asked for is not read.
 
-    def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
-        """Opens and checks everything but the values. `ignore` names keys of `config.json` that are left out.
+    Attributes:
+        folder: where the files are.
+        names: of all tensors there; where files of one kind have two names for a tensor, the one that places have.
+    """
+
+    def __init__(self, folder: Path, renamed: Callable[[str], str] = str) -> None:
+        """Opens the files. `renamed` gives a tensor's name in a file the one that places have.
 
         Raises:
-            ConfigError, Unsupported: a key, a tensor or a file that is not understood, missing, or left over.
+            Unsupported: a file that is missing, damaged, or not what the index says.
         """
         from safetensors import safe_open
 
-        values = read_config(folder)
-        where = str(folder / CONFIG)
         self.folder = folder
-        self.family = family_of(values, where)
-        self.model = decoder_of(self.family, values, where, ignore)
         self._files = located(folder)
         self._open: dict[str, Any] = {}
         for file in sorted(set(self._files.values())):
@@ -96,28 +97,15 @@ class Folder:
             except Exception as cause:  # the library raises its own type for damage, OSError and others besides
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
         self._check_files()
-        mtp = mtp_layers(self.family, self.model, values)
-        self._places = self._match(mtp)
-        self.tensors: Mapping[str, Stored] = {
-            name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in self._places.items()
-        }
-        tokenizer = folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
-        for key in TOKENS:
-            ids_of(values, key, where)
-        # null is kept: the model does not have that token. A key that is absent has the default of the family.
-        tokens = {key: values[key] for key in TOKENS if key in values}
-        self.facts = Facts(
-            special_tokens=tokens,
-            ends=_ends(folder),
-            tokenizer=tokenizer,
-            origin=str(folder),
-            family=self.family.model_type,
-            notes=tuple(self._notes(values, ignore, mtp)),
-        )
+        self.names = {renamed(name): name for name in self._files}
+        if len(self.names) < len(self._files):
+            raise Unsupported(f"{folder} holds tensors twice, under an older and a newer name; keep one of them")
+        self._places: Mapping[str, Place] = {}
+        self.tensors: Mapping[str, Stored] = {}
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
         """Whole tensors by global name; those that are not stacked or turned over are mapped from the file."""
-        return {name: self._places[name].join([self._whole(theirs) for theirs in self._places[name].names]) for name in names}
+        return {name: self._places[name].join([self.whole(theirs) for theirs in self._places[name].names]) for name in names}
 
     def box(self, name: str, offset: Sequence[int], extent: Sequence[int]) -> "Tensor":
         """The box of one tensor that begins at `offset`. Of a stack only its entries' boxes are read."""
@@ -125,34 +113,63 @@ class Folder:
 
         place = self._places[name]
         box = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
-        if place.rows or not place.shape:
+        if place.rows or place.reshaped or not place.shape:
             return self.read([name])[name][box]
         if not place.stacked:
             return self._slice(place.names[0])[place.within(box)]
         entries = [self._slice(theirs)[box[1:]] for theirs in place.names[box[0]]]
         return torch.stack(entries) if entries else torch.empty(tuple(extent))
 
-    def _notes(self, values: Mapping[str, Any], ignore: Sequence[str], mtp: tuple[str, ...]) -> Iterator[str]:
-        for key in ignore:
-            yield f"{key} of {CONFIG} was ignored, as asked for"
-        if values.get("auto_map"):
-            yield f"the code that auto_map names was not run; {self.family.architecture} is read as transformers defines it"
-        if AUXILIARY in self.family.defaults and (unused := unused_loss(values)):
-            yield unused
-        if left := [name for name in self._files if name.startswith(mtp)]:
-            yield (
-                f"{len(left)} tensors of multi-token prediction were left out ({_some(left)}); logits do without them, and "
-                "[model.mtp] starts anew"
+    def whole(self, theirs: str) -> "Tensor":
+        """A tensor by its name in `names`."""
+        stored = self.names[theirs]
+        return self._open[self._files[stored]].get_tensor(stored)
+
+    def match(self, wanted: Mapping[str, Place], left: Iterable[str]) -> None:
+        """Settles where every tensor lies, once names and shapes agree exactly. `left` are names that nothing may be at.
+
+        Raises:
+            Unsupported: all that is missing, left over, or of another shape or dtype than `wanted`.
+        """
+        faults = [f"{theirs}: missing" for place in wanted.values() for theirs in place.names if theirs not in self.names]
+        faults += [f"{name}: unexpected for the model that {CONFIG} describes" for name in sorted(left)]
+        for place in wanted.values():
+            stored = {theirs: self._stored(theirs) for theirs in place.names if theirs in self.names}
+            for theirs, entry in stored.items():
+                if entry.shape != place.theirs:
+                    faults.append(f"{theirs}: shape {entry.shape}, {CONFIG} means {place.theirs}")
+                if entry.dtype not in FLOATS:
+                    faults.append(f"{theirs}: dtype {entry.dtype} is not implemented")
+            if len({entry.dtype for entry in stored.values()}) > 1:
+                faults.append(f"{place.names[0]} and the other experts' have different dtypes")
+        if faults:
+            more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
+            raise Unsupported("\n  ".join([f"the tensors in {self.folder} do not fit:", *faults[:20], *more]))
+        self._places = wanted
+        self.tensors = {name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in wanted.items()}
+
+    def check_tie(self, head: str, embedding: str) -> None:
+        """Compares a head that is stored although it is tied.
+
+        Raises:
+            Unsupported: it has other values than the embedding.
+        """
+        import torch
+
+        if embedding not in self.names:
+            return
+        table, other = self.whole(embedding), self.whole(head)
+        if table.dtype != other.dtype or not torch.equal(table, other):
+            raise Unsupported(
+                f"{self.folder}: tie_word_embeddings is true, but {head} differs from {embedding}; it would not be used"
             )
 
-    def _whole(self, theirs: str) -> "Tensor":
-        return self._open[self._files[theirs]].get_tensor(theirs)
-
     def _slice(self, theirs: str) -> Any:
-        return self._open[self._files[theirs]].get_slice(theirs)
+        stored = self.names[theirs]
+        return self._open[self._files[stored]].get_slice(stored)
 
     def _stored(self, theirs: str) -> Stored:
-        entry = self._open[self._files[theirs]].get_slice(theirs)
+        entry = self._slice(theirs)
         dtype = str(entry.get_dtype())
         return Stored(tuple(entry.get_shape()), DTYPES.get(dtype, dtype))
 
@@ -164,41 +181,63 @@ class Folder:
             if listed != held:
                 raise Unsupported(f"{self.folder / file} and the index differ about {_some(listed ^ held)}")
 
-    def _match(self, mtp: tuple[str, ...]) -> dict[str, Place]:
-        """Global name -> place in the files, once names and shapes agree exactly."""
-        wanted = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self._files))
-        names = {theirs for place in wanted.values() for theirs in place.names}
-        left = {name for name in set(self._files) - names if not name.endswith(DERIVED) and not name.startswith(mtp)}
+
+class Folder(Placed):
+    """`Weights` of a folder with a decoder."""
+
+    def __init__(self, folder: Path, ignore: Sequence[str] = ()) -> None:
+        """Opens and checks everything but the values. `ignore` names keys of `config.json` that are left out.
+
+        Raises:
+            ConfigError, Unsupported: a key, a tensor or a file that is not understood, missing, or left over.
+        """
+        values = read_config(folder)
+        where = str(folder / CONFIG)
+        self.family = family_of(values, where)
+        self.model = decoder_of(self.family, values, where, ignore)
+        super().__init__(folder)
+        mtp = mtp_layers(self.family, self.model, values)
+        places = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self.names))
+        self.match(places, self._left(places, mtp))
+        for key in TOKENS:
+            ids_of(values, key, where)
+        # null is kept: the model does not have that token. A key that is absent has the default of the family.
+        tokens = {key: values[key] for key in TOKENS if key in values}
+        self.facts = Facts(
+            special_tokens=tokens,
+            ends=ends_of(folder),
+            tokenizer=tokenizer_of(folder),
+            origin=str(folder),
+            family=self.family.model_type,
+            notes=tuple(self._notes(values, ignore, mtp)),
+        )
+
+    def _notes(self, values: Mapping[str, Any], ignore: Sequence[str], mtp: tuple[str, ...]) -> Iterator[str]:
+        for key in ignore:
+            yield f"{key} of {CONFIG} was ignored, as asked for"
+        if values.get("auto_map"):
+            yield f"the code that auto_map names was not run; {self.family.architecture} is read as transformers defines it"
+        if AUXILIARY in self.family.defaults and (unused := unused_loss(values)):
+            yield unused
+        if left := [name for name in self.names if name.startswith(mtp)]:
+            yield (
+                f"{len(left)} tensors of multi-token prediction were left out ({_some(left)}); logits do without them, and "
+                "[model.mtp] starts anew"
+            )
+
+    def _left(self, places: Mapping[str, Place], mtp: tuple[str, ...]) -> set[str]:
+        """What no place has, and may not be left out."""
+        known = {theirs for place in places.values() for theirs in place.names}
+        left = {name for name in set(self.names) - known if not name.endswith(DERIVED) and not name.startswith(mtp)}
         if self.model.tied_embeddings and HEAD in left:
             left.remove(HEAD)
-            self._check_tie(OUTSIDE["embed.weight"])
-        faults = [f"{theirs}: missing" for place in wanted.values() for theirs in place.names if theirs not in self._files]
-        faults += [f"{name}: unexpected for the model that {CONFIG} describes" for name in sorted(left)]
-        for place in wanted.values():
-            stored = {theirs: self._stored(theirs) for theirs in place.names if theirs in self._files}
-            for theirs, entry in stored.items():
-                if entry.shape != place.theirs:
-                    faults.append(f"{theirs}: shape {entry.shape}, {CONFIG} means {place.theirs}")
-                if entry.dtype not in FLOATS:
-                    faults.append(f"{theirs}: dtype {entry.dtype} is not implemented")
-            if len({entry.dtype for entry in stored.values()}) > 1:
-                faults.append(f"{place.names[0]} and the other experts' have different dtypes")
-        if faults:
-            more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
-            raise Unsupported("\n  ".join([f"the tensors in {self.folder} do not fit:", *faults[:20], *more]))
-        return wanted
+            self.check_tie(HEAD, OUTSIDE["embed.weight"])
+        return left
 
-    def _check_tie(self, embedding: str) -> None:
-        import torch
 
-        if embedding not in self._files:
-            return
-        table = self._open[self._files[embedding]].get_tensor(embedding)
-        head = self._open[self._files[HEAD]].get_tensor(HEAD)
-        if table.dtype != head.dtype or not torch.equal(table, head):
-            raise Unsupported(
-                f"{self.folder}: tie_word_embeddings is true, but {HEAD} differs from {embedding}; it would not be used"
-            )
+def tokenizer_of(folder: Path) -> Path | None:
+    """The folder where it holds a tokenizer."""
+    return folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
 
 
 def ids_of(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
@@ -214,7 +253,7 @@ def ids_of(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _ends(folder: Path) -> tuple[int, ...]:
+def ends_of(folder: Path) -> tuple[int, ...]:
     """Ids at which generation ends, as the folder's settings of generation say; empty when they do not."""
     path = folder / GENERATION
     if not path.is_file():

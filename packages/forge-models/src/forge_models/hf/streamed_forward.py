@@ -1,10 +1,12 @@
 """Logits straight from stored weights, one block in memory at a time: how a conversion of any size is checked."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from forge_core.protocols.convert import NO_EXTRAS
 
 if TYPE_CHECKING:
     from forge_core.protocols.convert import Weights
@@ -16,9 +18,18 @@ def fixed_tokens(component: Any, length: int = 32, rows: int = 2) -> Tensor:
     return torch.randint(0, component.vocab_size, (rows, min(length, component.max_length)), generator=generator)
 
 
+def fixed_rows(component: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tokens, and further inputs of the model by name, that are always the same for a model: those of its method `fixed_rows`,
+    where it needs more than `fixed_tokens`."""
+    made = getattr(component, "fixed_rows", None)
+    return (fixed_tokens(component), {}) if made is None else made()
+
+
 @torch.no_grad()
-def logits_of(weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Logits (B, T, vocab) of `tokens` (B, T) in `dtype`, on the CPU.
+def logits_of(
+    weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.float32, extras: Mapping[str, Tensor] = NO_EXTRAS
+) -> Tensor:
+    """Logits (B, T, vocab) of `tokens` (B, T) in `dtype`, on the CPU; `extras` are further inputs of the model.
 
     Each block's tensors are read when it runs and dropped afterwards. Equal weights give equal bits: every tensor is
     copied to separate memory first, so that neither its place in a file nor its stored dtype decides a kernel.
@@ -34,7 +45,7 @@ def logits_of(weights: "Weights", tokens: Tensor, dtype: torch.dtype = torch.flo
         buffers = sorted(name for name in held if name.startswith(f"{path}."))
         unit.register_forward_pre_hook(_loader(weights, path, tied, dtype, buffers_of(weights, model, buffers)))
         unit.register_forward_hook(_drop)
-    return model(tokens)
+    return model(tokens, **extras)
 
 
 def buffers_of(weights: "Weights", model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from forge_core.durable import publish, sync_path
 from forge_core.protocols.convert import Weights
 from forge_models.components.decoder import Decoder
-from forge_models.hf.card import card
+from forge_models.hf.card import card, usage_of
 from forge_models.hf.config import CONFIG, Unsupported
 from forge_models.hf.families import FAMILIES
 from forge_models.hf.family import Family, config_of, misfits
 from forge_models.hf.names import Place, places_in
-from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES, TOKENS
+from forge_models.hf.reader import END, FLOATS, GENERATION, INDEX, SINGLE, TOKENIZER_FILES, TOKENS, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,23 +58,57 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
         Unsupported: no family can describe the model, or `path` is not empty.
     """
     if type(weights.model) is not Decoder:  # one that is built on it has parts that no family describes
-        raise Unsupported(f"a {type(weights.model).__name__} cannot be written in the Hugging Face format; only a decoder can")
+        raise Unsupported(f"a {type(weights.model).__name__} cannot be written as a decoder in the Hugging Face format")
     chosen_family = chosen(weights.model, family, weights.facts.family)
+    config = config_of(chosen_family, weights.model)
+    places = places_in(chosen_family, replace(weights.model, mtp=None))
+    write_folder(path, weights, places, config, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+
+
+def write_folder(
+    path: Path,
+    weights: Weights,
+    places: Mapping[str, Place],
+    config: Mapping[str, Any],
+    *,
+    tokenizer: Path | None,
+    max_shard_bytes: int,
+    usage: str = usage_of("AutoModelForCausalLM"),
+    constants: "Mapping[str, Tensor] | None" = None,
+    texts: Callable[[Path], None] | None = None,
+    required: Sequence[str] = (),
+) -> None:
+    """Writes a folder of any kind of model, whole or not at all; see `write`.
+
+    Args:
+        path: of the new folder.
+        weights: what is written.
+        places: where each tensor goes; what they leave of a larger tensor is 0.
+        config: the keys of `config.json` that say what the model is.
+        tokenizer: folder whose tokenizer files are copied; by default the one of `weights`.
+        max_shard_bytes: of one file of tensors.
+        usage: code that opens the folder, for the model card.
+        constants: tensors by their name there that the format asks for and the model does not have.
+        texts: writes further files into the folder.
+        required: keys of token ids that may not be null; they are left out where they are not known.
+
+    Raises:
+        Unsupported: `path` is not empty, `tokenizer` holds none, or a tensor has a dtype that cannot be written.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Unsupported(f"{path} exists and is not an empty folder; choose another")
-    folder = tokenizer or weights.facts.tokenizer
-    if tokenizer is not None and not any((tokenizer / name).exists() for name in TOKENIZER_FILES):
+    if tokenizer is not None and tokenizer_of(tokenizer) is None:
         raise Unsupported(f"{tokenizer} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    model = replace(weights.model, mtp=None)
-    places = places_in(chosen_family, model)
     if odd := sorted({weights.tensors[name].dtype for name in places} - set(FLOATS)):
         raise Unsupported(f"tensors of dtype {', '.join(odd)} cannot be written")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        _write_tensors(partial, weights, places, max_shard_bytes)
-        _write_texts(partial, weights, chosen_family, folder, places)
-        for file in partial.iterdir():
+        _write_tensors(partial, weights, places, max_shard_bytes, constants or {})
+        _write_texts(partial, weights, config, tokenizer or weights.facts.tokenizer, places, usage, required)
+        if texts is not None:
+            texts(partial)
+        for file in partial.rglob("*"):
             sync_path(file)
         publish(partial, path)
     except BaseException:
@@ -82,7 +116,9 @@ def write(path: Path, weights: Weights, *, family: str | None, tokenizer: Path |
         raise
 
 
-def _write_tensors(folder: Path, weights: Weights, places: Mapping[str, Place], limit: int) -> None:
+def _write_tensors(
+    folder: Path, weights: Weights, places: Mapping[str, Place], limit: int, constants: "Mapping[str, Tensor]"
+) -> None:
     from safetensors.torch import save_file
 
     shards = list(_shards(weights, places, limit))
@@ -91,12 +127,14 @@ def _write_tensors(folder: Path, weights: Weights, places: Mapping[str, Place], 
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         read = weights.read(shard)
         theirs = _theirs({ours: places[ours] for ours in shard}, read)
+        if number == len(shards):
+            theirs |= constants
         save_file(theirs, str(folder / file), metadata={"format": "pt"})
         files |= dict.fromkeys(theirs, file)
     if len(shards) > 1:
-        total = sum(_bytes(weights, name) for name in places)
+        total = sum(_bytes(weights, name) for name in places) + sum(tensor.nbytes for tensor in constants.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        _write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
 
 
 def _theirs(places: Mapping[str, Place], read: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
@@ -107,7 +145,7 @@ def _theirs(places: Mapping[str, Place], read: "Mapping[str, Tensor]") -> "dict[
             found |= place.split(read[ours])
             continue
         axis, start, _ = place.fused
-        whole = found.setdefault(place.names[0], read[ours].new_empty(place.theirs))
+        whole = found.setdefault(place.names[0], read[ours].new_zeros(place.theirs))
         if whole.dtype != read[ours].dtype:
             raise Unsupported(f"{place.names[0]} is made of tensors of {whole.dtype} and {read[ours].dtype}; write one dtype")
         whole.narrow(axis, start, place.shape[axis]).copy_(read[ours])
@@ -136,29 +174,36 @@ def _bytes(weights: Weights, name: str) -> int:
     return prod(entry.shape) * ITEM[entry.dtype]
 
 
-def _write_texts(folder: Path, weights: Weights, family: Family, tokenizer: Path | None, places: Mapping[str, Place]) -> None:
-    assert isinstance(weights.model, Decoder)
-    tokens = _special_tokens(weights, family, tokenizer)
+def _write_texts(
+    folder: Path,
+    weights: Weights,
+    config: Mapping[str, Any],
+    tokenizer: Path | None,
+    places: Mapping[str, Place],
+    usage: str,
+    required: Sequence[str],
+) -> None:
+    tokens = special_tokens(weights, config["model_type"], tokenizer)
+    tokens = {key: value for key, value in tokens.items() if value is not None or key not in required}
     parameters = [name for name, place in places.items() if not place.buffer]
     dtypes = {weights.tensors[name].dtype for name in parameters}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    _write_json(folder / CONFIG, config_of(family, weights.model) | tokens | {"torch_dtype": dtype})
-    (folder / "README.md").write_text(
-        card(weights, family, dtype, sum(prod(places[name].shape) for name in parameters)), encoding="utf-8"
-    )
+    write_json(folder / CONFIG, {**config, **tokens, "torch_dtype": dtype})
+    count = sum(prod(places[name].shape) for name in parameters)
+    (folder / "README.md").write_text(card(weights, config, dtype, count, usage), encoding="utf-8")
     kept = tokenizer / GENERATION if tokenizer is not None else None
     if kept is not None and kept.is_file():
         shutil.copyfile(kept, folder / GENERATION)
     else:
         ends = {END: list(weights.facts.ends)} if weights.facts.ends else {}
-        _write_json(folder / GENERATION, {"_from_model_config": True} | tokens | ends)
+        write_json(folder / GENERATION, {"_from_model_config": True} | tokens | ends)
     if tokenizer is not None:
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, folder / name)
 
 
-def _special_tokens(weights: Weights, family: Family, tokenizer: Path | None) -> dict[str, Any]:
+def special_tokens(weights: Weights, model_type: str, tokenizer: Path | None) -> dict[str, Any]:
     """Ids of special tokens: those that travel with the weights, else those that the tokenizer's folder names.
 
     What is not known is null. Left out, a key has the default of transformers for the family: a `pad_token_id` that the
@@ -166,7 +211,7 @@ def _special_tokens(weights: Weights, family: Family, tokenizer: Path | None) ->
     """
     found: dict[str, Any] = dict.fromkeys(TOKENS)
     if known := dict(weights.facts.special_tokens):
-        return known if weights.facts.family == family.model_type else found | known
+        return known if weights.facts.family == model_type else found | known
     if tokenizer is None:
         return found
     settings, content = tokenizer / "tokenizer_config.json", tokenizer / "tokenizer.json"
@@ -182,5 +227,6 @@ def _special_tokens(weights: Weights, family: Family, tokenizer: Path | None) ->
     return found
 
 
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON as people read it."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from torch import Tensor
+
     from forge_core.protocols.convert import Weights
     from forge_vlm.flops import VisionCounts
     from forge_vlm.model import VisionLanguageModel
@@ -173,6 +175,17 @@ class VLM(Decoder):
         from forge_vlm.weights.from_text import from_text
 
         return from_text(weights, self, self.modality_ids.names)
+
+    def fixed_rows(self) -> "tuple[Tensor, dict[str, Tensor]]":
+        """Tokens and images for a comparison of logits; see `forge_vlm.made_up.fixed_rows`."""
+        from forge_models.hf.streamed_forward import fixed_tokens
+        from forge_vlm import made_up
+
+        token = self.placeholder
+        if token is None:
+            return fixed_tokens(self), {}
+        shape = self.vision.input_shape
+        return made_up.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 
     def outline(self) -> Outline:
         """What strategies have to know before it is built."""

@@ -13,7 +13,7 @@ from forge_core.errors import ForgeError
 Resample = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 FILE = "preprocessor_config.json"
 
-_RESAMPLES: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+RESAMPLES: tuple[Resample, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """In the order of PIL's numbers, which the file has."""
 _READ = (
     *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
@@ -92,8 +92,8 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
             raise ForgeError(f"{path}: {key} {values[key]!r} is not implemented; only true is")
     shortest, size = _sizes(values, size, str(path))
     number = values.get("resample")
-    if type(number) is not int or not 0 <= number < len(_RESAMPLES):
-        raise ForgeError(f"{path}: resample {number!r} is not a filter of PIL; give a number from 0 to {len(_RESAMPLES) - 1}")
+    if type(number) is not int or not 0 <= number < len(RESAMPLES):
+        raise ForgeError(f"{path}: resample {number!r} is not a filter of PIL; give a number from 0 to {len(RESAMPLES) - 1}")
     scale = values.get("rescale_factor", 1 / 255)
     if not _is_positive(scale):
         raise ForgeError(f"{path}: rescale_factor {scale!r} is not a positive number")
@@ -101,7 +101,7 @@ def read_processing(folder: Path, size: int, channels: int) -> Processing:
         size=size,
         mean=_numbers(values, "image_mean", channels, str(path)),
         std=_numbers(values, "image_std", channels, str(path), positive=True),
-        resample=_RESAMPLES[number],
+        resample=RESAMPLES[number],
         shortest=shortest,
         scale=float(scale),
     )

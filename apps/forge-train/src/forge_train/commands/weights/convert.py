@@ -26,7 +26,7 @@ def convert(
     from_: Annotated[str, typer.Option("--from", help="Format of SOURCE.")],
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
-    family: Annotated[str | None, typer.Option(help="Model family to write, such as llama.")] = None,
+    family: Annotated[str | None, typer.Option(help="Model family to write, such as llama or llava.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="A key of config.json to ignore; may be given several times.")] = None,
     max_shard_bytes: Annotated[int | None, typer.Option(help="Maximum size of one tensor file, in bytes.")] = None,
@@ -142,10 +142,9 @@ def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
         ForgeError: the logits differ.
     """
     from forge_core.errors import ForgeError
-    from forge_models.hf.streamed_forward import fixed_tokens
+    from forge_models.hf.streamed_forward import fixed_rows
 
-    tokens = fixed_tokens(weights.model)
-    reference = converter.reference(path, tokens)
+    reference = converter.reference(path, *fixed_rows(weights.model))
     if isinstance(reference, str):
         return f"not compared with another library: {reference}"
     ours = _logits(weights)
@@ -156,6 +155,7 @@ def compared(converter: "Converter", path: Path, weights: "Weights") -> str:
 
 
 def _logits(weights: "Weights") -> "Tensor":
-    from forge_models.hf.streamed_forward import fixed_tokens, logits_of
+    from forge_models.hf.streamed_forward import fixed_rows, logits_of
 
-    return logits_of(weights, fixed_tokens(weights.model))
+    tokens, extras = fixed_rows(weights.model)
+    return logits_of(weights, tokens, extras=extras)

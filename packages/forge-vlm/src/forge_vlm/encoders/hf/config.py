@@ -51,6 +51,27 @@ def read_tower(
     """
     values, where = read_config(folder), str(folder / CONFIG)
     family, values = _vision(values, families, where)
+    fields, positions = tower_fields(family, values, where, ignore)
+    layers, patch, channels = fields["layers"], fields["patch_size"], fields["channels"]
+    fields["class_feature"] = class_feature
+    processing = read_processing(folder, positions, channels)
+    processing = processing if size is None else processing.at(size)
+    if flexible:
+        if not family.columns:
+            raise Unsupported(
+                f"{where}: model_type {family.tower!r} was not trained on images of any proportions; remove patches"
+            )
+        processing = processing.at(positions)  # the table is that of the folder; it is resized for every image
+    shape = VisionShape(**fields, flexible=flexible, image_size=processing.size, outputs=hidden_states(feature_layers, layers))
+    return Tower(family, shape, positions // patch, processing)
+
+
+def tower_fields(family: Family, values: Mapping[str, Any], where: str, ignore: Sequence[str] = ()) -> tuple[dict[str, Any], int]:
+    """Fields of `VisionShape` that a configuration of a tower says, and the image size of its table of positions, in pixels.
+
+    Raises:
+        ConfigError: every key that is missing, wrong, or not understood.
+    """
     keys = Keys(values, family.defaults, where, family.ignores, ignore, HINT)
     layers, dim = keys.integer("num_hidden_layers"), keys.integer("hidden_size")
     patch, channels = keys.integer("patch_size"), keys.integer("num_channels")
@@ -68,21 +89,11 @@ def read_tower(
         "activation": ACTIVATIONS.get(keys.only("hidden_act", *ACTIVATIONS), "gelu"),
         "gated": gated,
         "qkv_bias": keys.boolean("qkv_bias") if "qkv_bias" in family.defaults else True,
-        "class_feature": class_feature,
     }
     if "num_patches" in family.defaults:
         keys.given("image_size")  # older files have it too; positions decide
     keys.finish()
-    processing = read_processing(folder, positions, channels)
-    processing = processing if size is None else processing.at(size)
-    if flexible:
-        if not family.columns:
-            raise Unsupported(
-                f"{where}: model_type {family.tower!r} was not trained on images of any proportions; remove patches"
-            )
-        processing = processing.at(positions)  # the table is that of the folder; it is resized for every image
-    shape = VisionShape(**fields, flexible=flexible, image_size=processing.size, outputs=hidden_states(feature_layers, layers))
-    return Tower(family, shape, positions // patch, processing)
+    return fields, positions
 
 
 def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> tuple[Family, dict[str, Any]]:
@@ -91,10 +102,12 @@ def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> t
     for family in (FAMILIES[name] for name in families):
         if kind == family.tower:
             return family, dict(values)
+        inner = values.get("vision_config")
         if kind == family.whole:
-            inner = values.get("vision_config") or {}
-            if not isinstance(inner, dict):
+            if not isinstance(inner or {}, dict):
                 raise Unsupported(f"{where}: vision_config is not a table")
+            return family, inner or {}
+        if isinstance(inner, dict) and inner.get("model_type") == family.tower:  # of a model around it, such as LLaVA
             return family, inner
     known = [name for family in families for name in (FAMILIES[family].whole, FAMILIES[family].tower) if name]
     raise Unsupported(f"{where}: model_type {kind!r} is not one of this encoder; it reads {', '.join(known)}")
@@ -103,6 +116,10 @@ def _vision(values: Mapping[str, Any], families: Sequence[str], where: str) -> t
 def _ffn_dim(keys: Keys, family: Family, dim: int, gated: bool) -> int:
     if "mlp_ratio" not in family.defaults:
         return keys.integer("intermediate_size")
-    width = dim * keys.integer("mlp_ratio")
+    return width(dim, keys.integer("mlp_ratio"), gated)
+
+
+def width(dim: int, ratio: int, gated: bool) -> int:
+    """Hidden width of DINOv2's feed-forward part, which its files have as a ratio."""
     # Two thirds, rounded up to a multiple of 8: as many weights as without a gate (Oquab et al., 2023).
-    return -(-(2 * width // 3) // 8) * 8 if gated else width
+    return -(-(2 * dim * ratio // 3) // 8) * 8 if gated else dim * ratio

@@ -107,7 +107,7 @@ CLIP = Family(
             "layer_norm_eps": 1e-5,
         }
     ),
-    ignores=MappingProxyType({**_TRAINING, "projection_dim": ANY}),
+    ignores=MappingProxyType({**_TRAINING, "projection_dim": ANY, "vocab_size": ANY}),
     shape=MappingProxyType({"class_token": True, "patch_bias": False, "entry_norm": True, "final_norm": False}),
     names=_EMBED,
     block="encoder.layers.{}.",

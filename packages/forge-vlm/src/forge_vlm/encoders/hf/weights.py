@@ -15,11 +15,15 @@ from forge_core.protocols.convert import Facts, Stored
 from forge_models.hf.config import Unsupported
 from forge_models.hf.reader import DTYPES, FLOATS, located
 from forge_vlm.encoders.hf.config import Tower
-from forge_vlm.encoders.hf.families import GATED
+from forge_vlm.encoders.hf.families import GATED, Family
+from forge_vlm.encoders.shape import VisionShape
 from forge_vlm.encoders.vit import VisionTransformer
 
-PREFIX = "vision_model."
-"""Before the names of a vision tower that comes with a text tower, and in most files of one alone."""
+PREFIXES = (
+    *("model.vision_tower.vision_model.", "model.vision_tower.", "vision_tower.vision_model.", "vision_tower.", "vision_model."),
+    "",
+)
+"""Before the names of a vision tower: in a model around it, next to a text tower, and in most files of one alone."""
 OTHERS = ("text_model.*", "text_projection.*", "visual_projection.*", "logit_scale", "logit_bias", "classifier.*")
 
 
@@ -56,6 +60,7 @@ class TowerWeights:
             except Exception as cause:  # the library raises its own type for damage, OSError and others besides
                 raise Unsupported(f"{folder / file} cannot be read as safetensors: {cause}") from cause
             self._files[theirs] = opened[file]
+        self._prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
         self._places = dict(self._all_places())
         self.tensors: Mapping[str, Stored] = {
             name: Stored(place.shape, self._dtype(place.theirs)) for name, place in self._places.items()
@@ -79,20 +84,11 @@ class TowerWeights:
         return stored if place.change is None else place.change(stored)
 
     def _all_places(self) -> Iterator[tuple[str, Place]]:
-        family, shape = self._tower.family, self._tower.shape
-        prefix = PREFIX if any(name.startswith(PREFIX) for name in self._files) else ""
-        inner = {**family.inner, **(GATED if shape.gated else {})}
         with torch.device("meta"):
-            built = VisionTransformer(shape)
+            built = VisionTransformer(self._tower.shape)
         for name, parameter in built.named_parameters():
-            before, theirs, rest = "", family.names, name
-            if name.startswith("layers."):
-                _, number, rest = name.split(".", 2)
-                before, theirs = family.block.format(number), inner
-            found = theirs.get(rest)
-            module, _, slot = rest.rpartition(".")
-            found = f"{theirs[module]}.{slot}" if found is None else found
-            yield name, Place(f"{prefix}{before}{found}", tuple(parameter.shape), self._change(rest))
+            rest, theirs = their_name(self._tower.family, self._tower.shape, name)
+            yield name, Place(self._prefix + theirs, tuple(parameter.shape), self._change(rest))
 
     def _change(self, name: str) -> Callable[[Tensor], Tensor] | None:
         """How a tensor is made, by its name outside of its block."""
@@ -137,8 +133,9 @@ class TowerWeights:
         later = tuple(family.block.format(layer) for layer in range(shape.blocks, shape.layers))
         used, others = {place.theirs for place in self._places.values()}, 0
         for theirs in self._files:
-            inside = theirs.removeprefix(PREFIX)
-            if any(fnmatchcase(theirs, pattern) for pattern in OTHERS):
+            inside = theirs.removeprefix(self._prefix)
+            around = "vision_tower." in self._prefix and not theirs.startswith(self._prefix)
+            if around or any(fnmatchcase(theirs, pattern) for pattern in OTHERS):
                 others += 1
             elif theirs not in used and not inside.startswith((*family.left, *later)):
                 faults.append(f"{theirs}: unexpected for the tower that config.json describes")
@@ -151,6 +148,17 @@ class TowerWeights:
             yield f"blocks {shape.blocks} to {shape.layers - 1} of the vision tower were left out; no feature needs them"
         if grid != shape.grid:
             yield f"positions of {grid} x {grid} patches were resized to {shape.grid} x {shape.grid}"
+
+
+def their_name(family: Family, shape: VisionShape, name: str) -> tuple[str, str]:
+    """(name outside of its block, name in a tower's files) of a parameter of our module."""
+    before, theirs, rest = "", family.names, name
+    if name.startswith("layers."):
+        _, number, rest = name.split(".", 2)
+        before, theirs = family.block.format(number), {**family.inner, **(GATED if shape.gated else {})}
+    found = theirs.get(rest)
+    module, _, slot = rest.rpartition(".")
+    return rest, before + (f"{theirs[module]}.{slot}" if found is None else found)
 
 
 def interpolated(positions: Tensor, old: int, new: int, antialias: bool) -> Tensor:

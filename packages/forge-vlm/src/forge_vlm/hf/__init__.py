@@ -1,0 +1,1 @@
+"""Models with images as folders in the Hugging Face format."""

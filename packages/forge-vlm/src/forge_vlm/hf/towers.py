@@ -1,0 +1,140 @@
+"""A vision tower as a part of a folder in the Hugging Face format: its keys, the places of its tensors, its preprocessor."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from forge_models.hf.names import Place
+from forge_vlm.components.encoders import CLIP, DINOv2, Published, SigLIP
+from forge_vlm.encoders.hf.config import ACTIVATIONS, tower_fields, width
+from forge_vlm.encoders.hf.families import FAMILIES, Family
+from forge_vlm.encoders.hf.weights import their_name
+from forge_vlm.encoders.shape import VisionShape
+from forge_vlm.images.processing import RESAMPLES, Processing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+READERS: Mapping[str, type[Published]] = {"clip_vision_model": CLIP, "siglip_vision_model": SigLIP, "dinov2": DINOv2}
+"""`model_type` of a tower -> the encoder that reads it."""
+MOST_RATIO = 64
+"""Of the widths in DINOv2's feed-forward part, which its files have as a ratio."""
+
+
+def misfits(encoder: Any) -> list[str]:
+    """Why an encoder is not one of the towers of transformers; empty when it is."""
+    name = type(encoder).__name__
+    if not isinstance(encoder, Published):
+        return [f"encoder = {name}: it is not a tower of transformers; those are {', '.join(READERS)}"]
+    family = encoder.tower.family
+    if family.tower not in READERS:
+        return [f"encoder = {name} of model_type {family.tower}: its images are patches with a mask, which this format lacks"]
+    try:
+        again = shape_of(config_of(encoder), encoder.shape.outputs, encoder.shape.class_feature)
+    except ValueError as cause:
+        return [f"encoder = {name}: {cause}"]
+    wanted = replace(encoder.shape, layers=again.layers, init_std=again.init_std)
+    return [
+        f"encoder = {name}: {field} = {value!r}, this format would have {getattr(again, field)!r}"
+        for field, value in vars(wanted).items()
+        if value != getattr(again, field)
+    ]
+
+
+def shape_of(values: Mapping[str, Any], outputs: tuple[int, ...], class_feature: bool) -> VisionShape:
+    """The shape that the keys of a tower say, with hidden states `outputs` as features."""
+    family = next(family for family in FAMILIES.values() if family.tower == values["model_type"])
+    fields, size = tower_fields(family, values, "vision_config")
+    return VisionShape(**fields, class_feature=class_feature, image_size=size, outputs=outputs)
+
+
+def config_of(encoder: Published) -> dict[str, Any]:
+    """The keys of a tower with the blocks that are built: those behind the last feature are left out."""
+    family, shape = encoder.tower.family, encoder.shape
+    names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
+    written: dict[str, Any] = {
+        "model_type": family.tower,
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.blocks,
+        "num_attention_heads": shape.heads,
+        "num_channels": shape.channels,
+        "image_size": shape.image_size,
+        "patch_size": shape.patch_size,
+        "hidden_act": names[shape.activation],
+        "layer_norm_eps": shape.eps,
+    }
+    if "num_patches" in family.defaults:
+        written["num_patches"] = shape.grid**2
+    if "mlp_ratio" not in family.defaults:
+        more = {"vision_use_head": False} if "vision_use_head" in family.ignores else {}
+        return written | {"intermediate_size": shape.ffn_dim} | more
+    ratios = {width(shape.dim, ratio, shape.gated): ratio for ratio in range(MOST_RATIO, 0, -1)}
+    written |= {"mlp_ratio": ratios.get(shape.ffn_dim, 0), "use_swiglu_ffn": shape.gated}
+    return written | {"qkv_bias": shape.qkv_bias, "use_mask_token": False}
+
+
+def places_of(encoder: Published, prefix: str) -> dict[str, Place]:
+    """Global name -> place of every tensor of the tower; their names begin with `prefix`."""
+    import torch
+
+    from forge_vlm.encoders.vit import VisionTransformer
+
+    family, shape = encoder.tower.family, encoder.shape
+    with torch.device("meta"):
+        built = VisionTransformer(shape)
+    found: dict[str, Place] = {}
+    for name, parameter in built.named_parameters():
+        rest, theirs = their_name(family, shape, name)
+        size = tuple(parameter.shape)
+        place = Place(size, (prefix + theirs,), reshaped=_reshaped(family, shape, rest, size))
+        if shape.gated and rest.startswith(("mlp.gate_proj", "mlp.up_proj")):
+            start = 0 if rest.startswith("mlp.gate_proj") else shape.ffn_dim
+            place = replace(place, fused=(0, start, 2 * shape.ffn_dim))
+        found[f"encoder.{name}"] = place
+    return found
+
+
+def constants_of(encoder: Published, prefix: str) -> "dict[str, Tensor]":
+    """The norm behind the last block where no feature is normed: transformers builds it, and nothing here reads its output."""
+    import torch
+
+    if encoder.shape.last_norm:
+        return {}
+    family, dim = encoder.tower.family, encoder.shape.dim
+    return {f"{prefix}{family.names['norm']}.{slot}": torch.full((dim,), float(slot == "weight")) for slot in ("weight", "bias")}
+
+
+def left_of(encoder: Published, prefix: str, layers: int) -> tuple[str, ...]:
+    """Beginnings of the names of tensors of a stored tower of `layers` blocks that features do not need."""
+    family, shape = encoder.tower.family, encoder.shape
+    unused = [each for each in family.left if not (shape.last_norm and each.startswith(family.names["norm"]))]
+    return tuple(prefix + each for each in (*unused, *(family.block.format(at) for at in range(shape.blocks, layers))))
+
+
+def preprocessor_of(processing: Processing) -> dict[str, Any]:
+    """The keys of `preprocessor_config.json`."""
+    square = {"height": processing.size, "width": processing.size}
+    edge = processing.shortest
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": square if edge is None else {"shortest_edge": edge},
+        "resample": RESAMPLES.index(processing.resample),
+        "do_center_crop": edge is not None,
+        "crop_size": square,
+        "do_rescale": True,
+        "rescale_factor": processing.scale,
+        "do_normalize": True,
+        "image_mean": list(processing.mean),
+        "image_std": list(processing.std),
+    }
+
+
+def _reshaped(family: Family, shape: VisionShape, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor there, by its name outside of its block; empty where it is that of ours."""
+    if name == "embed.proj.weight":
+        return (shape.dim, shape.channels, shape.patch_size, shape.patch_size)
+    if family.name == "dinov2" and name in ("embed.class_token", "embed.positions"):
+        return (1, 1, *size) if name == "embed.class_token" else (1, *size)
+    return ()

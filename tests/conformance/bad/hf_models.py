@@ -1,0 +1,71 @@
+"""Models of the Hugging Face format that lose bits, compute something else, or take what is not theirs."""
+
+from dataclasses import replace
+
+import torch
+
+from conformance.part import Part
+from forge_core.protocols.convert import NO_EXTRAS
+from forge_models.components.norms import RMSNorm
+from forge_models.hf.streamed_forward import logits_of
+from forge_vlm.hf.standalone.folder import Standalone
+
+
+class Rounds(Standalone):
+    def read(self, path, ignore=()):
+        found = super().read(path, ignore)
+        whole = found.read
+        found.read = lambda names: {name: tensor.bfloat16().float() for name, tensor in whole(names).items()}
+        return found
+
+
+class Loses(Standalone):
+    """Norms are small."""
+
+    def read(self, path, ignore=()):
+        found = super().read(path, ignore)
+        found.tensors = {name: entry for name, entry in found.tensors.items() if "norm" not in name}
+        return found
+
+
+class Shifts(Standalone):
+    def read(self, path, ignore=()):
+        found = super().read(path, ignore)
+        found.model = replace(found.model, norm=RMSNorm(eps=0.1))
+        return found
+
+
+class Blind(Standalone):
+    """What it compares with never saw the images."""
+
+    def reference(self, path, tokens, extras=NO_EXTRAS):
+        images = torch.zeros_like(extras["images"])
+        return logits_of(self.read(path), tokens, extras={**extras, "images": images})
+
+
+class Shy(Standalone):
+    def misfits(self, weights):
+        return ["nothing fits"]
+
+
+class Greedy(Standalone):
+    def misfits(self, weights):
+        return []
+
+
+class Gullible(Standalone):
+    def read(self, path, ignore=()):
+        return None if not (path / "modeling_forge.py").exists() else super().read(path, ignore)
+
+
+BAD = {
+    "check_holds": [
+        (Part(make=Rounds), "is not what was written"),
+        (Part(make=Loses), "are on one side only"),
+        (Part(make=Shifts), "computes something else"),
+        (Part(make=Shy), "misfits refuses its example: nothing fits"),
+    ],
+    "check_reference": [(Part(make=Blind), "the reference differs by")],
+    "check_refuses": [(Part(make=Greedy), "takes a decoder of text")],
+    "check_foreign": [(Part(make=Gullible), "reads 'missing', where no model is")],
+}

@@ -1,0 +1,240 @@
+"""Folders with code of ours: their logits are those of the model, in a process that has nothing of Forge."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_models.components.attentions import GQA, MLA
+from forge_models.components.converters import Hf
+from forge_models.components.mlps import GELU, GeGLU, ReLU2
+from forge_models.components.norms import LayerNorm, RMSNorm
+from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
+from forge_models.conformance.weights import InMemory
+from forge_models.hf.config import Unsupported
+from forge_models.hf.streamed_forward import fixed_rows, logits_of
+from forge_models.rope import Rope
+from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
+from forge_vlm.components.encoders import Features, SigLIP2, ViT
+from forge_vlm.components.fusions import MixtureOfTransformers
+from forge_vlm.components.model import VLM
+from forge_vlm.hf.standalone.folder import code_of
+from vlm.encoders.test_published import CASES as TOWERS
+from vlm.encoders.test_published import stored
+from vlm.tiny import ENCODER, EXPERTS, MODELS
+
+MOT = MODELS["mot"]
+SQUARE = ViT(size=16, patch=4, dim=8, layers=2, heads=2)
+TOKENS = {"images": "tokens", "encoder": None, "adapter": None, "modalities": {"image": (30, 36), "sound": (36, 40)}}
+
+HELD: dict[str, VLM] = {
+    **{name: MODELS[name] for name in MODELS if name not in ("cross", "moma-choice", "moma-threshold")},
+    "mot-bidirectional": replace(MOT, fusion=MixtureOfTransformers(image_attention="bidirectional_image")),
+    "mot-prefix": replace(MOT, fusion=MixtureOfTransformers(image_attention="prefix")),
+    "tokens": replace(MOT, **TOKENS),
+    "moma-tokens": replace(MODELS["moma-token"], **TOKENS, moe=replace(EXPERTS, router=SoftmaxTopK(normalize=False))),
+    "moma-layers": replace(MODELS["moma-token"], moe=replace(EXPERTS, every=2, ffn_dim=None)),
+    "attention": replace(MOT, attention=GQA(qkv_bias=True, output_bias=True, qk_norm="full", scale=0.3, soft_cap=2.0)),
+    "windows": replace(MOT, attention=GQA(window=5, global_every=2), rope=Rope(theta=500.0, local_theta=90.0, partial=0.5)),
+    "yarn": replace(MOT, rope=Rope(scaling="yarn", factor=4.0, original_max_length=16)),
+    "llama3": replace(MOT, rope=Rope(scaling="llama3", factor=4.0, original_max_length=16), head_dim=6),
+    "layernorm": replace(MOT, norm=LayerNorm(), mlp=GELU(bias=True), norm_placement="sandwich"),
+    "gemma": replace(MOT, norm=RMSNorm(offset=1), mlp=GeGLU(), embed_multiplier=4.0, soft_cap=3.0, tied_embeddings=True),
+    "residual": replace(MOT, norm=LayerNorm(bias=False), mlp=ReLU2(), residual_multiplier=0.5),
+    "sincos": replace(MOT, encoder=replace(ENCODER, positions="sincos", class_token=True)),
+    "features": replace(MOT, encoder=Features(count=4, dim=12), adapter=Linear(bias=False)),
+    "mlp": replace(MOT, adapter=MLP(hidden=2, hidden_dim=12, bias=False)),
+    "average": replace(MOT, encoder=SQUARE, adapter=AveragePool(window=3, hidden=1)),
+    "shuffle": replace(MOT, encoder=SQUARE, adapter=PixelShuffle(factor=2)),
+    "attention_pool": replace(MOT, encoder=SQUARE, adapter=AttentionPool(window=2, heads=2)),
+    "perceiver": replace(MOT, encoder=SQUARE, adapter=Perceiver(latents=3, layers=2, heads=2)),
+}
+
+
+def written(component: VLM, folder: Path) -> InMemory:
+    weights = InMemory(component)
+    Hf(family="forge_standalone", max_shard_bytes=20_000).build().write(folder, weights)
+    return weights
+
+
+def compare(weights: Any, folder: Path) -> None:
+    tokens, extras = fixed_rows(weights.model)
+    found = Hf().build().reference(folder, tokens, extras)
+    assert isinstance(found, torch.Tensor)
+    ours = logits_of(weights, tokens, extras=extras)
+    torch.testing.assert_close(found, ours, rtol=0, atol=3e-5 * float(ours.abs().max()))
+    with torch.no_grad():
+        exact = logits_of(weights, tokens, torch.float64, extras)
+        torch.testing.assert_close(code_of(folder).load(folder, torch.float64)(tokens, **extras), exact, rtol=0, atol=1e-8)
+    again = Hf().build().read(folder)
+    read, wanted = again.read(list(again.tensors)), weights.read(list(weights.tensors))
+    assert read.keys() == wanted.keys()
+    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+    assert torch.equal(logits_of(again, tokens, extras=extras), ours)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_the_code_of_the_folder_has_our_logits(name: str, tmp_path: Path) -> None:
+    weights = written(HELD[name], tmp_path / "out")
+    compare(weights, tmp_path / "out")
+    assert Hf().build().read(tmp_path / "out").model == HELD[name]
+
+
+@pytest.mark.parametrize("tower", ["clip", "siglip", "siglip2", "dinov2_gated"])
+def test_published_towers_are_held(tower: str, tmp_path: Path) -> None:
+    kind, make = TOWERS[tower]
+    stored(tmp_path / "tower", make())
+    for number, layers in enumerate([(), (-2, -1)]):
+        component = replace(MOT, max_length=96, encoder=kind(path=str(tmp_path / "tower"), feature_layers=layers))
+        compare(written(component, tmp_path / f"out{number}"), tmp_path / f"out{number}")
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0].startswith("forge") or name.partition(".")[0] == "transformers":
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+folder, given, out = sys.argv[1:]
+sys.path.insert(0, folder)
+from modeling_forge import load
+from safetensors.torch import load_file, save_file
+
+try:
+    import forge_core
+except ImportError:
+    save_file({"logits": load(folder)(**load_file(given)).detach()}, out)
+"""
+
+
+def test_a_fresh_process_without_forge_opens_the_folder(tmp_path: Path) -> None:
+    weights = written(MOT, tmp_path / "out")
+    tokens, extras = fixed_rows(weights.model)
+    save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
+    (tmp_path / "program.py").write_text(BLOCKED)
+    words = [tmp_path / "program.py", tmp_path / "out", tmp_path / "given.safetensors", tmp_path / "found.safetensors"]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=tmp_path)
+    ours = logits_of(weights, tokens, extras=extras)
+    found = load_file(tmp_path / "found.safetensors")["logits"]
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+    assert [file.name for file in (tmp_path / "out").glob("*.py")] == ["modeling_forge.py"]
+
+
+TRUSTING = """
+import os, sys
+
+os.environ["HF_MODULES_CACHE"] = sys.argv[4]
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+folder, given, out = sys.argv[1:4]
+model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not any(info.values()), info
+given = load_file(given)
+save_file({"logits": model.eval()(given.pop("tokens"), **given).logits.detach()}, out)
+"""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_opens_the_folder_where_its_code_is_trusted(tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    weights = written(replace(MOT, tied_embeddings=tied), tmp_path / "out")
+    tokens, extras = fixed_rows(weights.model)
+    save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
+    (tmp_path / "program.py").write_text(TRUSTING)
+    words = ["program.py", "out", "given.safetensors", "found.safetensors", "modules"]
+    subprocess.run([sys.executable, *(str(tmp_path / word) for word in words)], check=True, cwd=tmp_path)
+    ours = logits_of(weights, tokens, extras=extras)
+    found = load_file(tmp_path / "found.safetensors")["logits"]
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+def test_code_of_others_is_not_run(tmp_path: Path) -> None:
+    weights = written(MOT, tmp_path / "out")
+    with (tmp_path / "out" / "modeling_forge.py").open("a") as file:
+        file.write(f"\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    Hf().build().read(tmp_path / "out")
+    said = Hf().build().reference(tmp_path / "out", *fixed_rows(weights.model))
+    assert isinstance(said, str)
+    assert "never run" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_placeholders_have_to_fit_their_images(tmp_path: Path) -> None:
+    weights = written(MOT, tmp_path / "out")
+    tokens, extras = fixed_rows(weights.model)
+    tokens[1, 3] = 5
+    with pytest.raises(ValueError, match="each image needs 4 placeholders"):
+        Hf().build().reference(tmp_path / "out", tokens, extras)
+
+
+REFUSED: dict[str, tuple[VLM, str]] = {
+    "cross": (MODELS["cross"], "fusion = CrossAttention"),
+    "choice": (MODELS["moma-choice"], "fusion.routing = 'expert_choice'"),
+    "threshold": (MODELS["moma-threshold"], "fusion.routing = 'threshold'"),
+    "router": (replace(MODELS["moma-token"], moe=replace(EXPERTS, router=SigmoidTopK())), "moe.router = SigmoidTopK"),
+    "capacity": (replace(MODELS["moma-token"], moe=replace(EXPERTS, capacity=1.0)), "moe.capacity = 1.0"),
+    "joint experts": (replace(MODELS["joint"], moe=EXPERTS), "moe: the code has experts of each modality"),
+    "latent": (replace(MODELS["joint"], kv_heads=None, attention=MLA(kv_lora_rank=8)), "attention = MLA"),
+    "dynamic": (replace(MOT, rope=Rope(scaling="dynamic", factor=2.0, original_max_length=16)), "rope.scaling = 'dynamic'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_code_does_not_have_is_refused_by_name(what: str, tmp_path: Path) -> None:
+    component, name = REFUSED[what]
+    with pytest.raises(Unsupported) as caught:
+        written(component, tmp_path / "out")
+    assert f"\n    {name}" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_patches_of_any_proportions_are_refused(tmp_path: Path) -> None:
+    stored(tmp_path / "tower", TOWERS["siglip2"][1]())
+    component = replace(MOT, max_length=96, encoder=SigLIP2(path=str(tmp_path / "tower"), patches=8))
+    with pytest.raises(Unsupported, match=r"encoder\.patches = 8"):
+        written(component, tmp_path / "out")
+
+
+def test_it_is_written_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported) as caught:
+        Hf().build().write(tmp_path / "out", InMemory(MOT))
+    assert "fusion = MixtureOfTransformers: LLaVA is a JointDecoder" in str(caught.value)
+    assert "--family forge_standalone can" in str(caught.value)
+    with pytest.raises(Unsupported, match="only ernie4_5_vl_moe has experts by modality"):
+        Hf().build().write(tmp_path / "out", InMemory(MODELS["moma-token"]))
+    with pytest.raises(Unsupported, match="'llama' is for decoders of text alone; for a VLM there are: forge_standalone, llava"):
+        Hf(family="llama").build().write(tmp_path / "out", InMemory(MOT))
+
+
+def test_what_came_from_such_a_folder_may_go_to_one_unasked(tmp_path: Path) -> None:
+    written(MOT, tmp_path / "out")
+    Hf().build().write(tmp_path / "again", Hf().build().read(tmp_path / "out"))
+    assert (tmp_path / "again" / "model.safetensors.index.json").exists() or (tmp_path / "again" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "forge_standalone"
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"forge": {"kind": "Popen"}}, "'Popen' is not a part"),
+        ({"forge": {"kind": "ViT"}}, "does not say which model"),
+        ({"forge": {"kind": "VLM", "dim": -1}}, "VLM"),
+        ({"model": {}}, "say different models"),
+    ],
+)
+def test_a_folder_that_says_something_else_is_refused(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+    written(MOT, tmp_path / "out")
+    place = tmp_path / "out" / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | changed))
+    with pytest.raises(Unsupported, match=why):
+        Hf().build().read(tmp_path / "out")
