@@ -14,7 +14,8 @@ from forge_models.generation.generate import evaluating
 from forge_models.interp.capture import Captured, capture, checked
 from forge_models.interp.listing import InterpError, TapInfo
 from forge_models.interp.select import Positions, Selection
-from forge_models.interp.store.write import SHARD_BYTES, StoreWriter
+from forge_models.interp.store.shards import SHARD_BYTES
+from forge_models.interp.store.write import StoreWriter
 
 
 def record(
