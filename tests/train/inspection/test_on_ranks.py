@@ -127,7 +127,7 @@ CASES = [
     *(("latent", layout, "all", True, "all_gather") for layout in ("tp2", "dp2")),
     *(("experts", layout, "all", True, "all_gather") for layout in ("dp2ep2", "dp4ep2", "pp2dp2ep2", "dp2tp2ep4")),
     *(("dense", "tp2", selection, False, "all_gather") for selection in ("heads", "places", "last", "slice")),
-    *(("dense", layout, "last", True, "all_gather") for layout in ("dp2", "pp2tp2")),
+    *(("dense", layout, "last", True, "all_gather") for layout in ("dp2", "pp2tp2", "cp2")),
     *(("dense", "cp2tp2", selection, False, "ring") for selection in ("heads", "places", "last", "slice")),
 ]
 FAST = (CASES[2], CASES[3], CASES[7], CASES[9], CASES[14], CASES[18], CASES[-1], CASES[-4])
@@ -216,16 +216,6 @@ def test_what_cannot_be_gathered_is_refused_by_name() -> None:
         strict=True,
     ):
         assert message.startswith(start)
-
-
-def padded_ends() -> str:
-    with pytest.raises(InterpError) as refusal:
-        gathered("dense", "cp2", "last", True, False, "all_gather")
-    return str(refusal.value)
-
-
-def test_the_last_token_of_a_padded_row_is_not_looked_for_under_cp(world: World) -> None:
-    assert world.run(padded_ends, 2)[0].startswith("positions 'last' of rows with padding are not found under context")
 
 
 def test_rows_that_all_data_ranks_have_alike_are_sent_once(world: World) -> None:

@@ -10,12 +10,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.batch import PADDING
 from forge_models.interp.listing import InterpError, TapInfo
 from forge_models.interp.names import by_token
-from forge_models.interp.select import last_tokens
 from forge_models.interp.tap import listening, speaks
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.context.transform import ContextParallel
@@ -172,11 +172,7 @@ class Shares:
             allowed = documents.cpu() != PADDING
         positions = self.positions
         if positions == "last":
-            if self.cp == 1:
-                return last_tokens(allowed)
-            if not bool(allowed.all()):
-                raise InterpError("positions 'last' of rows with padding are not found under context parallelism; take places")
-            return allowed & (places == length - 1)
+            return allowed & (places == self._ends(places, allowed, documents is not None)[:, None])
         if isinstance(positions, str):
             return allowed
         if isinstance(positions, slice):
@@ -186,3 +182,14 @@ class Shares:
             if wrong := [place for place in chosen if not -length <= place < length]:
                 raise InterpError(f"position {wrong[0]} is beyond the {length} tokens of a row")
         return allowed & torch.isin(places, torch.tensor([place % length for place in chosen], dtype=torch.int64))
+
+    def _ends(self, places: Tensor, allowed: Tensor, padded: bool) -> Tensor:
+        """(B,) the last place of each row that is allowed; where rows may have padding, ranks that share rows ask each other."""
+        ends = torch.where(allowed, places, -1).amax(1)
+        if self.cp == 1:
+            return ends
+        if not padded:
+            return torch.full_like(ends, self.cp * len(places) - 1)
+        ends = ends.to(self.model.topology.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self.model.topology.group("cp"))
+        return ends.cpu()

@@ -118,7 +118,7 @@ class Selection:
         elif positions == "last" and forward.at is not None:  # prompts of unequal length: their ends are known
             mask = torch.zeros_like(allowed).scatter_(1, forward.at.unsqueeze(1), True)
         elif positions == "last":
-            mask = last_tokens(allowed)
+            mask = _last(allowed)
         elif isinstance(positions, slice):
             mask = allowed & self._sliced(forward, positions)
         elif isinstance(positions, str):
@@ -187,7 +187,7 @@ class Selection:
         return Picked(mask, columns.expand(len(allowed), -1), False)
 
 
-def last_tokens(allowed: Tensor) -> Tensor:
+def _last(allowed: Tensor) -> Tensor:
     """The last True of each row."""
     behind = allowed.flip(1).cumsum(1).flip(1)
     return allowed & (behind == 1)
