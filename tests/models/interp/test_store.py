@@ -15,9 +15,9 @@ from forge_models.interp.capture import capture
 from forge_models.interp.listing import InterpError
 from forge_models.interp.store import convert as conversion
 from forge_models.interp.store.convert import as_xarray, convert
+from forge_models.interp.store.manifest import MANIFEST
 from forge_models.interp.store.read import ActivationStore
 from forge_models.interp.store.record import fingerprint, record
-from forge_models.interp.store.manifest import MANIFEST
 from forge_models.interp.store.shards import ShardWriter
 
 NAMES = ("blocks.1.residual", "blocks.0.attention.k")

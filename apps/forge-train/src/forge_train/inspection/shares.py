@@ -1,8 +1,8 @@
 """What one rank has of the inner values of a model that is cut over ranks.
 
 What a rank hears depends on the layout. Rows differ over data ranks; places of a row over ranks of cp, and of tp where the stream
-is cut along the sequence; heads and neurons over ranks of tp; layers over stages. A value that several ranks have alike is that of
-the first of them.
+is cut along the sequence; heads and neurons over ranks of tp; layers over stages. For a value that several ranks have alike the
+first of them answers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -19,9 +19,7 @@ class Manifest:
         entries: as they are on disk: `facts`, `taps`, `shard_bytes`, `shards` in the order of their inputs, and `complete`.
     """
 
-    def __init__(
-        self, folder: Path, facts: Mapping[str, Any], taps: Mapping[str, Mapping[str, Any]], shard_bytes: int
-    ) -> None:
+    def __init__(self, folder: Path, facts: Mapping[str, Any], taps: Mapping[str, Mapping[str, Any]], shard_bytes: int) -> None:
         """Opens a new or empty folder, or goes on with that of the same capture: files that its manifest does not name, which a
         process that was killed left, are removed. Arguments as `StoreWriter`.
 
