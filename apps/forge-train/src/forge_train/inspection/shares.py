@@ -137,7 +137,7 @@ class Shares:
         def note(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else given["x"]
             if given.get("cache") is not None:
-                raise InterpError("a forward with a cache is not gathered from ranks; run rows as a whole")
+                raise InterpError("a forward with a cache is not gathered from ranks, nor edited there; run rows as a whole")
             positions, documents = given.get("positions"), given.get("documents")
             cut = x.dim() == 3 and positions is not None  # the stream of an earlier stage may be cut along the sequence
             length = positions.shape[-1] if cut and positions is not None else x.shape[1]
