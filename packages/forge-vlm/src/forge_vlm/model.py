@@ -13,6 +13,7 @@ from forge_core.specs import Specs
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
+from forge_models.interp.tap import scope, show
 from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
 from forge_vlm.fusion.fusion import Fusion, Inputs
@@ -82,6 +83,9 @@ class VisionLanguageModel(Decoder):
                 "blocks that attend to images need them on every stage of a pipeline, and only the first has them; set "
                 "parallel.pp = 1, or a fusion with images in the stream"
             )
+        if self.embed is not None:
+            with scope("", self):
+                show("modality", lambda: self.context.modalities.of(tokens).unsqueeze(-1))
         images, image_rows = self._images(tokens, extras, cache)
         visual = None
         if images is not None and self.encoder is not None and self.adapter is not None:
@@ -123,6 +127,14 @@ class VisionLanguageModel(Decoder):
         if is_real(tokens) and not torch.compiler.is_compiling():
             agree(tokens, token, rows, self.context.per_image)
         return images, rows
+
+    def example_inputs(self) -> dict[str, Tensor]:
+        """Arguments of a small forward that passes all inner values: see `forge_models.interp.listing.taps`."""
+        tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+        if self.context.image_token is None:
+            return {"x": tokens}
+        images = torch.zeros(1, *self.blank, dtype=self._dtype, device="meta")
+        return {"x": tokens, "images": images, "image_rows": torch.zeros_like(tokens[:, :1])}
 
     @property
     def without_loss(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Changes inner values of a model that is cut over ranks: an edit sees them whole, and each rank takes its share of what it makes."""
+"""Changes inner values of a model that is cut over ranks: an edit sees them whole, each rank takes its share of the result."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +30,11 @@ def edit_on_ranks(
     heads: Sequence[int] | None = None,
     positions: Places = "all",
 ) -> Iterator[None]:
-    """Collective: changes inner values in every forward of `model` inside, as `forge_models.interp.edit.edit` does on one process.
+    """Collective: changes inner values in every forward of `model` inside, as `forge_models.interp.edit.edit` on one process.
 
     Each edit sees values (B, T, ...) with all places and features: of the rows of this rank, or of an `AcrossRows` those of all
-    data ranks, one after another. What a rank lacks comes from the others in each forward, so an edit of a value that ranks share
-    has no gradient, and costs its bytes on every rank that shares it. Functions for `replace` make the same on all ranks.
+    data ranks, one after another. What a rank lacks comes from the others in each forward, so an edit of a value that ranks cut
+    has no gradient, and costs the bytes of the whole on each of them. Functions for `replace` make the same on all ranks.
 
     Args:
         model: laid out by any of dp, hsdp, tp, cp, ep and pp.

@@ -107,7 +107,8 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
         component = load(model, overrides, None, registry).job.model
     with torch.device("meta"):
         built = component.build()
-    found = taps(built)
+    every = taps(built)
+    found = {name: one for name, one in every.items() if not one.partial}
     if console.as_json:
         console.document([_row(one) for one in found.values()])
         return
@@ -118,6 +119,9 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
     console.table(("name", "TransformerLens", "shape of a token", "dtype", "bytes a token"), rows)
     reasons = {entry.why for name in found if (entry := known(name)) is not None and entry.why}
     console.text("without an alias: " + "; ".join(sorted(reasons)))
+    for reason in sorted({one.partial for one in every.values()} - {""}):
+        names = [name for name, one in every.items() if one.partial == reason]
+        console.text(f"{', '.join(names)}: {reason}, so it cannot be captured")
 
 
 def _row(one: Any) -> dict[str, Any]:
