@@ -6,6 +6,7 @@ from scipy.stats import pearsonr
 from sklearn.cross_decomposition import CCA
 
 from forge_models.interp.listing import InterpError
+from forge_models.interp.similarity.gram import gram, gram_cka_pairs
 from forge_models.interp.similarity.kernel import KernelSums, rbf
 from forge_models.interp.similarity.linear import (
     MEASURES,
@@ -139,6 +140,17 @@ def test_sides_without_full_rank_are_compared_in_what_varies():
     torch.testing.assert_close(cca(Moments.of(doubled, y)), cca(Moments.of(x, y)), rtol=0, atol=1e-7)
     with pytest.raises(InterpError, match="5 rows are too few"):
         svcca(Moments.of(x[:5], y[:5]), explained=0.9999)
+
+
+def test_all_pairs_of_products_are_what_each_pair_is_in_one_pass():
+    (a, b), (c, d) = pair(40), pair(40, seed=3)
+    found = gram_cka_pairs([gram(a), gram(b)], [gram(c), gram(d), gram(a), torch.zeros(40, 40)])
+    for row, left in enumerate((a, b)):
+        for column, right in enumerate((c, d, a)):
+            expected = float(unbiased_cka(Moments.of(left, right)))
+            assert float(found[row, column]) == pytest.approx(expected, abs=1e-10), (row, column)
+    assert float(found[0, 2]) == pytest.approx(1)
+    assert found[:, 3].isnan().all()
 
 
 def test_what_cannot_be_compared_is_refused():
