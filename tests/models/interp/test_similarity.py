@@ -19,6 +19,7 @@ from forge_models.interp.similarity.linear import (
     unbiased_cka,
 )
 from forge_models.interp.similarity.moments import Moments, over
+from harness.siblings import fast
 
 
 def pair(rows=200, p=12, q=7, seed=0):
@@ -184,7 +185,7 @@ def summed(seed):
     return {name: measure(moments) for name, measure in MEASURES.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", fast(2, of=[2, 4]))
 def test_ranks_give_the_same_values(world, ranks):
     expected = direct(*pair(seed=3))
     for found in world.run(summed, ranks, 3, timeout=60):

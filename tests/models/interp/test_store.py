@@ -165,6 +165,8 @@ def test_another_capture_is_not_mixed_in(make, inputs, tmp_path):
     (tmp_path / "other" / "file").touch()
     with pytest.raises(InterpError, match="not empty and not a store"):
         kept(model, inputs, tmp_path / "other")
+    with pytest.raises(InterpError, match="cannot be written: Not a directory; choose another folder"):
+        kept(model, inputs, tmp_path / "other" / "file" / "store")
 
 
 def test_damage_and_wrong_questions_are_named(make, inputs, tmp_path):

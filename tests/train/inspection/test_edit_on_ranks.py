@@ -97,10 +97,9 @@ CASES = [
 ]
 FAST = (
     ("dense", "dp2", "mean", False),
-    ("dense", "tp2", "zero", False),
+    ("dense", "tp2", "autoencoder", False),
     ("dense", "tp2", "mean of neurons", False),
     ("dense", "cp2", "patch", False),
-    ("dense", "pp2", "autoencoder", False),
     ("dense", "cp2tp2", "add last", True),
     ("experts", "dp2ep2", "router", True),
 )

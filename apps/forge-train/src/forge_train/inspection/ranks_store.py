@@ -1,6 +1,8 @@
 """A folder of stored activations that several ranks write: files of each, and one manifest, which rank 0 keeps."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,10 @@ class RanksStore:
         self._world, self._fault, self._named = world, "", 0
         self._manifest: Manifest | None = None
         entries: dict[str, Any] = {}
-        if world.rank == 0:
-            try:
+        with self.faults_said():
+            if world.rank == 0:
                 self._manifest = Manifest(folder, facts, taps, shard_bytes)
                 entries = self._manifest.entries
-            except InterpError as refusal:
-                self._fault = str(refusal)
         fault, entries = json.loads(world.broadcast(json.dumps([self._fault, entries]).encode() if world.rank == 0 else None))
         if fault:
             raise InterpError(fault)
@@ -66,12 +66,17 @@ class RanksStore:
         """Number of inputs that this rank has."""
         return self._done[self._world.rank] - self._blocks[self._world.rank].start
 
-    def add(self, values: dict[str, Tensor], index: dict[str, Tensor], inputs: int) -> None:
-        """Rows of this rank's next inputs, as `StoreWriter.add`. What goes wrong is said by `agree`."""
+    @contextmanager
+    def faults_said(self) -> Iterator[None]:
+        """What goes wrong inside is said when ranks agree the next time: they stop together, and none waits for another."""
         try:
-            self._writer.add(values, index, inputs)
+            yield
         except InterpError as refusal:
-            self._fault = str(refusal)
+            self._fault = self._fault or str(refusal)
+
+    def add(self, values: dict[str, Tensor], index: dict[str, Tensor], inputs: int) -> None:
+        """Rows of this rank's next inputs, as `StoreWriter.add`."""
+        self._writer.add(values, index, inputs)
 
     def agree(self, writer: int, inputs: int) -> None:
         """Collective: tells all ranks what this one wrote, and for which rank it ran how many inputs.
@@ -94,18 +99,14 @@ class RanksStore:
         Raises:
             InterpError: on all ranks, what one of them met.
         """
-        try:
+        with self.faults_said():
             self._writer.flush()
-        except InterpError as refusal:
-            self._fault = str(refusal)
         self.agree(self._world.rank, 0)
         self._stop_together()
-        if self._manifest is not None:
-            try:
+        with self.faults_said():
+            if self._manifest is not None:
                 self._refuse_gaps(self._manifest.entries["shards"])
                 self._manifest.write(complete=True)
-            except InterpError as refusal:
-                self._fault = str(refusal)
         self._stop_together()
 
     def _refuse_gaps(self, shards: list[dict[str, Any]]) -> None:
@@ -122,10 +123,8 @@ class RanksStore:
         if self._manifest is None or not shards:
             return
         self._manifest.add(shards)
-        try:
+        with self.faults_said():
             self._manifest.write()
-        except InterpError as refusal:  # said when ranks agree the next time
-            self._fault = str(refusal)
 
     def _stop_together(self) -> None:
         """Collective: raises `InterpError` on all ranks where one of them has a fault."""

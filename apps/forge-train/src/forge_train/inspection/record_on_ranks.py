@@ -79,9 +79,10 @@ def record_on_ranks(
         kept = Kept(Shares(model, infos, "all" if positions == "mean" else positions, [_samples(numbers, batch)]), heads)
         with kept.shares.heard_by(kept.hear):
             step.evaluate([_batch(inputs, numbers, batch, length)])
-        found = kept.gathered(sharing)
-        if numbers and writer == topology.rank:
-            store.add(*_rows(found, inputs, numbers, positions), len(numbers))
+        with store.faults_said():
+            found = kept.gathered(sharing)
+            if numbers and writer == topology.rank:
+                store.add(*_rows(found, inputs, numbers, positions), len(numbers))
         store.agree(writer, len(numbers))
         if report is not None:
             report(store.written())

@@ -36,9 +36,10 @@ def _is_map(value: Any) -> bool:
     """Whether it is a table of numbers with a name for each row and column."""
     if not isinstance(value, dict) or not _text(value.get("title")):
         return False
-    rows, columns, values = value.get("rows"), value.get("columns"), value.get("values")
-    names = _each(_text)(rows) and _each(_text)(columns)
-    return names and _each(_each(_of(int, float, type(None))))(values) and [*map(len, values)] == [len(columns)] * len(rows)
+    rows, columns, values = (value.get(name, 0) for name in ("rows", "columns", "values"))
+    if not (_each(_text)(rows) and _each(_text)(columns) and _each(_each(_of(int, float, type(None))))(values)):
+        return False
+    return [*map(len, values)] == [len(columns)] * len(rows)
 
 
 _text, _number, _table = _of(str), _of(int, float), _of(dict)

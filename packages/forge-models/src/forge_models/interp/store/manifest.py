@@ -29,6 +29,12 @@ class Manifest:
         self.folder = folder
         fresh = {"format": FORMAT, "facts": dict(facts), "taps": dict(taps), "shard_bytes": shard_bytes}
         self.entries: dict[str, Any] = json.loads(json.dumps(fresh)) | {"shards": [], "complete": False}
+        try:
+            self._open(folder)
+        except OSError as cause:
+            raise InterpError(f"{folder} cannot be written: {cause.strerror}; choose another folder") from cause
+
+    def _open(self, folder: Path) -> None:
         path = folder / MANIFEST
         halves = list(folder.glob(f".{MANIFEST}.*"))  # of `replace_file` in a process that was killed meanwhile
         if path.is_file():
