@@ -50,6 +50,7 @@ EDITS: dict[str, tuple[Callable[[], Edit], dict[str, Any]]] = {
     "add last": (lambda: add(drawn(16)), {"names": "blocks.*.residual", "positions": "last"}),
     "project out": (lambda: project_out(drawn(3, 16)), {"names": "blocks.0.residual_after"}),
     "autoencoder": (lambda: replace(autoencoder), {"names": "blocks.1.residual_mid"}),
+    "running sum": (lambda: replace(lambda x: x.cumsum(1)), {"names": "blocks.1.residual", "positions": slice(6, 15, 2)}),
     "router": (lambda: add(drawn(4), 3.0), {"names": "blocks.1.router.logits"}),
 }
 
@@ -100,6 +101,7 @@ FAST = (
     ("dense", "tp2", "autoencoder", False),
     ("dense", "tp2", "mean of neurons", False),
     ("dense", "cp2", "patch", False),
+    ("dense", "cp2", "running sum", False),
     ("dense", "cp2tp2", "add last", True),
     ("experts", "dp2ep2", "router", True),
 )
