@@ -310,7 +310,7 @@ def test_every_block_of_a_text_model_stays_what_it_was() -> None:
     assert image(1).shape == (1, 8, 8)
 
 
-@pytest.mark.parametrize("name", ["mot", "mot-experts", "moma-token"])
+@pytest.mark.parametrize("name", ["mot", "mot-experts", "moma-token", "cross"])
 def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
     """Nothing is passed twice under one name: a reader could not tell which is which."""
     from forge_models.interp.tap import listening
@@ -321,7 +321,7 @@ def test_inner_values_of_each_modality_have_a_name(name: str) -> None:
     with listening(lambda path, _: heard.append(path)):
         model(**batch(longest(component, 3, "1", 4, length=16)))
     assert len(heard) == len(set(heard)), sorted({path for path in heard if heard.count(path) > 1})
-    assert any(".image." in path for path in heard)
+    assert any((".cross." if name == "cross" else ".image.") in path for path in heard)
 
 
 def test_moma_without_experts_has_the_default_ones() -> None:

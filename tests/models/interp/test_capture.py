@@ -140,7 +140,7 @@ def test_a_value_that_was_not_passed_is_named(make, tokens):
         with pytest.raises(InterpError, match="logits was not passed"):
             seen["logits"]
         model(rows, labels=rows, objective=CrossEntropy().build())
-    with pytest.raises(InterpError, match="or it made a loss and no logits"):
+    with pytest.raises(InterpError, match="it made a loss and no logits, or it had no images"):
         seen["logits"]
     with pytest.raises(InterpError, match="residual was not captured; captured: norm, logits"):
         seen["residual"]

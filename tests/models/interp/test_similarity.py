@@ -6,6 +6,7 @@ from scipy.stats import pearsonr
 from sklearn.cross_decomposition import CCA
 
 from forge_models.interp.listing import InterpError
+from forge_models.interp.similarity.gram import gram, gram_cka_pairs
 from forge_models.interp.similarity.kernel import KernelSums, rbf
 from forge_models.interp.similarity.linear import (
     MEASURES,
@@ -18,6 +19,7 @@ from forge_models.interp.similarity.linear import (
     unbiased_cka,
 )
 from forge_models.interp.similarity.moments import Moments, over
+from harness.siblings import fast
 
 
 def pair(rows=200, p=12, q=7, seed=0):
@@ -141,6 +143,17 @@ def test_sides_without_full_rank_are_compared_in_what_varies():
         svcca(Moments.of(x[:5], y[:5]), explained=0.9999)
 
 
+def test_all_pairs_of_products_are_what_each_pair_is_in_one_pass():
+    (a, b), (c, d) = pair(40), pair(40, seed=3)
+    found = gram_cka_pairs([gram(a), gram(b)], [gram(c), gram(d), gram(a), torch.zeros(40, 40)])
+    for row, left in enumerate((a, b)):
+        for column, right in enumerate((c, d, a)):
+            expected = float(unbiased_cka(Moments.of(left, right)))
+            assert float(found[row, column]) == pytest.approx(expected, abs=1e-10), (row, column)
+    assert float(found[0, 2]) == pytest.approx(1)
+    assert found[:, 3].isnan().all()
+
+
 def test_what_cannot_be_compared_is_refused():
     x, y = pair(10, 3, 3)
     with pytest.raises(InterpError, match=r"x \(10, 3\) and y \(9, 3\) are not of the same tokens"):
@@ -172,7 +185,7 @@ def summed(seed):
     return {name: measure(moments) for name, measure in MEASURES.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", fast(2, of=[2, 4]))
 def test_ranks_give_the_same_values(world, ranks):
     expected = direct(*pair(seed=3))
     for found in world.run(summed, ranks, 3, timeout=60):

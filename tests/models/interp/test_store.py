@@ -15,9 +15,10 @@ from forge_models.interp.capture import capture
 from forge_models.interp.listing import InterpError
 from forge_models.interp.store import convert as conversion
 from forge_models.interp.store.convert import as_xarray, convert
+from forge_models.interp.store.manifest import MANIFEST
 from forge_models.interp.store.read import ActivationStore
 from forge_models.interp.store.record import fingerprint, record
-from forge_models.interp.store.write import MANIFEST, StoreWriter
+from forge_models.interp.store.shards import ShardWriter
 
 NAMES = ("blocks.1.residual", "blocks.0.attention.k")
 ROW = 32 * 4 + 2 * 8 * 4 + 3 * 8
@@ -102,7 +103,7 @@ def test_a_capture_that_is_killed_goes_on_to_the_same_files(make, inputs, tmp_pa
         kept(model, inputs, tmp_path / "cut", report=stop)
     (tmp_path / "cut" / ".shard-00007.safetensors.partial").write_bytes(b"half")
     (tmp_path / "cut" / f".{MANIFEST}.4711").write_bytes(b"half")
-    with pytest.raises(InterpError, match=r"the capture stopped behind input \d"):
+    with pytest.raises(InterpError, match=r"the capture stopped with \d inputs stored"):
         ActivationStore(tmp_path / "cut")
     begun = []
     kept(model, inputs, tmp_path / "cut", report=begun.append)
@@ -140,8 +141,8 @@ def test_a_disk_that_takes_no_more_stops_with_a_message_and_can_be_gone_on_from(
 
 
 def test_memory_is_bounded_by_a_shard(make, inputs, tmp_path, monkeypatch):
-    sizes, flush = [], StoreWriter._flush
-    monkeypatch.setattr(StoreWriter, "_flush", lambda self: (sizes.append(self._bytes), flush(self))[1])
+    sizes, flush = [], ShardWriter.flush
+    monkeypatch.setattr(ShardWriter, "flush", lambda self: (sizes.append(self._bytes), flush(self))[1])
     kept(make(), inputs, tmp_path / "store")
     assert max(sizes) <= 34 * ROW
     assert sum(sizes) == sum(map(len, inputs)) * ROW
@@ -164,6 +165,8 @@ def test_another_capture_is_not_mixed_in(make, inputs, tmp_path):
     (tmp_path / "other" / "file").touch()
     with pytest.raises(InterpError, match="not empty and not a store"):
         kept(model, inputs, tmp_path / "other")
+    with pytest.raises(InterpError, match="cannot be written: Not a directory; choose another folder"):
+        kept(model, inputs, tmp_path / "other" / "file" / "store")
 
 
 def test_damage_and_wrong_questions_are_named(make, inputs, tmp_path):

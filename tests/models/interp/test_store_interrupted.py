@@ -72,7 +72,7 @@ def test_a_capture_that_is_killed_in_the_middle_twice_goes_on_to_the_same_files(
         assert process.wait() == -signal.SIGKILL
         if process.stderr:
             process.stderr.close()
-        with pytest.raises(InterpError, match="the capture stopped behind input"):
+        with pytest.raises(InterpError, match=r"the capture stopped with \d+ inputs stored"):
             ActivationStore(folder)
         assert 0 < ActivationStore(folder, partial=True).rows < 60 * 16
     assert ended(folder) == ""
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_stops_a_capture_which_goes_on_with_more_room(whole:
     assert "No space left on device" in said
     assert "inputs are stored: make room, and start the same capture again to go on from there" in said.replace("\n", " ")
     assert not list(folder.glob("*partial"))
-    with pytest.raises(InterpError, match="the capture stopped behind input"):
+    with pytest.raises(InterpError, match=r"the capture stopped with \d+ inputs stored"):
         ActivationStore(folder)
     ActivationStore(folder, partial=True).verify()
     subprocess.run(["mount", "-o", "remount,size=2m", str(small_disk)], check=True)

@@ -22,6 +22,7 @@ from forge_train.hooks.inside import agreement
 from forge_train.inference.open import load_model, open_weights
 from forge_train.recipe.load import load
 from forge_train.report.charts import FAMILIES
+from forge_train.report.write import report
 from harness.pool import World
 from harness.siblings import fast
 from train.runs import TINY, prepared, train
@@ -97,6 +98,17 @@ def test_the_numbers_are_those_of_the_checkpoints(recipe: Path) -> None:
         assert found[2][f"inside/blocks.{layer}/cka_previous"] == found[2][f"inside/blocks.{layer}/cka_first"]
         assert found[4][f"inside/blocks.{layer}/cka_first"] < found[2][f"inside/blocks.{layer}/cka_first"] < 1
         assert f"inside/blocks.{layer}/cka_first" not in found[0]
+    kept = json.loads((recipe.parent / "run" / "similarity.json").read_text())
+    assert kept["step"] == 4
+    now, first = kept["maps"]
+    assert now["rows"] == now["columns"] == first["rows"] == first["columns"] == ["blocks.0", "blocks.1"]
+    expected = float(unbiased_cka(Moments.of(*seen[4][0])))
+    assert now["values"] == [[1.0, pytest.approx(expected, abs=1e-4)], [pytest.approx(expected, abs=1e-4), 1.0]]
+    for layer in range(2):
+        since = found[4][f"inside/blocks.{layer}/cka_first"]
+        assert first["values"][layer][layer] == pytest.approx(since, abs=1e-4)
+    page = report([recipe.parent / "run"]).read_text()
+    assert f"<title>blocks.0, blocks.1: {now['values'][0][1]:.3f}</title>" in page
     same = [len(set(a) & set(b)) / len(a) for a, b in zip(seen[4][1].tolist(), seen[2][1].tolist(), strict=True)]
     assert found[4]["inside/blocks.1/router_agreement"] == pytest.approx(sum(same) / len(same))
     assert "inside/blocks.0/router_agreement" not in found[4]

@@ -76,6 +76,7 @@ WRONG = {
     "model": 7,
     "samples": ["text"],
     "routing": {"layers": {"a": ["x"]}},
+    "similarity": {"maps": [{"title": "a", "rows": ["x"], "columns": ["x"], "values": [[1.0, 2.0]]}]},
     "checkpoints": [{"bytes": "many"}],
     "warnings": [{}],
     "config": [1],
@@ -94,7 +95,7 @@ def test_nothing_is_said_of_keys_that_are_null_or_unknown(made) -> None:
     assert "should be" not in text
 
 
-@pytest.mark.parametrize("name", ["samples.json", "routing.json", "config.toml"])
+@pytest.mark.parametrize("name", ["samples.json", "routing.json", "similarity.json", "config.toml"])
 def test_files_that_cannot_be_read_are_left_out_and_said(made, name) -> None:
     a = made("a", [1.0])
     (a / name).write_text("{")

@@ -8,11 +8,13 @@ import tomllib
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from forge_core.terminal.quantities import size
 from forge_train.report.document import embedded, static
+from forge_train.report.heat import table
 from forge_train.report.machine import commit, machine, versions
 from forge_train.report.write import report, write_report
 from forge_train.trackers.jsonl import JsonlTracker
@@ -191,6 +193,29 @@ def test_what_a_run_that_goes_on_has_left_so_far_is_shown(run) -> None:
     text = report([run]).read_text()
     assert "<b>newest</b> text" in text
     assert "Load of experts" in text and "blocks.1, expert 1: 1.50" in text
+
+
+def test_likeness_of_layers_is_a_heat_map_with_a_cell_for_each_number(run) -> None:
+    values = [[1.0, 0.5, None], [0.25, -0.5, 2.0]]
+    maps = [{"title": "Likeness <of> layers", "rows": ["blocks.0", "blocks.1"], "columns": ["a", "b", "c"], "values": values}]
+    (run / "similarity.json").write_text(json.dumps({"step": 400, "maps": maps}))
+    text = report([run]).read_text()
+    drawn = ElementTree.fromstring(text[text.index("<svg", text.index("heat-map")) : text.index("</svg>") + 6])
+    assert "step 400; unbiased linear CKA" in text and drawn.get("aria-label") == "Likeness <of> layers"
+    cells = list(drawn.iter("rect"))
+    assert [cell.get("fill-opacity") for cell in cells] == ["1.00", "0.50", "0.25", "0.00", "1.00"]
+    assert [cell[0].text for cell in cells][2:4] == ["blocks.1, a: 0.250", "blocks.1, b: -0.500"]
+    assert [cell.get("x") for cell in cells] == ["90.0", "122.0", "90.0", "122.0", "154.0"]
+    assert [cell.get("y") for cell in cells] == ["38.0", "38.0", "70.0", "70.0", "70.0"]
+
+
+def test_a_heat_map_of_many_layers_fits_the_page_and_names_some() -> None:
+    names = [f"blocks.{number}" for number in range(96)]
+    drawn = ElementTree.fromstring(table("t", "", names, names, [[0.5] * 96] * 96))
+    assert all(float(cell.get("x", "")) + float(cell.get("width", "")) <= 720 for cell in drawn.iter("rect"))
+    named = [label.text for label in drawn.iter("text") if label.get("class") == "tick"]
+    assert named[:3] == ["blocks.0", "blocks.3", "blocks.6"] and len(named) == 64
+    assert not list(drawn.iter("title")), "thousands of texts would only make the page large"
 
 
 def test_a_run_without_any_number_still_has_a_page(tmp_path) -> None:

@@ -13,6 +13,7 @@ from forge_core.specs import Specs
 from forge_models.blocks.rope import Rotary, Rotation
 from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
+from forge_models.interp.tap import scope, show
 from forge_models.torch_private import assert_async
 from forge_vlm.context import WHOLE_STREAM, FusionContext
 from forge_vlm.encoders.flexible import present
@@ -85,6 +86,9 @@ class VisionLanguageModel(Decoder):
                 "blocks that attend to images need them on every stage of a pipeline, and only the first has them; set "
                 "parallel.pp = 1, or a fusion with images in the stream"
             )
+        if self.embed is not None:
+            with scope("", self):
+                show("modality", lambda: self.context.modalities.of(tokens).unsqueeze(-1))
         images, image_rows = self._images(tokens, extras, cache)
         visual = here = counts = None
         if images is not None:
@@ -144,6 +148,14 @@ class VisionLanguageModel(Decoder):
         features = encoder(patches.to(self._dtype), grids)
         here = present(grids, features.shape[1])
         return (adapter(features), here) if self.context.each else (adapter(features, here), None)
+
+    def example_inputs(self) -> dict[str, Tensor]:
+        """Arguments of a small forward that passes all inner values: see `forge_models.interp.listing.taps`."""
+        tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+        if self.context.image_token is None:
+            return {"x": tokens}
+        images = torch.zeros(1, *self.image_shape, dtype=self._dtype, device="meta")
+        return {"x": tokens, "images": images, "image_rows": torch.zeros_like(tokens[:, :1])}
 
     @property
     def without_loss(self) -> frozenset[str]:

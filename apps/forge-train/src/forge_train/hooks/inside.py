@@ -17,10 +17,10 @@ from forge_core.batch import Batch
 from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
-from forge_models.interp.similarity.gram import gram, gram_cka, gram_rank
+from forge_models.interp.similarity.gram import gram, gram_cka, gram_cka_pairs, gram_rank
 from forge_train.hooks.periodic import Periodic
 from forge_train.inspection.look import Look, look
-from forge_train.run.directory import INSIDE
+from forge_train.run.directory import INSIDE, SIMILARITY
 
 _log = logging.getLogger(__name__)
 _KEPT = 4
@@ -135,7 +135,15 @@ class InsideHook(Periodic):
                 values[f"{block}/lens_loss"] = found.lens[block]
         if kept:
             self._keep(folder, kept, kind, run.state.step)
+        if maps := similarity_maps(_grams(kept), _grams(first)):
+            self._draw(run.directory / SIMILARITY, {"step": run.state.step, "maps": maps})
         return values
+
+    def _draw(self, path: Path, found: Mapping[str, Any]) -> None:
+        try:
+            replace_file(path, json.dumps(found).encode())
+        except OSError as cause:  # a full disk must not end the run
+            _log.warning("hook 'inside' could not write %s: %s", path.name, cause)
 
     def _keep(self, folder: Path, kept: dict[str, Tensor], kind: str, step: int) -> None:
         from safetensors.torch import save
@@ -157,6 +165,25 @@ class InsideHook(Periodic):
         """Equal for looks at the same tokens."""
         digest = hashlib.sha256(batch.tokens.cpu().contiguous().numpy().tobytes())
         return hashlib.sha256(digest.digest() + json.dumps(list(places)).encode()).hexdigest()
+
+
+def similarity_maps(now: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """CKA of all pairs of layers of a look, and of its layers with those of the first look, from their products by block; nothing
+    of fewer than two layers."""
+    if len(now) < 2:
+        return []
+    maps = []
+    for title, other in (("Likeness of layers", now), ("Likeness of layers, below those of the first weights", first)):
+        if not other:
+            continue
+        values = gram_cka_pairs(list(now.values()), list(other.values())).tolist()
+        lines = [[round(value, 4) if isfinite(value) else None for value in line] for line in values]
+        maps.append({"title": title, "rows": list(now), "columns": list(other), "values": lines})
+    return maps
+
+
+def _grams(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("gram/"): one for name, one in kept.items() if name.startswith("gram/")}
 
 
 def agreement(experts: Tensor, before: Tensor) -> float:

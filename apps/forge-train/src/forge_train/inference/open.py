@@ -1,5 +1,7 @@
 """Opens stored weights, and loads the whole model on one process."""
 
+from collections.abc import Collection, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,7 @@ def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn
     with torch.device("meta"):
         model = component.build()
     held = dict(model.named_buffers())  # they keep the dtypes that they have
-    dtype = torch.float32
-    if weights.tensors:
-        dtypes = [getattr(torch, entry.dtype) for name, entry in weights.tensors.items() if name not in held]
-        dtype = dtypes[0]
-        for other in dtypes[1:]:
-            dtype = torch.promote_types(dtype, other)
+    dtype = _widest(weights, held)
     state = {name: value.to(place, copy=True) for name, value in buffers_of(weights, model, held).items()}
     ties = dict(model.specs().ties)
     for name in dict(model.named_parameters(remove_duplicate=False)):
@@ -62,3 +59,18 @@ def load_model(weights: Weights, device: torch.device | None = None) -> torch.nn
         state[name] = state[original]
     model.load_state_dict(state, assign=True)
     return model.eval()
+
+
+def stored_parameters(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of `load_model` by name, in its order; one is in memory at a time."""
+    component: Any = weights.model
+    with torch.device("meta"):
+        model = component.build()
+    dtype = _widest(weights, dict(model.named_buffers()))
+    for name in sorted(dict(model.named_parameters())):
+        yield name, weights.read([name])[name].to(dtype)
+
+
+def _widest(weights: Weights, buffers: Collection[str]) -> torch.dtype:
+    dtypes = [getattr(torch, entry.dtype) for name, entry in weights.tensors.items() if name not in buffers]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32

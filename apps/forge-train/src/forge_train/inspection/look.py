@@ -46,7 +46,7 @@ def look(
         statistics: of `cka`, `effective_rank`, `attention`, `lens`, `routing`.
         places: of each row, whose values are compared and whose attention is measured.
     """
-    inside = [name for name in taps(whole) if layer_of(name) is not None]
+    inside = [name for name, one in taps(whole).items() if layer_of(name) is not None and not one.partial]
     streams = [name for name in inside if name.endswith(f".{STREAM}") and {"cka", "effective_rank"} & set(statistics)]
     routers = [name for name in inside if name.endswith(f".{EXPERTS}") and "routing" in statistics]
     local = _Local(model, statistics, list(places))

@@ -12,7 +12,7 @@ from forge_core.errors import DataError
 from forge_core.redact import redacted, redacted_text
 from forge_train.report.faults import Fault, faults
 from forge_train.report.history import History
-from forge_train.run.directory import ANSWERS, RECIPE, ROUTING, SAMPLES
+from forge_train.run.directory import ANSWERS, RECIPE, ROUTING, SAMPLES, SIMILARITY
 from forge_train.trackers.jsonl import METRICS, objects
 
 SUMMARY = "report.json"
@@ -32,6 +32,16 @@ def _values(test: _Is) -> _Is:
     return lambda value: isinstance(value, dict) and all(map(test, value.values()))
 
 
+def _is_map(value: Any) -> bool:
+    """Whether it is a table of numbers with a name for each row and column."""
+    if not isinstance(value, dict) or not _text(value.get("title")):
+        return False
+    rows, columns, values = (value.get(name, 0) for name in ("rows", "columns", "values"))
+    if not (_each(_text)(rows) and _each(_text)(columns) and _each(_each(_of(int, float, type(None))))(values)):
+        return False
+    return [*map(len, values)] == [len(columns)] * len(rows)
+
+
 _text, _number, _table = _of(str), _of(int, float), _of(dict)
 _SHAPES: Mapping[str, _Is] = {
     **dict.fromkeys(("name", "status", "ended"), _text),
@@ -39,6 +49,7 @@ _SHAPES: Mapping[str, _Is] = {
     **dict.fromkeys(("machine", "versions", "model"), _table),
     "bytes_per_token": _values(_number),
     "routing": lambda value: isinstance(value, dict) and _values(_each(_number))(value.get("layers")),
+    "similarity": lambda value: isinstance(value, dict) and _each(_is_map)(value.get("maps")),
     "samples": _each(_table),
     "answers": _each(_table),
     "checkpoints": _each(lambda value: isinstance(value, dict) and _number(value.get("bytes", 0))),
@@ -54,7 +65,7 @@ class Found:
 
     Attributes:
         label: what the run is called on the page; runs of one page have different ones.
-        summary: of the end of the run, see `forge_train.report.write`; with newer samples and routing, where there are some.
+        summary: of the end of the run, see `forge_train.report.write`; with newer ones of what hooks write in between.
         recipe: (dotted key, value, origin) of every key; empty without a recipe.
         notes: what could not be read.
     """
@@ -106,7 +117,7 @@ def find(directory: Path, summary: Mapping[str, Any] | None = None) -> Found:
         lines = "1 line" if history.unread == 1 else f"{history.unread} lines"
         notes.append(f"{lines} of {METRICS} left out: cut off, or damaged")
     kept = _checked(dict(_summary(directory)) if summary is None else dict(summary), notes)
-    for name, file in (("samples", SAMPLES), ("answers", ANSWERS), ("routing", ROUTING)):
+    for name, file in (("samples", SAMPLES), ("answers", ANSWERS), ("routing", ROUTING), ("similarity", SIMILARITY)):
         newer = _json(directory / file, notes)
         kept |= _checked({} if newer is None else {name: redacted(newer)}, notes)
     return Found(

@@ -12,7 +12,7 @@ from forge_train.report.curves import limit
 from forge_train.report.document import document, embedded, section, static
 from forge_train.report.faults import MOST
 from forge_train.report.found import Found
-from forge_train.report.heat import heat
+from forge_train.report.heat import heat, table
 from forge_train.report.results import mixture, overview, results
 from forge_train.report.tables import rows, swatch
 
@@ -83,7 +83,7 @@ def _board(runs: Sequence[Found], shown: Sequence[Chart], more: Sequence[str]) -
         name, unit = escape(chart.title), escape(chart.unit)
         frame = f'<figure data-chart="{number}"><figcaption><b>{name}</b> <span class="dim">{unit}</span></figcaption></figure>'
         sections.setdefault(chart.section, []).append(frame)
-    below = {"Data": mixture(runs), "Experts": _of_each(runs, _experts)}
+    below = {"Data": mixture(runs), "Experts": _of_each(runs, _experts), "Inside": _of_each(runs, _similarity)}
     inner = [
         section(name, f'<div class="charts">{"".join(frames)}</div>{below.pop(name, "")}') for name, frames in sections.items()
     ]
@@ -120,6 +120,15 @@ def _experts(run: Found) -> str:
     note = f"step {routing.get('step', 'unknown')}; load of each expert, 0 white, 1 the mean, 2 and more full"
     drawing = heat("Load of experts", note, routing["layers"])
     return f'<div class="heat-map">{drawing}</div>' if drawing else ""
+
+
+def _similarity(run: Found) -> str:
+    found = run.summary.get("similarity")
+    if not found:
+        return ""
+    note = f"step {found.get('step', 'unknown')}; unbiased linear CKA, 0 white, 1 full"
+    drawn = (table(one["title"], note, one["rows"], one["columns"], one["values"]) for one in found["maps"])
+    return "".join(f'<div class="heat-map">{drawing}</div>' for drawing in drawn)
 
 
 def _faults(runs: Sequence[Found]) -> str:

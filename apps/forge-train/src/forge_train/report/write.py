@@ -13,6 +13,7 @@
     samples             list of {"prompt", "text"} and anything else, such as "temperature"
     answers             list of {"step", "set", "prompt", "answer", "said", "right", "pictures": PNG files in base64}
     routing             {"step", "layers": mapping of a layer to its experts' loads in units of their mean}
+    similarity          {"step", "maps": list of {"title", "rows", "columns", "values": a list for each row, null for none}}
     checkpoints         list of {"step", "path", "bytes"}
     warnings            list of text
 

@@ -24,6 +24,9 @@ CHECKPOINTS = "checkpoints"
 ROUTING = "routing.json"
 """Loads at the newest look: {"step": ..., "layers": {"blocks.3": [load of each expert / mean load]}}."""
 
+SIMILARITY = "similarity.json"
+"""How alike layers are at the newest look of hook `inside`; see `forge_train.report.write`."""
+
 SAMPLES = "samples.json"
 """The newest texts that hook `sample` generated."""
 
@@ -34,7 +37,7 @@ INSIDE = "inside"
 """What hook `inside` compares with: products of activations at the first look and at later ones."""
 
 OWNED = (
-    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SAMPLES, ANSWERS, "tensorboard"),
+    *(CHECKPOINTS, "logs", "metrics.jsonl", "report.html", "report.json", ROUTING, SIMILARITY, SAMPLES, ANSWERS, "tensorboard"),
     *(INSIDE, "profiles", "wandb", "wandb-id", FILE, REASON, memory.FILE),
 )
 """What `--fresh` moves aside. Prepared data stays: it depends on its inputs only and is checked against them."""

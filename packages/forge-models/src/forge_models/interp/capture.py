@@ -33,7 +33,9 @@ class Captured(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         found = self.each(name)
         if not found:
-            raise InterpError(f"{name} was not passed: no forward ran inside of the context, or it made a loss and no logits")
+            raise InterpError(
+                f"{name} was not passed: no forward ran inside of the context, it made a loss and no logits, or it had no images"
+            )
         return found[-1]
 
     def __iter__(self) -> Iterator[str]:

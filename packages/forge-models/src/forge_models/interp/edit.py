@@ -2,17 +2,33 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from forge_models.interp.capture import _Running, checked, listening_to, refuse_recomputation
-from forge_models.interp.listing import InterpError
+from forge_models.interp.listing import InterpError, TapInfo
 from forge_models.interp.names import as_passed, by_token
 from forge_models.interp.select import Forward, Positions, Selection
 
 Edit = Callable[[str, Tensor, Tensor], Tensor]
 """(name, value (B, T, ...), tokens (B, T) bool that are meant) -> what takes its place; of other tokens it is not used."""
+
+
+@dataclass(frozen=True)
+class AcrossRows:
+    """An edit whose result depends on the other rows of the batch. Ranks that have different rows bring them together for it.
+
+    Attributes:
+        how: the edit.
+    """
+
+    how: Edit
+
+    def __call__(self, name: str, x: Tensor, tokens: Tensor) -> Tensor:
+        """As an `Edit`."""
+        return self.how(name, x, tokens)
 
 
 def zero() -> Edit:
@@ -23,17 +39,14 @@ def zero() -> Edit:
 def mean(values: Mapping[str, Tensor] | Tensor | None = None) -> Edit:
     """A mean: given (one token's, or by name), or by default that of the tokens that are meant, over rows and positions."""
 
-    def put(name: str, x: Tensor, tokens: Tensor) -> Tensor:
-        if values is not None:
-            return _given(name, values, x)
-        return _numbers(name, x)[tokens].mean(0).expand_as(x)
-
-    return put
+    if values is not None:
+        return lambda name, x, _: _given(name, values, x)
+    return AcrossRows(lambda name, x, tokens: _numbers(name, x)[tokens].mean(0).expand_as(x))
 
 
 def patch(source: Mapping[str, Tensor] | Tensor) -> Edit:
     """The values of another run, such as `Captured`: (B, T, ...), or one that can be expanded to it, such as (1, T, ...)."""
-    return lambda name, x, _: _given(name, source, x)
+    return AcrossRows(lambda name, x, _: _given(name, source, x))
 
 
 def add(vector: Tensor, scale: float = 1.0) -> Edit:
@@ -89,12 +102,8 @@ def edit(
         InterpError: before a forward, what cannot be selected; or the mean of positions, which is one place that is not there.
     """
     infos = checked(model, names, layers, heads)
-    if positions == "mean":
-        raise InterpError("positions 'mean' can be captured, not edited; use how = mean()")
-    if shown := [name for name, one in infos.items() if not one.editable]:
-        raise InterpError(f"{shown[0]} can be captured, not edited: nothing follows from it; edit router.logits")
+    refuse_uneditable(infos, positions)
     selection, state = Selection(positions, documents, words), _Running()
-    chosen = None if heads is None else list(heads)
 
     def note(forward: Forward | None) -> None:
         if forward is not None:
@@ -109,17 +118,35 @@ def edit(
         mask = state.of(name, value).mask
         if not bool(mask.any()):
             return None
-        part = value if chosen is None else value[:, :, chosen]
-        made = how(name, part, mask)
-        if made.shape != part.shape or made.is_floating_point() != part.is_floating_point():
-            raise InterpError(f"{name}: the edit made {tuple(made.shape)} {made.dtype} of {tuple(part.shape)} {part.dtype}")
-        made = torch.where(mask.reshape(*mask.shape, *[1] * (part.dim() - 2)), made.to(part.dtype), part)
-        if chosen is not None:
-            made = value.index_copy(2, torch.as_tensor(chosen, device=value.device), made)
-        return as_passed(made, dims)
+        return as_passed(changed(name, value, mask, how, heads), dims)
 
     with listening_to(model, hear, note):
         yield
+
+
+def refuse_uneditable(infos: Mapping[str, TapInfo], positions: object) -> None:
+    """Raises `InterpError` for what can be captured only."""
+    if positions == "mean":
+        raise InterpError("positions 'mean' can be captured, not edited; use how = mean()")
+    if shown := [name for name, one in infos.items() if not one.editable]:
+        raise InterpError(f"{shown[0]} can be captured, not edited: nothing follows from it; edit router.logits")
+
+
+def changed(name: str, value: Tensor, mask: Tensor, how: Edit, heads: Sequence[int] | None) -> Tensor:
+    """(B, T, ...) of a value (B, T, ...), edited where the mask (B, T) says so, in these heads.
+
+    Raises:
+        InterpError: what the edit makes does not fit.
+    """
+    chosen = None if heads is None else list(heads)
+    part = value if chosen is None else value[:, :, chosen]
+    made = how(name, part, mask)
+    if made.shape != part.shape or made.is_floating_point() != part.is_floating_point():
+        raise InterpError(f"{name}: the edit made {tuple(made.shape)} {made.dtype} of {tuple(part.shape)} {part.dtype}")
+    made = torch.where(mask.reshape(*mask.shape, *[1] * (part.dim() - 2)), made.to(part.dtype), part)
+    if chosen is None:
+        return made
+    return value.index_copy(2, torch.as_tensor(chosen, device=value.device), made)
 
 
 def _numbers(name: str, x: Tensor) -> Tensor:

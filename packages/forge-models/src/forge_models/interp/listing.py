@@ -35,6 +35,7 @@ class TapInfo:
         shape: of one token, what is behind rows and positions.
         dtype: of its elements.
         editable: whether an edit changes what follows.
+        partial: why it does not have a value for each token, and so cannot be selected; empty where it has.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TapInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     editable: bool = True
+    partial: str = ""
 
     @property
     def bytes_per_token(self) -> int:
@@ -66,23 +68,31 @@ def taps(model: nn.Module) -> dict[str, TapInfo]:
     found: dict[str, TapInfo] = {}
 
     def hear(name: str, x: Tensor) -> None:
-        assert speaks(model)
+        if not speaks(model):  # an encoder of images, whose tokens are others
+            return
         entry = known(name)
         own = ("batch", "sequence", *("" for _ in x.shape[2:]))  # of a plugin's block
         dims = own if entry is None else entry.dims
-        shape_of_one = tuple(by_token(x, dims, 1).shape[2:])
-        found[name] = TapInfo(name, alias_of(name), dims, shape_of_one, x.dtype, entry is None or entry.editable)
+        value = by_token(x, dims, 1)
+        partial = ""
+        if {"sequence", "tokens"}.isdisjoint(dims):
+            partial = f"it is of {dims[2]}, not of tokens"
+        elif value.shape[1] != tokens.shape[1]:
+            partial = "it has the tokens of one modality; `modality` says which those are"
+        editable = entry is None or entry.editable
+        found[name] = TapInfo(name, alias_of(name), dims, tuple(value.shape[2:]), x.dtype, editable, partial)
 
     state = {
         name: torch.empty_like(value, device="meta") for name, value in chain(model.named_parameters(), model.named_buffers())
     }
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    given = {name: value.to("meta") for name, value in getattr(model, "example_inputs", _tokens)().items()}
+    tokens = given.pop("x")
     with evaluating(model), torch.no_grad(), _without_experts(model), listening(hear, alone=True):
-        functional_call(model, state, (tokens,))
+        functional_call(model, state, (tokens,), given)
         if shape.mtp_depth:
             more = tokens.unsqueeze(2).expand(-1, -1, shape.mtp_depth)
-            arguments = {"labels": tokens, "objective": _no_loss, "mtp_targets": MTPTargets(more, more)}
-            functional_call(model, state, (tokens,), arguments)
+            arguments: dict[str, Any] = {"labels": tokens, "objective": _no_loss, "mtp_targets": MTPTargets(more, more)}
+            functional_call(model, state, (tokens,), given | arguments)
     return found
 
 
@@ -95,7 +105,7 @@ def choose(found: Mapping[str, TapInfo], names: str | Sequence[str], layers: Seq
         layers: blocks, negative ones from the end; None = all.
 
     Raises:
-        InterpError: a pattern matches nothing, with the nearest names; or a layer does not exist.
+        InterpError: a pattern matches nothing, with the nearest names, or nothing that each token has; a layer does not exist.
     """
     allowed = None if layers is None else _layers(found, layers)
     within = {name: one for name, one in found.items() if allowed is None or layer_of(name) in allowed}
@@ -110,7 +120,11 @@ def choose(found: Mapping[str, TapInfo], names: str | Sequence[str], layers: Seq
         }
         if not matched:
             raise InterpError(f"{pattern!r} matches no inner value of this model{_in(layers)}; {_near(pattern, within)}")
-        chosen |= matched
+        of_tokens = {name for name in matched if not within[name].partial}
+        if not of_tokens:
+            name = min(matched)
+            raise InterpError(f"{name} cannot be selected: {within[name].partial}")
+        chosen |= of_tokens
     if not chosen:
         raise InterpError("names is empty; give one, such as 'blocks.*.residual'")
     return {name: one for name, one in within.items() if name in chosen}
@@ -148,6 +162,10 @@ def _refuse_parts(model: nn.Module) -> None:
                 f"{type(model).__name__} has no `{part}`: it is one part of a pipeline, or not a decoder of Forge; "
                 "inner values are read from a whole decoder; forge_train.inspection.on_ranks gathers those of stages"
             )
+
+
+def _tokens() -> dict[str, Tensor]:
+    return {"x": torch.zeros(1, 3, dtype=torch.int64)}
 
 
 def _no_loss(_head: Any, hidden: Tensor, _labels: Tensor) -> LossTerms:

@@ -78,16 +78,37 @@ INSIDE = {
 """Names inside of a block, in the order of a forward."""
 
 
+_IMAGES = "TransformerLens has no images"
+
+WITH_IMAGES = {
+    "modality": Known(
+        "the modality of each token: 0 is text, then the others by name",
+        ("batch", "sequence", "number"),
+        why=_IMAGES,
+        editable=False,
+    ),
+    "cross.attention.q": Known("queries of text to images", HEADS, why=_IMAGES),
+    "cross.attention.k": Known("keys of images", ("batch", "kv_heads", "images", "head_dim"), why=_IMAGES),
+    "cross.attention.gate": Known(
+        "tanh of the gate, with which what a token sees of images is multiplied", ("batch", "sequence", "gate"), why=_IMAGES
+    ),
+    "cross.mlp.gate": Known("the same, of the feed-forward part behind it", ("batch", "sequence", "gate"), why=_IMAGES),
+}
+"""Names that only models with images have: outside of blocks, and inside."""
+
+
 def known(name: str) -> Known | None:
-    """What a full name stands for; None for one of a plugin's block."""
+    """What a full name stands for, also that of one of several modules of a block, such as `image.mlp.hidden`; None for one of a
+    plugin's block."""
     place, _, rest = _parts(name)
-    return (INSIDE if place else OUTSIDE).get(rest)
+    table = (INSIDE if place else OUTSIDE) | WITH_IMAGES
+    return table.get(rest, table.get(rest.partition(".")[2]) if place else None)
 
 
 def alias_of(name: str) -> str:
     """What TransformerLens calls it; empty where it has no such value, such as inside of modules for multi-token prediction."""
-    place, layer, _ = _parts(name)
-    found = known(name)
+    place, layer, rest = _parts(name)
+    found = (INSIDE if place else OUTSIDE).get(rest)
     if found is None or not found.alias or (place and layer is None):
         return ""
     return place + found.alias

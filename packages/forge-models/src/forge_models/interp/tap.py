@@ -29,6 +29,20 @@ def tap(name: str, x: Tensor) -> Tensor:
     return x
 
 
+def tap_alike(name: str, x: Tensor, tokens: torch.Size) -> Tensor:
+    """A value that all tokens (B, T) share: listeners hear it for each, (B, T, ...), and so may change it for some. `x` itself
+    without a listener."""
+    if torch.compiler.is_compiling() or not _listeners.get():
+        return x
+    return tap(name, x.expand(*tokens, *x.shape))
+
+
+def show(name: str, make: Callable[[], Tensor]) -> None:
+    """What nothing follows from, and is made for listeners only."""
+    if not torch.compiler.is_compiling() and _listeners.get():
+        tap(name, make())
+
+
 @contextmanager
 def scope(path: str, model: object) -> Iterator[None]:
     """Names inside begin with `path` and are of `model`. Recomputation in a backward runs outside of any scope: it is not heard

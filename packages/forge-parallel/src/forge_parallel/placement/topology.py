@@ -141,6 +141,16 @@ class Topology:
         There are several."""
         return world() if self.layout.pp == 1 else self._stage_group
 
+    def across(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """Collective: the ranks that differ from this one on dense `axes` only, in rank order. There are several ranks."""
+        if axes not in self._across:
+            self._across[axes] = open_group(self.layout.groups(axes), "+".join(axes), self.device)
+        return self._across[axes]
+
+    @cached_property
+    def _across(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
+        return {}
+
     def nodes(self, axis: str, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Collective: of the ranks of `axis`, `size` neighbors of which are in one node, this one's node, and its peers in all
         nodes."""

@@ -184,6 +184,9 @@ class VLM(Decoder):
         token = self.placeholder
         if token is None:
             return fixed_tokens(self), {}
+        if self.native is not None:  # text, since how many tokens an image has is the image's to say
+            tokens = fixed_tokens(self)
+            return tokens.masked_fill(tokens == token, token - 1), {}
         shape = self.vision.input_shape
         return made_up.fixed_rows(self.vocab_size, self.max_length, token, self.per_image, shape, self.chosen_fusion.in_stream)
 

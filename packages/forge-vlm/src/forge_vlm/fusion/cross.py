@@ -14,7 +14,7 @@ from forge_models.blocks.layers import Linear, linear_specs, unfilled
 from forge_models.blocks.rope import Rotation
 from forge_models.context import BlockContext
 from forge_models.generation.cache import LayerCache
-from forge_models.interp.tap import tap
+from forge_models.interp.tap import inside, tap, tap_alike
 from forge_models.shape import DecoderShape
 from forge_vlm.context import FusionContext
 from forge_vlm.fusion.fusion import Inputs, Plain
@@ -108,9 +108,10 @@ class GatedCross(nn.Module):
         # A row of scores without any entry would be NaN: it sees all, and is taken out afterwards.
         open_rows = sees | ~any_seen.transpose(1, 2).unsqueeze(-1)
         inner = self.attention(torch.cat((self.attention_norm(x), visual), dim=1), x.shape[1], open_rows, cache)
-        x = x + tap("cross.attention.gate", self.attention_gate.tanh()) * inner.masked_fill(~any_seen, 0)
-        inner = self.mlp(self.mlp_norm(x))
-        return x + tap("cross.mlp.gate", self.mlp_gate.tanh()) * inner.masked_fill(~any_seen, 0)
+        gate = tap_alike("cross.attention.gate", self.attention_gate.tanh(), x.shape[:2])
+        x = x + gate * inner.masked_fill(~any_seen, 0)
+        inner = inside("cross.", self.mlp, self.mlp_norm(x))
+        return x + tap_alike("cross.mlp.gate", self.mlp_gate.tanh(), x.shape[:2]) * inner.masked_fill(~any_seen, 0)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The gates."""

@@ -1,13 +1,17 @@
 """`forge-train probe MODEL`: lists what can be looked at inside of a model, and stores it over a text."""
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
+    from forge_parallel.launch.environment import Launch
 
 
 def probe(
@@ -46,36 +50,44 @@ def probe(
     forge-train probe runs/demo --names 'blocks.*.residual_after' --positions last --text book.txt --output acts
 
     Stores safetensors and a manifest that says where they come from. A capture that was killed goes on when the same command is
-    started again. Runs on one process.
+    started again. Under torchrun a model that is too large for one process is laid out (--parallel.tp=2), and each process
+    writes files.
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
+    from forge_parallel.launch.environment import read_launcher
     from forge_train.commands.single_process import require_single_process
+    from forge_train.commands.weights.on_ranks import on_ranks
 
-    require_single_process("probe")
-    console, registry = Console(as_json=as_json), Registry()
+    where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
     if listing:
+        require_single_process("probe --list")
         if names or text or output:
             raise ForgeError("--list runs nothing; leave out --names, --text and --output")
         _list(model, context.args, registry, console)
         return
-    if context.args:
-        raise ForgeError(f"{context.args[0]}: stored weights have their recipe; overrides go with --list of a recipe")
+    if context.args and where.size == 1:
+        raise ForgeError(f"{context.args[0]}: one process has no layout; overrides go with --list of a recipe, or with torchrun")
     if not names or text is None or output is None:
         raise ForgeError("a capture needs --names, --text FILE and --output FOLDER; --list shows the names")
     selection = {"names": list(names), "layers": layers, "heads": heads, "positions": positions}
     source = {"file": text, "lines": lines, "length": length, "limit": limit, "tokenizer": tokenizer}
     limits = {"budget": None if yes else budget, "batch": batch}
-    found = _capture(Path(model), weights, selection, source, output, limits, registry, console)
-    if export is not None:
+
+    def captured() -> None:
         from forge_models.interp.store.convert import convert
         from forge_models.interp.store.read import ActivationStore
 
-        convert(ActivationStore(output), export)
-        console.note(f"wrote {export}")
-    if as_json:
-        console.document(found)
+        asked = Asked(Path(model), weights, selection, source, output, limits, context.args)
+        found = asked.store(where, registry, console.note if where.rank == 0 else lambda _: None)
+        if export is not None and where.rank == 0:
+            convert(ActivationStore(output), export)
+            console.note(f"wrote {export}")
+        if as_json and where.rank == 0:
+            console.document(found)
+
+    on_ranks(where, console, captured)
 
 
 def _list(model: str, overrides: list[str], registry: "Registry", console: "Console") -> None:
@@ -95,7 +107,8 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
         component = load(model, overrides, None, registry).job.model
     with torch.device("meta"):
         built = component.build()
-    found = taps(built)
+    every = taps(built)
+    found = {name: one for name, one in every.items() if not one.partial}
     if console.as_json:
         console.document([_row(one) for one in found.values()])
         return
@@ -106,6 +119,9 @@ def _list(model: str, overrides: list[str], registry: "Registry", console: "Cons
     console.table(("name", "TransformerLens", "shape of a token", "dtype", "bytes a token"), rows)
     reasons = {entry.why for name in found if (entry := known(name)) is not None and entry.why}
     console.text("without an alias: " + "; ".join(sorted(reasons)))
+    for reason in sorted({one.partial for one in every.values()} - {""}):
+        names = [name for name, one in every.items() if one.partial == reason]
+        console.text(f"{', '.join(names)}: {reason}, so it cannot be captured")
 
 
 def _row(one: Any) -> dict[str, Any]:
@@ -113,37 +129,71 @@ def _row(one: Any) -> dict[str, Any]:
     return {"name": one.name, "alias": one.alias, "shape": one.shape, "dtype": dtype, "bytes_per_token": one.bytes_per_token}
 
 
-def _capture(
-    model: Path,
-    weights: str,
-    selection: dict[str, Any],
-    source: dict[str, Any],
-    output: Path,
-    limits: dict[str, Any],
-    registry: "Registry",
-    console: "Console",
-) -> dict[str, Any]:
-    from forge_core.errors import ForgeError
-    from forge_models.interp.capture import checked
-    from forge_models.interp.store.record import record, row_bytes
-    from forge_train.inference.open import load_model, open_weights
-    from forge_train.inspection.inputs import integers, positions_of, row_count, rows_of_text
+class Asked(NamedTuple):
+    """What is to be captured, as options say it."""
 
-    opened = open_weights(model, registry, weights)
-    layers, heads = (integers(f"--{name}", selection[name]) for name in ("layers", "heads"))
-    positions = positions_of(selection["positions"])
-    rows, facts = rows_of_text(opened, registry=registry, note=console.note, **source)
-    loaded = load_model(opened)
-    infos = checked(loaded, selection["names"], layers, heads)
-    count = row_count(rows, positions)
-    size = count * row_bytes(infos, heads)
-    console.note(f"{len(infos)} inner values of {count:,} tokens in {len(rows):,} inputs: {size / 2**20:,.1f} MiB in {output}")
-    if limits["budget"] is not None and size > limits["budget"] * 2**30:
-        raise ForgeError(
-            f"{size / 2**30:.2f} GiB are more than --budget {limits['budget']:g}; add --yes, or take fewer names, layers, heads "
-            "or positions"
-        )
-    facts |= {"model": opened.facts.origin, "step": opened.facts.step, "set": weights}
-    chosen = {"layers": layers, "heads": heads, "positions": positions, "batch": limits["batch"]}
-    record(loaded, rows, output, selection["names"], facts=facts, **chosen)
-    return {"store": str(output), "names": list(infos), "inputs": len(rows), "rows": count, "bytes": size}
+    model: Path
+    weights: str
+    selection: dict[str, Any]
+    source: dict[str, Any]
+    output: Path
+    limits: dict[str, Any]
+    overrides: list[str]
+
+    def store(self, where: "Launch", registry: "Registry", note: "Callable[[str], None]") -> dict[str, Any]:
+        """Collective: runs the model over the text, and says what was stored.
+
+        Raises:
+            ForgeError: what does not fit, before any forward; a folder or a disk that takes nothing.
+        """
+        from forge_models.interp.capture import checked
+        from forge_models.interp.store.record import record
+        from forge_train.inference.open import load_model, open_weights
+        from forge_train.inspection.inputs import integers, positions_of, rows_of_text
+
+        opened = open_weights(self.model, registry, self.weights)
+        layers, heads = (integers(f"--{name}", self.selection[name]) for name in ("layers", "heads"))
+        positions = positions_of(self.selection["positions"])
+        rows, facts = rows_of_text(opened, registry=registry, note=note, **self.source)
+        facts |= {"model": opened.facts.origin, "step": opened.facts.step, "set": self.weights}
+        names, chosen = self.selection["names"], {"layers": layers, "heads": heads, "positions": positions}
+        if where.size == 1:
+            loaded = load_model(opened)
+            said = self._refuse_beyond_budget(checked(loaded, names, layers, heads), rows, heads, positions, note)
+            record(loaded, rows, self.output, names, facts=facts, batch=self.limits["batch"], **chosen)
+            return said
+        import torch
+
+        from forge_models.interp.store.record import fingerprint_of
+        from forge_parallel.launch import process_group
+        from forge_train.inference.laid_out import laid_out, recipe_to_generate
+        from forge_train.inference.open import stored_parameters
+        from forge_train.inspection.record_on_ranks import in_dtype, record_on_ranks
+
+        resolved = recipe_to_generate(opened, self.overrides, where.size, registry)
+        device = process_group.start(where, resolved.job.parallel.timeout)
+        laid = laid_out(opened, resolved, device, registry)
+        component: Any = opened.model
+        with torch.device("meta"):
+            whole = in_dtype(component.build(), laid.compute)
+        said = self._refuse_beyond_budget(checked(whole, names, layers, heads), rows, heads, positions, note)
+        told = fingerprint_of(stored_parameters(opened)) if where.rank == 0 else ""
+        record_on_ranks(laid, whole, rows, self.output, names, weights=told, facts=facts, batch=self.limits["batch"], **chosen)
+        return said
+
+    def _refuse_beyond_budget(
+        self, infos: Any, rows: Any, heads: list[int] | None, positions: Any, note: "Callable[[str], None]"
+    ) -> dict[str, Any]:
+        from forge_core.errors import ForgeError
+        from forge_models.interp.store.record import row_bytes
+        from forge_train.inspection.inputs import row_count
+
+        count = row_count(rows, positions)
+        size, budget = count * row_bytes(infos, heads), self.limits["budget"]
+        note(f"{len(infos)} inner values of {count:,} tokens in {len(rows):,} inputs: {size / 2**20:,.1f} MiB in {self.output}")
+        if budget is not None and size > budget * 2**30:
+            raise ForgeError(
+                f"{size / 2**30:.2f} GiB are more than --budget {budget:g}; add --yes, or take fewer names, layers, heads "
+                "or positions"
+            )
+        return {"store": str(self.output), "names": list(infos), "inputs": len(rows), "rows": count, "bytes": size}

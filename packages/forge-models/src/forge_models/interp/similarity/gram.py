@@ -1,5 +1,8 @@
 """Measures of few rows from their products X X' alone, which are small where rows are wide: for what is kept over a training."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,33 @@ def gram_cka(left: Tensor, right: Tensor) -> Tensor:
     """Unbiased linear CKA (Nguyen et al., 2021), in fp64, as `linear.unbiased_cka`; NaN where one side does not vary."""
     left, right = left.double(), right.double()
     return hsic1(left, right) / (hsic1(left, left).clamp(min=0) * hsic1(right, right).clamp(min=0)).sqrt()
+
+
+class _Terms(NamedTuple):
+    """Of a kernel matrix (n, n), what HSIC1 (Song et al., 2012) takes of it without its diagonal."""
+
+    flat: Tensor
+    diagonal: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor) -> "_Terms":
+        k = k.double()
+        return cls(k.flatten(), k.diagonal(), k.sum(0) - k.diagonal())
+
+    def hsic1(self, other: "_Terms") -> Tensor:
+        n = len(self.diagonal)
+        product = self.flat @ other.flat - self.diagonal @ other.diagonal
+        rest = self.sums.sum() * other.sums.sum() / ((n - 1) * (n - 2)) - 2 * (self.sums @ other.sums) / (n - 2)
+        return (product + rest) / (n * (n - 3))
+
+
+def gram_cka_pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """(l, r) fp64: `gram_cka` of each of `left` with each of `right`; NaN where one does not vary."""
+    first, second = [_Terms.of(one) for one in left], [_Terms.of(one) for one in right]
+    mine, others = (torch.stack([one.hsic1(one).clamp(min=0) for one in side]) for side in (first, second))
+    pairs = torch.stack([torch.stack([one.hsic1(other) for other in second]) for one in first])
+    return pairs / torch.outer(mine, others).sqrt()
 
 
 def gram_rank(products: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_models.interp.listing import InterpError
 from forge_models.interp.store.read import ActivationStore
-from forge_models.interp.store.write import INDEX
+from forge_models.interp.store.shards import INDEX
 
 
 def to_npz(store: ActivationStore, path: Path) -> None:

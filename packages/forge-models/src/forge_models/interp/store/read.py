@@ -9,11 +9,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from forge_models.interp.listing import InterpError
-from forge_models.interp.store.write import INDEX, MANIFEST, read_manifest, sha256_of
+from forge_models.interp.store.manifest import MANIFEST, read_manifest
+from forge_models.interp.store.shards import INDEX, sha256_of
 
 
 class ActivationStore:
-    """A folder that `StoreWriter` wrote.
+    """A folder that `StoreWriter` wrote, or the ranks of `forge_train.inspection.record_on_ranks`.
 
     Attributes:
         manifest: as it is on disk; `manifest["facts"]` says what was captured.
@@ -34,9 +35,9 @@ class ActivationStore:
         self.manifest: dict[str, Any] = read_manifest(self.folder / MANIFEST)
         shards = self.manifest["shards"]
         if not self.manifest["complete"] and not partial:
-            done = shards[-1]["inputs"][1] if shards else 0
+            done = sum(last - first for first, last in (shard["inputs"] for shard in shards))
             raise InterpError(
-                f"{self.folder}: the capture stopped behind input {done}; start it again, or open it with partial=True"
+                f"{self.folder}: the capture stopped with {done} inputs stored; start it again, or open it with partial=True"
             )
         if missing := [shard["file"] for shard in shards if not (self.folder / shard["file"]).is_file()]:
             raise InterpError(f"{self.folder} lacks {missing[0]}")

@@ -14,7 +14,8 @@ from forge_models.generation.generate import evaluating
 from forge_models.interp.capture import Captured, capture, checked
 from forge_models.interp.listing import InterpError, TapInfo
 from forge_models.interp.select import Positions, Selection
-from forge_models.interp.store.write import SHARD_BYTES, StoreWriter
+from forge_models.interp.store.shards import SHARD_BYTES
+from forge_models.interp.store.write import StoreWriter
 
 
 def record(
@@ -46,15 +47,7 @@ def record(
     infos = checked(model, names, layers, heads)
     check_inputs(model, inputs, positions)
     chosen = {name: stored(one, heads) for name, one in infos.items()}
-    said = {
-        "weights": fingerprint(model),
-        "tokens": _digest((f"{len(row)}", row.long()) for row in inputs),
-        "inputs": len(inputs),
-        "batch": batch,
-        "layers": None if layers is None else list(layers),
-        "heads": None if heads is None else list(heads),
-        "positions": positions if isinstance(positions, str | int) else repr(positions),
-    }
+    said = facts_of(fingerprint(model), inputs, batch, layers, heads, positions)
     writer = StoreWriter(folder, {**said, **(facts or {})}, chosen, shard_bytes=shard_bytes)
     device = next(model.parameters()).device
     with torch.no_grad(), evaluating(model), capture(model, list(infos), heads=heads, positions=positions, device="cpu") as seen:
@@ -106,10 +99,34 @@ def row_bytes(infos: Mapping[str, TapInfo], heads: Sequence[int] | None) -> int:
     return sum(torch.Size(stored(one, heads)["shape"]).numel() * one.dtype.itemsize for one in infos.values())
 
 
+def facts_of(
+    weights: str,
+    inputs: Sequence[Tensor],
+    batch: int,
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    positions: Positions,
+) -> dict[str, Any]:
+    """What determines the stored numbers, for a manifest; `weights` as `fingerprint`."""
+    return {
+        "weights": weights,
+        "tokens": _digest((f"{len(row)}", row.long()) for row in inputs),
+        "inputs": len(inputs),
+        "batch": batch,
+        "layers": None if layers is None else list(layers),
+        "heads": None if heads is None else list(heads),
+        "positions": positions if isinstance(positions, str | int) else repr(positions),
+    }
+
+
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of all parameters: names, dtypes, shapes and bytes."""
-    named = sorted(model.named_parameters(), key=lambda one: one[0])
-    return _digest((f"{name} {value.dtype} {tuple(value.shape)}", value) for name, value in named)
+    return fingerprint_of(sorted(model.named_parameters(), key=lambda one: one[0]))
+
+
+def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """As `fingerprint`, of parameters by name in its order: one of them has to be in memory at a time."""
+    return _digest((f"{name} {value.dtype} {tuple(value.shape)}", value) for name, value in parameters)
 
 
 def _digest(parts: Iterable[tuple[str, Tensor]]) -> str:

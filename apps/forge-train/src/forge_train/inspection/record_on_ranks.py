@@ -1,0 +1,173 @@
+"""Stores inner values of a model that is cut over ranks: each rank writes its own files, and one manifest names them all.
+
+Inputs are dealt to the ranks in neighboring blocks. Data ranks run rows of their blocks together; ranks that share a model run
+rows of each other's blocks in turn, and what a row gives goes to the rank whose block it is in. So memory holds a batch and a
+shard, every rank writes, and rows come in the order of inputs, as one process writes them.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_core.batch import IGNORE, PADDING, Batch
+from forge_core.protocols.ckpt import World
+from forge_core.protocols.model import LossTerms
+from forge_models.interp.capture import checked
+from forge_models.interp.listing import InterpError, TapInfo
+from forge_models.interp.store.record import check_inputs, facts_of, stored
+from forge_models.interp.store.shards import SHARD_BYTES
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.placement.topology import Topology
+from forge_parallel.step.step import Step
+from forge_train.inspection.on_ranks import Gathered, Kept
+from forge_train.inspection.ranks_store import RanksStore
+from forge_train.inspection.shares import Shares
+
+
+def record_on_ranks(
+    model: ParallelModel,
+    whole: nn.Module,
+    inputs: Sequence[Tensor],
+    folder: Path,
+    names: str | Sequence[str],
+    *,
+    weights: str,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Any = "all",
+    batch: int = 8,
+    facts: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    report: Callable[[int], None] | None = None,
+) -> None:
+    """Collective: as `forge_models.interp.store.record.record`, for a model in any layout. All ranks see the folder.
+
+    Args:
+        model: laid out.
+        whole: the same model on the meta device.
+        inputs: each (length,) token ids, the same on all ranks.
+        weights: what tells the weights from others, such as `fingerprint_of`.
+        batch: inputs of a forward of a data rank.
+        report: called with the number of inputs that this rank has to write and that are done.
+
+    Raises:
+        InterpError: on all ranks alike, what cannot be selected or is not made on ranks; a folder with another capture, or that
+            some rank does not see; a disk that one of them finds full.
+    """
+    whole = in_dtype(whole, model.compute)
+    infos = checked(whole, names, layers, heads)
+    check_inputs(whole, inputs, positions)
+    _refuse_unmade(infos)
+    topology = model.topology
+    length = _length(topology, max(map(len, inputs)), whole)
+    world: World = Group(device=topology.device) if topology.size > 1 else SingleProcessWorld()
+    writers, sharing = _sharing(topology)
+    said = facts_of(weights, inputs, batch, layers, heads, positions) | {"layout": str(topology.layout), **(facts or {})}
+    taps = {name: stored(one, heads) for name, one in infos.items()}
+    store = RanksStore(folder, said, taps, shard_bytes, world, len(inputs))
+    step, turn = Step(model, _no_loss), 0
+    while store.unfinished():
+        # Ranks that share a model take the same rows: each knows how far the others have come.
+        left = [writer for writer in writers if store.inputs_left(writer)]
+        writer, turn = left[turn % len(left)] if left else writers[0], turn + 1
+        numbers = list(store.inputs_left(writer)[:batch])
+        kept = Kept(Shares(model, infos, "all" if positions == "mean" else positions, [_samples(numbers, batch)]), heads)
+        with kept.shares.heard_by(kept.hear):
+            step.evaluate([_batch(inputs, numbers, batch, length)])
+        with store.faults_said():
+            found = kept.gathered(sharing)
+            if numbers and writer == topology.rank:
+                store.add(*_rows(found, inputs, numbers, positions), len(numbers))
+        store.agree(writer, len(numbers))
+        if report is not None:
+            report(store.written())
+    store.close()
+
+
+def in_dtype(whole: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy on the meta device, in the dtype in which ranks compute: inner values are of it."""
+    whole = copy.deepcopy(whole)
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return whole
+
+
+def _no_loss(head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:
+    """What a step asks for behind the last block. No scores of words are made."""
+    del head, labels
+    zero = hidden.new_zeros(())
+    return LossTerms(zero, zero, {})
+
+
+def _refuse_unmade(infos: Mapping[str, TapInfo]) -> None:
+    """Raises `InterpError` for what a forward with a loss does not pass."""
+    for name in infos:
+        if name == "logits" or name.startswith("mtp."):
+            raise InterpError(
+                f"{name} is not made where ranks evaluate: they make losses, and no logits; choose names such as "
+                "'blocks.*.residual_after', or run on one process"
+            )
+
+
+def _length(topology: Topology, longest: int, whole: Any) -> int:
+    """Tokens of a row: all stages and shares of rows have equal ones."""
+    parts = 2 * topology.layout.cp * topology.layout.tp
+    length = -(-longest // parts) * parts
+    if length > whole.shape.max_length:
+        raise InterpError(
+            f"an input has {longest} tokens, which layout {topology.layout} fills up to {length}, more than max_length "
+            f"{whole.shape.max_length}; give at most {whole.shape.max_length // parts * parts}"
+        )
+    return length
+
+
+def _sharing(topology: Topology) -> tuple[tuple[int, ...], World]:
+    """Collective: the ranks that run the same rows as this one, in ascending order, and what they gather with."""
+    axes = tuple(axis for axis in ("pp", "cp", "tp") if topology.layout.size(axis) > 1)
+    if not axes:
+        return (topology.rank,), SingleProcessWorld()
+    ranks = next(group for group in topology.layout.groups(axes) if topology.rank in group)
+    return ranks, Group(topology.across(axes), topology.device)
+
+
+def _samples(numbers: list[int], batch: int) -> list[int]:
+    """Rows that only fill up have a number that no input has; nothing of them is kept."""
+    return numbers + [-1 - row for row in range(batch - len(numbers))]
+
+
+def _batch(inputs: Sequence[Tensor], numbers: list[int], batch: int, length: int) -> Batch:
+    tokens = torch.zeros(batch, length, dtype=torch.int64)
+    documents = torch.full((batch, length), PADDING, dtype=torch.int32)
+    for row, number in enumerate(numbers):
+        tokens[row, : len(inputs[number])] = inputs[number].long()
+        documents[row, : len(inputs[number])] = 0
+    return Batch(tokens, torch.full_like(tokens, IGNORE), documents=documents)
+
+
+def _rows(
+    found: Gathered, inputs: Sequence[Tensor], numbers: list[int], positions: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Values (rows, ...) and what each row says about itself, as one process stores them."""
+    tokens, values = found.tokens, {name: found[name] for name in found}
+    if positions == "mean":
+        of = tokens[:, 0] - numbers[0]
+        index = {"input": torch.tensor(numbers)} | {name: torch.full((len(numbers),), -1) for name in ("position", "token")}
+        return {name: _means(value, of, len(numbers)) for name, value in values.items()}, index
+    if isinstance(positions, Sequence) and not isinstance(positions, str):  # in the order asked for
+        ascending = sorted(set(positions))
+        columns = torch.tensor([ascending.index(place) for place in positions])
+        order = (torch.arange(len(numbers))[:, None] * len(ascending) + columns).flatten()
+        tokens, values = tokens[order], {name: value[order] for name, value in values.items()}
+    ids = torch.tensor([int(inputs[number][place]) for number, place in tokens.tolist()], dtype=torch.int64)
+    return values, {"input": tokens[:, 0], "position": tokens[:, 1], "token": ids}
+
+
+def _means(value: Tensor, of: Tensor, count: int) -> Tensor:
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    sums = wide.new_zeros(count, *wide.shape[1:]).index_add(0, of, wide)
+    return (sums / torch.bincount(of, minlength=count).view(-1, *[1] * (value.dim() - 1))).to(value.dtype)
