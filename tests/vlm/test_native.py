@@ -15,6 +15,8 @@ from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.tokenizers.bytes import ByteTokenizer
+from forge_models.hf.streamed_forward import fixed_rows
+from forge_models.interp.listing import taps
 from forge_train.run.loop import fit
 from forge_vlm.components.adapters import MLP, AttentionPool, AveragePool, Linear, Perceiver, PixelShuffle
 from forge_vlm.components.encoders import SigLIP2
@@ -344,3 +346,15 @@ def test_a_run_prepares_such_images(tower: Path, corpus: Path, tmp_path: Path) -
     )
     fit(run)
     assert run.state.step == 3
+
+
+@pytest.mark.parametrize("name", ["joint", "joint-perceiver", "cross", "moma"])
+def test_rows_for_comparisons_and_inner_values(tower: Path, name: str) -> None:
+    """Logits of formats are compared on text; the list of inner values needs no image."""
+    component = described(tower, name)
+    model = build(component).eval()
+    tokens, extras = fixed_rows(component)
+    assert model(tokens, **extras).isfinite().all() and not extras
+    with torch.device("meta"):
+        listed = taps(component.build())
+    assert "blocks.0.residual_after" in listed and "modality" in listed
