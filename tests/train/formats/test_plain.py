@@ -1,6 +1,7 @@
 """Plain safetensors: read back by the library itself, and what does not fit is refused with all of it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from forge_models.conformance.weights import InMemory, small
 from forge_train.formats.plain import PlainConverter
 from forge_train.inference.forge_weights import ForgeConverter
 from forge_train.inference.open import load_model, open_weights
+from forge_train.run.loop import fit
 from models.hf.command_line import run
+from train.runs import TINY, prepared
 
 RECIPE = """
 [model]
@@ -78,6 +81,20 @@ def test_the_commands_go_there_and_back(given: InMemory, tmp_path: Path, capsys:
         assert all(torch.equal(state[name], tensor) for name, tensor in tensors(given).items())
     assert run("evaluate", tmp_path / "plain", "--weights", "ema") == 2
     assert "which has one set of weights" in capsys.readouterr().err
+
+
+def test_a_run_with_frozen_tensors_that_checkpoints_share(tmp_path: Path) -> None:
+    """What is in a file that two checkpoints have comes out as what moves does, also when the first of them is gone."""
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(TINY + '[[parameters.groups]]\nmatch = "blocks.1.*"\nfrozen = true\n')
+    training, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3", "--checkpoint.every=1"])
+    fit(training)
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    (shared,) = (file for file in saved[-1].glob("*.bin") if file.name != "rank-00000.bin")
+    assert shared.stat().st_nlink == len(saved) > 1
+    shutil.rmtree(saved[0])
+    assert run("convert", "--from", "forge", "--to", "safetensors", tmp_path / "run", tmp_path / "plain") == 0
+    assert alike(load_file(tmp_path / "plain/model.safetensors"), dict(training.model.parameters_held()))
 
 
 def test_files_of_others_need_a_recipe(given: InMemory, recipe: Path, tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def run_ffn(dim: int) -> int:
     return shape.ffn_dim
 
 
+def test_products_of_images_are_not_guessed() -> None:
+    """How many images a run has is not known before its data: the rule of thumb stands, as where nothing is declared."""
+    found = run_size(load("debug-joint", []).job)
+    assert found.flops == 6 * found.parameters * found.tokens and found.blocks is found.active is None
+
+
 def test_what_of_a_sweep_cannot_count_is_left_out_with_the_reason(tmp_path: Path) -> None:
     made = sweep_of(tmp_path, GRID)
     settle(made)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_train.inference.open import Registry, open_weights  # type: ignore[attr-defined]
+from forge_core.registry import Registry
+from forge_train.inference.open import open_weights
 from forge_train.run.loop import fit
 from models.hf.command_line import run
 from train.runs import TINY, prepared

@@ -17,7 +17,7 @@ class RunSize:
         active: weights that one token uses, which are fewer with experts; None as above.
         tokens: positions that go through the model in the whole run.
         flops: of forward and backward over the whole run, as `forge_models.flops` counts; 6 x parameters x tokens where a model
-            does not declare its products.
+            does not declare its products, or where some do not go by tokens: how many images there are, only the data know.
     """
 
     parameters: int
@@ -29,12 +29,12 @@ class RunSize:
 
 def run_size(job: Job) -> RunSize:
     """The size of a run of this recipe."""
-    spans = _spans(job)
-    tokens = sum(steps * batch * length for steps, batch, length in spans)
     from forge_models.flops import counts_of
 
+    spans = _spans(job)
+    tokens = sum(steps * batch * length for steps, batch, length in spans)
     counts = counts_of(job.model)
-    if counts is None:
+    if counts is None or counts.note:
         built = Blueprint.of(job.model.build)
         parameters = sum(parameter.numel() for parameter in built.module.parameters())
         return RunSize(parameters, None, None, tokens, 6.0 * parameters * tokens)

@@ -199,22 +199,9 @@ class Folder(Placed):
         mtp = mtp_layers(self.family, self.model, values)
         places = places_in(self.family, self.model, fused=any(name.endswith(FUSED) for name in self.names))
         self.match(places, self._left(places, mtp))
-        for key in TOKENS:
-            ids_of(values, key, where)
-        # null is kept: the model does not have that token. A key that is absent has the default of the family.
-        tokens = {key: values[key] for key in TOKENS if key in values}
-        self.facts = Facts(
-            special_tokens=tokens,
-            ends=ends_of(folder),
-            tokenizer=tokenizer_of(folder),
-            origin=str(folder),
-            family=self.family.model_type,
-            notes=tuple(self._notes(values, ignore, mtp)),
-        )
+        self.facts = facts_in(folder, values, self.family.model_type, ignore, self._notes(values, mtp))
 
-    def _notes(self, values: Mapping[str, Any], ignore: Sequence[str], mtp: tuple[str, ...]) -> Iterator[str]:
-        for key in ignore:
-            yield f"{key} of {CONFIG} was ignored, as asked for"
+    def _notes(self, values: Mapping[str, Any], mtp: tuple[str, ...]) -> Iterator[str]:
         if values.get("auto_map"):
             yield f"the code that auto_map names was not run; {self.family.architecture} is read as transformers defines it"
         if AUXILIARY in self.family.defaults and (unused := unused_loss(values)):
@@ -240,6 +227,27 @@ def tokenizer_of(folder: Path) -> Path | None:
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES) else None
 
 
+def facts_in(
+    folder: Path, values: Mapping[str, Any], family: str, ignore: Sequence[str] = (), notes: Iterable[str] = ()
+) -> Facts:
+    """What a folder says apart from its weights; `values` are the keys of `config.json` that name tokens.
+
+    Raises:
+        Unsupported: a token is not an id.
+    """
+    for key in TOKENS:
+        ids_of(values, key, str(folder / CONFIG))
+    return Facts(
+        # null is kept: the model does not have that token. A key that is absent has the default of the family.
+        special_tokens={key: values[key] for key in TOKENS if key in values},
+        ends=_ends(folder),
+        tokenizer=tokenizer_of(folder),
+        origin=str(folder),
+        family=family,
+        notes=(*(f"{key} of {CONFIG} was ignored, as asked for" for key in ignore), *notes),
+    )
+
+
 def ids_of(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     """Token ids that a key names: one, a list, or none.
 
@@ -253,7 +261,7 @@ def ids_of(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def ends_of(folder: Path) -> tuple[int, ...]:
+def _ends(folder: Path) -> tuple[int, ...]:
     """Ids at which generation ends, as the folder's settings of generation say; empty when they do not."""
     path = folder / GENERATION
     if not path.is_file():

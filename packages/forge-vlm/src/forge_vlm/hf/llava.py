@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
-from forge_core.protocols.convert import NO_EXTRAS, Facts, Weights
+from forge_core.protocols.convert import NO_EXTRAS, Weights
 from forge_models.hf.card import usage_of
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.ignorable import ANY, Allowed
 from forge_models.hf.names import DERIVED, Place
-from forge_models.hf.reader import TOKENS, Placed, ends_of, family_of, ids_of, tokenizer_of
+from forge_models.hf.reader import Placed, facts_in, family_of
 from forge_models.hf.writer import special_tokens, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
@@ -148,21 +148,9 @@ class LlavaFolder(Placed):
         if isinstance(self.model.chosen_adapter, Linear):
             left -= self._checked(_identity(self.model))
         self.match(places, left)
-        text = values["text_config"]
-        tokens = {key: values.get(key, text.get(key)) for key in TOKENS if key in values or key in text}
-        for key in tokens:
-            ids_of(tokens, key, where)
-        notes = [f"{key} of {CONFIG} was ignored, as asked for" for key in ignore]
-        if skipped := [name for name in self.names if name.startswith(unused)]:
-            notes.append(f"{len(skipped)} tensors of the vision tower were left out; no feature needs them")
-        self.facts = Facts(
-            special_tokens=tokens,
-            ends=ends_of(folder),
-            tokenizer=tokenizer_of(folder),
-            origin=str(folder),
-            family=MODEL_TYPE,
-            notes=tuple(notes),
-        )
+        skipped = sum(name.startswith(unused) for name in self.names)
+        notes = [f"{skipped} tensors of the vision tower were left out; no feature needs them"] if skipped else []
+        self.facts = facts_in(folder, {**values["text_config"], **values}, MODEL_TYPE, ignore, notes)
 
     def _checked(self, constants: "Mapping[str, Tensor]") -> set[str]:
         """Names of tensors that have to be what they are; one that is missing or otherwise is refused."""

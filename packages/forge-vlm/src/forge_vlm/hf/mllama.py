@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_core.component import Component
-from forge_core.protocols.convert import NO_EXTRAS, Facts, Stored, Weights
+from forge_core.protocols.convert import NO_EXTRAS, Stored, Weights
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.hf.base import read_base, read_heads, write_base
@@ -25,7 +25,7 @@ from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
 from forge_models.hf.family import Family, config_of, decoder_of, misfits
 from forge_models.hf.names import DERIVED, Place, shapes_of
-from forge_models.hf.reader import SINGLE, TOKENS, Placed, ends_of, ids_of, tokenizer_of
+from forge_models.hf.reader import SINGLE, Placed, facts_in
 from forge_models.hf.writer import write_folder, write_json
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
@@ -193,17 +193,7 @@ class MllamaFolder:
             known = {place.names[0] for place in mine.values()}
             part.match(mine, {name for name in part.names if name not in known and not name.endswith(DERIVED)})
             self.tensors = {**self.tensors, **part.tensors}
-        tokens = {key: values[key] for key in TOKENS if key in values}
-        for key in tokens:
-            ids_of(tokens, key, where)
-        self.facts = Facts(
-            special_tokens=tokens,
-            ends=ends_of(folder),
-            tokenizer=tokenizer_of(folder),
-            origin=str(folder),
-            family=MODEL_TYPE,
-            notes=tuple(f"{key} of {CONFIG} was ignored, as asked for" for key in ignore),
-        )
+        self.facts = facts_in(folder, values, MODEL_TYPE, ignore)
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
         """Whole tensors by global name."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
-from forge_core.protocols.convert import NO_EXTRAS, Facts, Weights
+from forge_core.protocols.convert import NO_EXTRAS, Weights
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.names import Place
-from forge_models.hf.reader import TOKENS, Placed, ends_of, ids_of, tokenizer_of
+from forge_models.hf.reader import Placed, facts_in
 from forge_models.hf.writer import write_folder, write_json
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import Published, ViT
@@ -118,17 +118,7 @@ class StandaloneFolder(Placed):
         super().__init__(folder)
         places = places_of(self.model)
         self.match(places, set(self.names) - {place.names[0] for place in places.values()})
-        tokens = {key: values[key] for key in TOKENS if key in values}
-        for key in tokens:
-            ids_of(tokens, key, str(folder / CONFIG))
-        self.facts = Facts(
-            special_tokens=tokens,
-            ends=ends_of(folder),
-            tokenizer=tokenizer_of(folder),
-            origin=str(folder),
-            family=MODEL_TYPE,
-            notes=(f"{CODE} was not run",),
-        )
+        self.facts = facts_in(folder, values, MODEL_TYPE, notes=(f"{CODE} was not run",))
 
 
 def places_of(model: VLM) -> dict[str, Place]:

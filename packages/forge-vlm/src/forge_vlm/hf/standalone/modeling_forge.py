@@ -413,12 +413,16 @@ class ImageAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (linear(dim, dim, bias) for _ in range(3))
         self.o_proj = linear(dim, dim, output_bias)
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(n, tokens, dim) -> the same. `seen` (n, others, dim) is looked at instead of `x`."""
-        seen = x if seen is None else seen
-        made = ((self.q_proj, x), (self.k_proj, seen), (self.v_proj, seen))
-        q, k, v = (layer(given).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer, given in made)
-        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, tokens, dim) -> the same."""
+        return attend(self, x, x)
+
+
+def attend(part: Any, x: Tensor, seen: Tensor) -> Tensor:
+    """(n, tokens, dim) -> the same, by the matrices and heads of `part`; `seen` (n, others, dim) is what is looked at."""
+    made = ((part.q_proj, x), (part.k_proj, seen), (part.v_proj, seen))
+    q, k, v = (layer(given).unflatten(-1, (part.heads, -1)).transpose(1, 2) for layer, given in made)
+    return part.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Projection(nn.Module):
@@ -460,7 +464,7 @@ class Pooled(nn.Module):
         if self.kind == "shuffle":
             return self.projection(cut.flatten(2))
         flat = cut.flatten(0, 1)
-        x = ImageAttention.forward(self, flat.mean(1, keepdim=True), flat)  # type: ignore[arg-type]
+        x = attend(self, flat.mean(1, keepdim=True), flat)
         return self.projection(x.unflatten(0, cut.shape[:2]).flatten(2))
 
 
