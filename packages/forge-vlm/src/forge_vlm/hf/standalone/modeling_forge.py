@@ -407,11 +407,11 @@ class Scale(nn.Module):
 class ImageAttention(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v: each query sees every key."""
 
-    def __init__(self, dim: int, heads: int, bias: bool = True, output_bias: bool = True) -> None:
+    def __init__(self, dim: int, heads: int, bias: bool = True) -> None:
         super().__init__()
         self.heads = heads
         self.q_proj, self.k_proj, self.v_proj = (linear(dim, dim, bias) for _ in range(3))
-        self.o_proj = linear(dim, dim, output_bias)
+        self.o_proj = linear(dim, dim, True)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, tokens, dim) -> the same."""
@@ -490,18 +490,19 @@ class Perceiver(nn.Module):
         return self.norm(latents)
 
 
-class PerceiverLayer(ImageAttention):
+class PerceiverLayer(nn.Module):
     """Attention of tokens to features, then a feed-forward part."""
 
     def __init__(self, dim: int, heads: int, ffn_dim: int) -> None:
-        super().__init__(dim, heads, False, False)
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear(dim, dim, False) for _ in range(4))
         self.latent_norm, self.feature_norm, self.mlp_norm = (nn.LayerNorm(dim, 1e-6) for _ in range(3))
         self.up_proj, self.down_proj = linear(dim, ffn_dim, False), linear(ffn_dim, dim, False)
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
         """Tokens (n, latents, dim) that look at `seen` (n, features, dim) -> (n, latents, dim)."""
-        assert seen is not None
-        x = x + super().forward(self.latent_norm(x), self.feature_norm(seen))
+        x = x + attend(self, self.latent_norm(x), self.feature_norm(seen))
         return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x))))
 
 
