@@ -34,7 +34,10 @@ class Gathered(Mapping[str, Tensor]):
         if path not in self.infos:
             raise InterpError(f"{name} was not captured; captured: {', '.join(self.infos)}")
         if path not in self._values:
-            raise InterpError(f"{name} is there once the context has ended, if a forward passed it")
+            raise InterpError(
+                f"{name} is there once the context has ended, if a forward passed it: one with a loss makes no logits, and one "
+                "without images nothing of them"
+            )
         return self._values[path]
 
     def __iter__(self) -> Iterator[str]:
