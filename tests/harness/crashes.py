@@ -1,4 +1,5 @@
-"""Counts the calls of a run that were repeated after a crash. A few are gloo's; more of them are a fault that hides there."""
+"""Counts the calls of a run that were repeated after a crash. More than a few of them are a
+fault that hides there."""
 
 import warnings
 

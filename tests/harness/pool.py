@@ -14,10 +14,8 @@
 - When a rank raises, dies or the time is up: `WorldFailed` names the first cause, then every rank's traceback or stack
   and its last output. The other ranks are killed, and the next call gets new workers.
 - A call in which a rank has a segmentation fault, or finds its heap broken, is repeated once, with a warning that holds the
-  whole story, with the native stacks of all threads: no Python of ours can cause one, and in some ten thousand calls there is
-  one. Seen twice, under collectives of tp on gloo: in a reduce-scatter that 600 repetitions did not fail in again, and as
-  "malloc(): unaligned tcache chunk" in a test in which memcheck finds no fault, nor glibc's checked heap in all of
-  tests/parallel. One that has a cause in the test comes again, and fails it; more than a few in one run fail the run
+  whole story, with the native stacks of all threads: no Python of ours can cause one. Two were seen, before groups of gloo had
+  one thread (docs/adr/0036). One that has a cause in the test comes again, and fails it; more than two in one run fail the run
   (`harness/crashes.py`).
 """
 

@@ -90,17 +90,27 @@ def _prepare(call: wire.Call) -> Callable[..., Any]:
     torch.manual_seed(0)
     random.seed(0)
     if call.group:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(call.store, call.size),
-            rank=call.rank,
-            world_size=call.size,
-            timeout=datetime.timedelta(seconds=call.timeout),
-        )
+        with _one_gloo_thread():
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(call.store, call.size),
+                rank=call.rank,
+                world_size=call.size,
+                timeout=datetime.timedelta(seconds=call.timeout),
+            )
     found: Any = _module(call.module, call.file)
     for name in call.function.split("."):
         found = getattr(found, name)
     return found
+
+
+def _one_gloo_thread() -> contextlib.AbstractContextManager[None]:
+    """As Forge opens groups of gloo, where its package for them is installed (docs/adr/0036)."""
+    try:
+        from forge_parallel.torch_private import one_gloo_thread
+    except ImportError:
+        return contextlib.nullcontext()
+    return one_gloo_thread()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Tests call all of them.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -220,6 +221,44 @@ def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
     """After how long a collective on tensors of `device` is an error; None where the backend has no such limit."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+@contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Groups of gloo that are opened inside carry out their collectives in one thread. torch gives them two, and no argument to
+    say otherwise.
+
+    With two, the heap breaks: each notes the name of what it has finished in one string of the group, without a lock
+    (`ProcessGroupGloo::runLoop`, of torch 2.11 to 2.13 at least). Names of more than 15 letters are on the heap, and that of
+    functional all-gathers is one, as DTensor calls them. docs/adr/0036.
+    """
+    plain = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if plain is None:  # a torch without gloo
+        yield
+        return
+
+    class OneThread(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = plain._Options()
+            options._timeout, options._threads = timeout, 1
+            named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [plain.create_device(interface=name) for name in named] or [plain.create_default_device()]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = plain
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int:
+    """How many threads carry out the collectives of a group on tensors of the host; 0 where gloo does not."""
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+    except (AttributeError, RuntimeError):  # such as a backend of one device only, or that of a dry run
+        return 0
+    return getattr(options, "_threads", 0)
 
 
 def flight_record() -> list[dict[str, Any]]:

@@ -44,7 +44,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<rehearsal::Collectives, c10::intrusive_ptr<rehearsal::Collectives>>(
       module, "Collectives", py::module::import("torch._C._distributed_c10d").attr("Backend"))
       .def(py::init([](py::object store, int rank, int size, py::object options) {
-        auto gloo = py::module::import("torch.distributed").attr("ProcessGroupGloo");
+        // Where torch looks it up, so that it has as many threads as groups of gloo have that are opened now.
+        auto gloo = py::module::import("torch.distributed.distributed_c10d").attr("ProcessGroupGloo");
         auto made = gloo(store, rank, size, py::arg("timeout") = options.attr("_timeout"));
         return c10::make_intrusive<rehearsal::Collectives>(made.cast<Backend>());
       }))

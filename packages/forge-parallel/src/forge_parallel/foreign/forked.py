@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from forge_core.errors import ForgeError, PlanError
 from forge_parallel.accelerator import is_initialized
+from forge_parallel.torch_private import one_gloo_thread
 
 
 def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
@@ -94,7 +95,8 @@ def _work(function: Callable[[], Any], rank: int, size: int, store: Path, pipe: 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if dist.is_initialized():  # the parent's, of one process
             dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+        with one_gloo_thread():
+            dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
         answer = json.dumps((True, function()))
         dist.barrier()  # connections are closed once everybody has what it needs
         code = 0

@@ -15,7 +15,7 @@ from forge_parallel import accelerator
 from forge_parallel.launch import devices
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
-from forge_parallel.torch_private import set_timeouts
+from forge_parallel.torch_private import one_gloo_thread, set_timeouts
 
 _MEETING_SECONDS = 300.0
 """How long ranks wait for each other at the start, at most: processes of one job start together."""
@@ -59,9 +59,10 @@ def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable
         store = _meet(where, wait, device)
         if remark := devices.agree(store, where.rank, where.size, wait.until):
             _log.log(logging.INFO if where.rank else logging.WARNING, "%s", remark)
-        dist.init_process_group(
-            accelerator.backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
-        )
+        with one_gloo_thread():
+            dist.init_process_group(
+                accelerator.backend(device), store=store, rank=where.rank, world_size=where.size, timeout=_limit(timeout, device)
+            )
     except (dist.DistError, OSError, RuntimeError, ValueError) as cause:
         told = (
             f"rank {where.rank} of {where.size} (started by {where.launcher}) could not meet the others at {_at(where)}: {cause}"
@@ -155,7 +156,8 @@ def _at(where: Launch) -> str:
 
 def alone(device: torch.device) -> None:
     """Opens a process group of one, for what wants a mesh even there."""
-    dist.init_process_group(accelerator.backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    with one_gloo_thread():
+        dist.init_process_group(accelerator.backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def limit(timeout: float, device: torch.device) -> None:

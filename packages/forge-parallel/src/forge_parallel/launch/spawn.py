@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from forge_core.errors import ForgeError
+from forge_parallel.torch_private import one_gloo_thread
 
 
 def spawn(target: str, size: int, arguments: list[Any], timeout: float = 600.0) -> list[Any]:
@@ -70,7 +71,8 @@ def _work(target: str, folder: Path, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     code = 0
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+        with one_gloo_thread():
+            dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
         module, _, function = target.partition(":")
         result = getattr(import_module(module), function)(*json.loads((folder / "arguments.json").read_text()))
         torch.save(result, folder / f"result-{rank}")

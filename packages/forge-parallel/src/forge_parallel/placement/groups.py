@@ -2,10 +2,13 @@
 
 torch gives what it opens another limit, ten or thirty minutes. NCCL connects a group in its first collective, which would be
 somewhere in the first step. Why not by `device_id`, which connects groups as they are opened: docs/adr/0025.
+
+Groups of gloo have one thread: with the two that torch gives them, they break the heap (docs/adr/0036).
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from forge_core.errors import LayoutError
 from forge_parallel.accelerator import COLLECTIVES
 from forge_parallel.launch.watch import is_broken_connection
-from forge_parallel.torch_private import limit_of, set_timeouts
+from forge_parallel.torch_private import gloo_threads, limit_of, one_gloo_thread, set_timeouts
 
 
 def open_mesh(sizes: Mapping[str, int], device: torch.device, unused: Collection[str] = ()) -> DeviceMesh:
@@ -24,7 +27,11 @@ def open_mesh(sizes: Mapping[str, int], device: torch.device, unused: Collection
         LayoutError: see `connect`.
     """
     limit = _limit(device)
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    # A dimension of all ranks takes the world's group, which a program may have opened itself, with torch's two threads.
+    anew = device.type == "cpu" and gloo_threads(world()) > 1
+    apart: dict[int | str, Any] = {name: "gloo" for name, size in sizes.items() if anew and size == world().size()}
+    with one_gloo_thread():
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=apart)
     for name in sizes:
         group = mesh.get_group(name)
         if group == world():  # of a dimension of all ranks; it has both
@@ -43,7 +50,8 @@ def open_group(parts: Iterable[tuple[int, ...]], name: str, device: torch.device
         LayoutError: see `connect`.
     """
     ranks = [list(part) for part in parts]
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_limit(device), group_desc=name)
+    with one_gloo_thread():
+        group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_limit(device), group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     connect(group, name.removeprefix("mesh_"), device)
     return group
