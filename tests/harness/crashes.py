@@ -1,5 +1,4 @@
-"""Counts the calls of a run that were repeated after a crash. More than a few of them are a
-fault that hides there."""
+"""Counts the calls of a run that were repeated after a crash. More than a few are a fault that hides there."""
 
 import warnings
 

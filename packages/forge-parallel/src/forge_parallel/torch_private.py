@@ -229,7 +229,7 @@ def one_gloo_thread() -> Iterator[None]:
     say otherwise.
 
     With two, the heap breaks: each notes the name of what it has finished in one string of the group, without a lock
-    (`ProcessGroupGloo::runLoop`, of torch 2.11 to 2.13 at least). Names of more than 15 letters are on the heap, and that of
+    (`ProcessGroupGloo::runLoop` of torch 2.13). Names of more than 15 letters are on the heap, and that of
     functional all-gathers is one, as DTensor calls them. docs/adr/0036.
     """
     plain = getattr(distributed_c10d, "ProcessGroupGloo", None)
