@@ -287,6 +287,53 @@ def test_the_processor_makes_the_pixels_of_ours(statistics: dict[str, Any], tmp_
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+def tokenizer(folder: Path, image: str | None) -> Path:
+    """A folder with a tokenizer of words; `image` is token 39."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({f"w{each}": each for each in range(39)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if image is not None:
+        made.add_special_tokens([AddedToken(image, special=True)])
+        assert made.token_to_id(image) == 39
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+@pytest.mark.parametrize("case", ["clip", "clip_class", "siglip", "dinov2", "dinov2_gated", "clip_larger"])
+def test_transformers_opens_a_processor_that_fits_the_model(case: str, tmp_path: Path) -> None:
+    """A picture and words become what the model takes: as many placeholders as it has vectors, and our pixels."""
+    weights = InMemory(model(tmp_path / "tower", *LLAVA[case]))
+    vlm = weights.model
+    assert isinstance(vlm, VLM) and vlm.placeholder == 39
+    Hf(tokenizer=str(tokenizer(tmp_path / "words", "<picture>"))).build().write(tmp_path / "out", weights)
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "out", backend="pil")
+    assert type(processor).__name__ == "LlavaProcessor"
+    draw = torch.Generator().manual_seed(1)
+    picture = Image.fromarray(torch.randint(0, 256, (30, 40, 3), generator=draw, dtype=torch.uint8).numpy())
+    inputs = processor(images=[picture], text="w3 <picture> w4", return_tensors="pt")
+    wanted = torch.as_tensor(pixels(fit(picture, vlm.vision.processing), vlm.vision.processing))
+    torch.testing.assert_close(inputs["pixel_values"][0], wanted, rtol=0, atol=1e-6)
+    tokens = inputs["input_ids"]
+    assert tokens[0].tolist() == [3, *[39] * vlm.per_image, 4]
+    rows = torch.zeros((1, 1), dtype=torch.long)
+    ours = logits_of(weights, tokens, extras={"images": wanted[None], "image_rows": rows})
+    with torch.no_grad():
+        found = theirs(tmp_path / "out")(**inputs).logits
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+@pytest.mark.parametrize("image", [None, "<picture>"])
+def test_a_processor_is_only_written_where_the_tokenizer_has_the_placeholder(image: str | None, tmp_path: Path) -> None:
+    weights = InMemory(model(tmp_path / "tower", *LLAVA["image_token"]))  # 7 is a word
+    words = str(tokenizer(tmp_path / "words", image))
+    for name, given in (("without", None), ("with", words)):
+        Hf(tokenizer=given).build().write(tmp_path / name, weights)
+        assert not (tmp_path / name / "processor_config.json").exists()
+
+
 def test_images_are_those_of_their_numbers_in_any_order(tmp_path: Path) -> None:
     """A row may name any of the images, and an image may be of no row."""
     weights = InMemory(model(tmp_path / "tower", *LLAVA["clip"]))

@@ -214,10 +214,9 @@ def special_tokens(weights: Weights, model_type: str, tokenizer: Path | None) ->
         return known if weights.facts.family == model_type else found | known
     if tokenizer is None:
         return found
-    settings, content = tokenizer / "tokenizer_config.json", tokenizer / "tokenizer.json"
-    if not (settings.is_file() and content.is_file()):
+    settings, ids = tokenizer / "tokenizer_config.json", _added(tokenizer)
+    if not settings.is_file():
         return found
-    ids = {entry["content"]: entry["id"] for entry in json.loads(content.read_text(encoding="utf-8")).get("added_tokens", [])}
     named = json.loads(settings.read_text(encoding="utf-8"))
     for key in ("bos_token", "eos_token", "pad_token"):
         token = named.get(key)
@@ -225,6 +224,19 @@ def special_tokens(weights: Weights, model_type: str, tokenizer: Path | None) ->
         if text in ids:
             found[f"{key}_id"] = ids[text]
     return found
+
+
+def added_token(tokenizer: Path, number: int | None) -> str | None:
+    """The text that a tokenizer's folder always takes for this token; None where it is a part of words, or not known."""
+    return next((text for text, each in _added(tokenizer).items() if each == number), None)
+
+
+def _added(tokenizer: Path) -> dict[str, int]:
+    """Ids of the tokens that a tokenizer has besides those of its model, by their text."""
+    content = tokenizer / "tokenizer.json"
+    if not content.is_file():
+        return {}
+    return {entry["content"]: entry["id"] for entry in json.loads(content.read_text(encoding="utf-8")).get("added_tokens", [])}
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -19,7 +19,7 @@ from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.ignorable import ANY, Allowed
 from forge_models.hf.names import DERIVED, Place
 from forge_models.hf.reader import Placed, facts_in, family_of
-from forge_models.hf.writer import special_tokens, write_folder, write_json
+from forge_models.hf.writer import added_token, special_tokens, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
@@ -44,6 +44,7 @@ DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Of keys that are absent, as in transformers."""
+PROCESSOR = "processor_config.json"
 IGNORES: Mapping[str, Allowed] = {
     **dict.fromkeys(("image_seq_length", "ignore_index", "vocab_size", "hidden_size", "initializer_range"), ANY),
 }
@@ -87,6 +88,8 @@ class Llava:
 
         def texts_of(folder: Path) -> None:
             write_json(folder / FILE, towers.preprocessor_of(model.vision.processing))
+            if token := added_token(folder, model.placeholder):
+                write_json(folder / PROCESSOR, _processor(model, config, token))
 
         write_folder(
             path,
@@ -202,6 +205,18 @@ def _config(model: VLM) -> dict[str, Any]:
         "vision_feature_layer": outputs[0] if len(outputs) == 1 else list(outputs),
         "vision_feature_select_strategy": "default" if encoder.shape.class_token and not encoder.class_feature else "full",
         "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _processor(model: VLM, config: Mapping[str, Any], token: str) -> dict[str, Any]:
+    """The keys of `processor_config.json`: how many placeholders, in words `token`, an image becomes."""
+    shape = model.vision.shape
+    return {
+        "processor_class": "LlavaProcessor",
+        "image_token": token,
+        "patch_size": shape.patch_size,
+        "num_additional_image_tokens": int(shape.class_token),  # "default" takes it off again
+        "vision_feature_select_strategy": config["vision_feature_select_strategy"],
     }
 
 
