@@ -158,6 +158,61 @@ def test_transformers_opens_the_folder_where_its_code_is_trusted(tied: bool, tmp
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
 
 
+WRITING = """
+import os, sys
+
+os.environ["HF_MODULES_CACHE"] = sys.argv[4]
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+folder, given, out = sys.argv[1:4]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+given = load_file(given)
+tokens = given.pop("tokens")
+found = {"greedy": model.generate(tokens, **given, max_new_tokens=6, do_sample=False)}
+found["copies"] = model.generate(tokens, **given, max_new_tokens=6, do_sample=True, top_k=1, num_return_sequences=2)
+mask = torch.ones_like(tokens)
+found["masked"] = model.generate(tokens, **given, attention_mask=mask, max_new_tokens=1, do_sample=False)
+mask[0, 0] = 0
+for wrong, kind in (({"attention_mask": mask}, ValueError), ({"labels": tokens}, TypeError), ({"use_cache": True}, TypeError)):
+    try:
+        model(tokens, **given, **wrong)
+    except kind as error:
+        assert next(iter(wrong)) in str(error)
+    else:
+        raise AssertionError(f"{wrong} was taken")
+save_file(found, out)
+"""
+
+
+def test_transformers_generates_what_the_largest_logits_of_ours_say(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    weights = written(MOT, tmp_path / "out")
+    tokens, extras = fixed_rows(weights.model)
+    extras = {**extras, "images": 20 * torch.randn(extras["images"].shape, generator=torch.Generator().manual_seed(2))}
+    save_file({"tokens": tokens, **extras}, tmp_path / "given.safetensors")
+    (tmp_path / "program.py").write_text(WRITING)
+    words = ["program.py", "out", "given.safetensors", "found.safetensors", "modules"]
+    subprocess.run([sys.executable, *(str(tmp_path / word) for word in words)], check=True, cwd=tmp_path)
+    found = load_file(tmp_path / "found.safetensors")
+
+    def continued(images: torch.Tensor) -> torch.Tensor:
+        rows = tokens
+        for _ in range(6):
+            logits = logits_of(weights, rows, extras={**extras, "images": images})[:, -1]
+            logits[:, weights.model.placeholder] = -torch.inf
+            rows = torch.cat((rows, logits.argmax(-1, keepdim=True)), dim=1)
+        return rows
+
+    rows = continued(extras["images"])
+    assert not torch.equal(rows, continued(extras["images"].flip(0)))  # it matters which image a row names
+    assert torch.equal(found["greedy"], rows)
+    assert torch.equal(found["copies"], rows.repeat_interleave(2, dim=0))
+    assert torch.equal(found["masked"], rows[:, : tokens.shape[1] + 1])
+    assert len({tuple(row[tokens.shape[1] :]) for row in rows.tolist()}) > 1  # rows say different things
+
+
 def test_code_of_others_is_not_run(tmp_path: Path) -> None:
     weights = written(MOT, tmp_path / "out")
     with (tmp_path / "out" / "modeling_forge.py").open("a") as file:

@@ -526,7 +526,7 @@ class Vision(nn.Module):
 
 
 if __name__.startswith("transformers_modules."):  # `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput
 
     class ForgeConfig(PretrainedConfig):
@@ -534,8 +534,8 @@ if __name__.startswith("transformers_modules."):  # `AutoModelForCausalLM.from_p
 
         model_type = "forge_standalone"
 
-    class ForgeForCausalLM(PreTrainedModel):
-        """`Model` as transformers opens it."""
+    class ForgeForCausalLM(PreTrainedModel, GenerationMixin):
+        """`Model` as transformers opens it. Rows are whole: none is padded, and `generate` computes each anew, with no cache."""
 
         config_class = ForgeConfig
         base_model_prefix = "model"
@@ -546,7 +546,47 @@ if __name__.startswith("transformers_modules."):  # `AutoModelForCausalLM.from_p
             self.post_init()
 
         def forward(
-            self, input_ids: Tensor, images: Tensor | None = None, image_rows: Tensor | None = None, **_given: Any
+            self,
+            input_ids: Tensor,
+            images: Tensor | None = None,
+            image_rows: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            return_dict: bool = True,
+            **given: Any,
         ) -> CausalLMOutput:
-            """See `Model`."""
+            """See `Model`.
+
+            Raises:
+                TypeError: an argument that would change something, which this model does not have.
+                ValueError: `attention_mask` leaves tokens out.
+            """
+            if unknown := sorted(name for name, value in given.items() if value is not None and value is not False):
+                raise TypeError(f"{', '.join(unknown)}: this model takes input_ids, images and image_rows alone")
+            if attention_mask is not None and not bool(attention_mask.all()):
+                raise ValueError("attention_mask leaves tokens out: this model takes rows of one length, without padding")
             return CausalLMOutput(logits=self.model(input_ids, images, image_rows))
+
+        def generate(self, *inputs: Any, **given: Any) -> Any:
+            """See `GenerationMixin`; placeholders of images are never chosen."""
+            token = self.config.model["image_token"]
+            never = {} if token is None else {"suppress_tokens": [token]}
+            return super().generate(*inputs, **never | given)  # type: ignore[misc]
+
+        def prepare_inputs_for_generation(  # type: ignore[override]
+            self,
+            input_ids: Tensor,
+            images: Tensor | None = None,
+            image_rows: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            **_given: Any,
+        ) -> Table:
+            """All of each row: nothing of it is kept from one token to the next."""
+            return {"input_ids": input_ids, "images": images, "image_rows": image_rows, "attention_mask": attention_mask}
+
+        def _expand_inputs_for_generation(self, *sizes: Any, images: Tensor | None = None, **given: Any) -> Any:
+            tokens, found = super()._expand_inputs_for_generation(*sizes, **given)  # type: ignore[misc]
+            return tokens, found | {"images": images}  # copies of a row name the same images
+
+        @classmethod
+        def _supports_default_dynamic_cache(cls) -> bool:
+            return False
