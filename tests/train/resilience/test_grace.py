@@ -1,6 +1,7 @@
 """A stop with too little time for a save: nothing is begun, it is said, and the run ends as one that can go on."""
 
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def test_fault_30_too_short_a_grace_is_said_at_the_first_save_and_kept(
         reason, step, warned, left_out = stopped(recipe, tmp_path / "run", ["--checkpoint.grace=0.1"], at=5)
     assert (reason, step, left_out) == (STOPPED, 3, True)
     first, last = warned
-    assert first.startswith("a save takes 0.2") and "checkpoint.grace leaves 0.1 s after a signal" in first
-    assert last.startswith("step 5 is not saved: a save takes 0.2")
+    took = re.match(r"a save takes (\d+\.\d+) s, and checkpoint.grace leaves 0.1 s after a signal", first)
+    assert took and float(took[1]) >= 0.25  # or more, on a machine with other work
+    assert last.startswith(f"step 5 is not saved: a save takes {took[1]} s")
     assert [record.getMessage() for record in caplog.records][-2:] == warned
 
 
