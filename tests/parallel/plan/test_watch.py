@@ -1,5 +1,6 @@
 """Who is late is named: over a real store and a real group, on two ranks, with seconds for what takes minutes elsewhere."""
 
+import json
 import logging
 import os
 import time
@@ -237,6 +238,18 @@ class Gone:
 
     def __getattr__(self, name: str) -> None:
         raise AssertionError(name)
+
+
+def test_fault_35_of_two_that_see_a_hang_in_the_same_moment_the_second_adds_its_stacks() -> None:
+    """It had not read the first one's note yet, and its own comes too late."""
+    store = dist.HashStore()
+    first, second = (Watch(rank, 2, store) for rank in range(2))
+    first._leave_note("rank 1 did not come", 5, hangs=True)
+    assert second._leave_note("rank 1 did not come", 5, hangs=True)["rank"] == 0
+    assert store.check(["stacks/1"])
+    told, _ = json.loads(store.get("stacks/1"))
+    assert told.startswith("rank 1 (") and "test_fault_35_of_two" in told
+    assert not store.check(["stacks/0"])  # who writes the report asks itself
 
 
 def test_h3_a_note_that_was_read_needs_no_store() -> None:

@@ -313,10 +313,14 @@ class Watch:
         """The first note, if another rank has left it. It is kept: who left it may take the store along."""
         if self._known is None and self._store.check(["ended"]):
             note = json.loads(self._store.get("ended"))
-            self._known = None if note["rank"] == self.rank else note
-            if self._known is not None and note["hangs"]:
-                hang_report.answer(self._store, self.rank, self._story())
+            self._known = None if note["rank"] == self.rank else self._answered(note)
         return self._known
+
+    def _answered(self, note: dict[str, Any]) -> dict[str, Any]:
+        """The note of another rank, which writes the report if it is of a hang, and waits for what this one adds."""
+        if note["hangs"]:
+            hang_report.answer(self._store, self.rank, self._story())
+        return note
 
     def _story(self) -> str:
         return f"{self._sight()}\n{sights.stacks_of_all_threads()}"
@@ -337,7 +341,9 @@ class Watch:
         mine = json.dumps({"rank": self.rank, "message": message, "code": code, "hangs": hangs})
         found = self._store.compare_set("ended", "", mine)
         note = json.loads(found)
-        if hangs and note["rank"] == self.rank:
+        if note["rank"] != self.rank:  # two that are late see it in the same moment
+            return self._answered(note)
+        if hangs:
             with contextlib.suppress(OSError):
                 self._report(message)
         return note
