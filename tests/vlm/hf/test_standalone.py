@@ -175,11 +175,12 @@ found["copies"] = model.generate(tokens, **given, max_new_tokens=6, do_sample=Tr
 mask = torch.ones_like(tokens)
 found["masked"] = model.generate(tokens, **given, attention_mask=mask, max_new_tokens=1, do_sample=False)
 mask[0, 0] = 0
-for wrong, kind in (({"attention_mask": mask}, ValueError), ({"labels": tokens}, TypeError), ({"use_cache": True}, TypeError)):
+model(tokens, **given, labels=None, use_cache=False, return_dict=True)
+for wrong in ({"attention_mask": mask}, {"labels": tokens}, {"use_cache": True}, {"return_dict": False}, {"lables": 0}):
     try:
         model(tokens, **given, **wrong)
-    except kind as error:
-        assert next(iter(wrong)) in str(error)
+    except (TypeError, ValueError) as error:
+        assert str(error).startswith(next(iter(wrong))), error
     else:
         raise AssertionError(f"{wrong} was taken")
 save_file(found, out)
@@ -211,6 +212,17 @@ def test_transformers_generates_what_the_largest_logits_of_ours_say(tmp_path: Pa
     assert torch.equal(found["copies"], rows.repeat_interleave(2, dim=0))
     assert torch.equal(found["masked"], rows[:, : tokens.shape[1] + 1])
     assert len({tuple(row[tokens.shape[1] :]) for row in rows.tolist()}) > 1  # rows say different things
+
+
+def test_tokens_that_were_never_chosen_before_still_are_not(tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.mkdir()
+    (words / "tokenizer.json").write_text("{}")
+    (words / "generation_config.json").write_text('{"suppress_tokens": [50, 3], "temperature": 0.5}')
+    weights = InMemory(MOT)
+    Hf(family="forge_standalone", tokenizer=str(words)).build().write(tmp_path / "out", weights)
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert settings == {"suppress_tokens": sorted({3, 50, MOT.placeholder}), "temperature": 0.5}
 
 
 def test_code_of_others_is_not_run(tmp_path: Path) -> None:

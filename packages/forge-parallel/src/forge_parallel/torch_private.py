@@ -237,7 +237,7 @@ def one_gloo_thread() -> Iterator[None]:
         yield
         return
 
-    class OneThread(plain):  # type: ignore[misc, valid-type]
+    class OneThread(plain):  # type: ignore[misc, valid-type]  # a base that is looked up, as there may be none
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             options = plain._Options()
             options._timeout, options._threads = timeout, 1

@@ -313,14 +313,10 @@ class Watch:
         """The first note, if another rank has left it. It is kept: who left it may take the store along."""
         if self._known is None and self._store.check(["ended"]):
             note = json.loads(self._store.get("ended"))
-            self._known = None if note["rank"] == self.rank else self._answered(note)
+            self._known = None if note["rank"] == self.rank else note
+            if self._known is not None and note["hangs"]:
+                hang_report.answer(self._store, self.rank, self._story())
         return self._known
-
-    def _answered(self, note: dict[str, Any]) -> dict[str, Any]:
-        """The note of another rank, which writes the report if it is of a hang, and waits for what this one adds."""
-        if note["hangs"]:
-            hang_report.answer(self._store, self.rank, self._story())
-        return note
 
     def _story(self) -> str:
         return f"{self._sight()}\n{sights.stacks_of_all_threads()}"
@@ -339,10 +335,9 @@ class Watch:
     def _leave_note(self, message: str, code: int, hangs: bool = False) -> dict[str, Any]:
         """The note that counts: this one, or the one that was there. Of a hang, this rank then writes the report."""
         mine = json.dumps({"rank": self.rank, "message": message, "code": code, "hangs": hangs})
-        found = self._store.compare_set("ended", "", mine)
-        note = json.loads(found)
-        if note["rank"] != self.rank:  # two that are late see it in the same moment
-            return self._answered(note)
+        note = json.loads(self._store.compare_set("ended", "", mine))
+        if note["rank"] != self.rank:  # another rank saw the same in the same moment; it waits for what this one adds
+            return self._note() or note
         if hangs:
             with contextlib.suppress(OSError):
                 self._report(message)

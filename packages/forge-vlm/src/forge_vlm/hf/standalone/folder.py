@@ -16,7 +16,7 @@ from forge_core.component import Component
 from forge_core.protocols.convert import NO_EXTRAS, Weights
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.names import Place
-from forge_models.hf.reader import Placed, facts_in
+from forge_models.hf.reader import GENERATION, Placed, facts_in
 from forge_models.hf.writer import write_folder, write_json
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import Published, ViT
@@ -81,7 +81,7 @@ class Standalone:
             tokenizer=tokenizer,
             max_shard_bytes=max_shard_bytes,
             usage=USAGE,
-            texts=lambda folder: write_code(folder, model),
+            texts=lambda folder: _texts(folder, model),
         )
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
@@ -131,6 +131,15 @@ def places_of(model: VLM) -> dict[str, Place]:
 def vision_keys(model: VLM) -> dict[str, Any]:
     """The key `vision_config` of a published tower, by which the folder can be an encoder's."""
     return {"vision_config": towers.config_of(model.vision)} if _published(model) else {}
+
+
+def _texts(folder: Path, model: VLM) -> None:
+    """The code, and settings of generation by which the placeholder of images is never chosen."""
+    write_code(folder, model)
+    if model.placeholder is not None:
+        settings = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
+        never = settings.get("suppress_tokens") or []
+        write_json(folder / GENERATION, settings | {"suppress_tokens": sorted({*never, model.placeholder})})
 
 
 def write_code(folder: Path, model: VLM) -> None:

@@ -551,7 +551,6 @@ if __name__.startswith("transformers_modules."):  # `AutoModelForCausalLM.from_p
             images: Tensor | None = None,
             image_rows: Tensor | None = None,
             attention_mask: Tensor | None = None,
-            return_dict: bool = True,
             **given: Any,
         ) -> CausalLMOutput:
             """See `Model`.
@@ -560,32 +559,21 @@ if __name__.startswith("transformers_modules."):  # `AutoModelForCausalLM.from_p
                 TypeError: an argument that would change something, which this model does not have.
                 ValueError: `attention_mask` leaves tokens out.
             """
-            if unknown := sorted(name for name, value in given.items() if value is not None and value is not False):
-                raise TypeError(f"{', '.join(unknown)}: this model takes input_ids, images and image_rows alone")
+            # None and False ask for nothing, and so does return_dict = True. All else would be passed over.
+            if wrong := [name for name, value in given.items() if value is not None and value is not (name == "return_dict")]:
+                raise TypeError(f"{', '.join(wrong)}: this model takes input_ids, images and image_rows alone, with no cache")
             if attention_mask is not None and not bool(attention_mask.all()):
                 raise ValueError("attention_mask leaves tokens out: this model takes rows of one length, without padding")
             return CausalLMOutput(logits=self.model(input_ids, images, image_rows))
 
-        def generate(self, *inputs: Any, **given: Any) -> Any:
-            """See `GenerationMixin`; placeholders of images are never chosen."""
-            token = self.config.model["image_token"]
-            never = {} if token is None else {"suppress_tokens": [token]}
-            return super().generate(*inputs, **never | given)  # type: ignore[misc]
-
-        def prepare_inputs_for_generation(  # type: ignore[override]
-            self,
-            input_ids: Tensor,
-            images: Tensor | None = None,
-            image_rows: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            **_given: Any,
-        ) -> Table:
-            """All of each row: nothing of it is kept from one token to the next."""
-            return {"input_ids": input_ids, "images": images, "image_rows": image_rows, "attention_mask": attention_mask}
+        def prepare_inputs_for_generation(self, input_ids: Tensor, *_: Any, **kwargs: Any) -> Table:
+            """All of each row: nothing of it is kept. By the name `kwargs` transformers lets arguments of `forward` pass."""
+            return {"input_ids": input_ids} | {name: kwargs.get(name) for name in ("images", "image_rows", "attention_mask")}
 
         def _expand_inputs_for_generation(self, *sizes: Any, images: Tensor | None = None, **given: Any) -> Any:
+            # Copies of a row name the same images. (transformers declares `self` here as a class that only checkers know.)
             tokens, found = super()._expand_inputs_for_generation(*sizes, **given)  # type: ignore[misc]
-            return tokens, found | {"images": images}  # copies of a row name the same images
+            return tokens, found | {"images": images}
 
         @classmethod
         def _supports_default_dynamic_cache(cls) -> bool:
