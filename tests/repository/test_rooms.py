@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROJECTS = sorted(path.parent for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml"))
 SOURCES = sorted(file for project in PROJECTS for file in (project / "src").rglob("*.py"))
 LOOP = ROOT / "apps/forge-train/src/forge_train/run/loop.py"
-LONG = 400
+LONG = 600
 
 
 def project(path: Path) -> dict:
