@@ -35,7 +35,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from the fewest tokens whose probabilities sum to this.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Exclude tokens below this share of the largest probability.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text of the continuation at which it ends; may be given several times.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0,
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Draft with the modules of [model.mtp]: the same tokens in fewer forwards.")
