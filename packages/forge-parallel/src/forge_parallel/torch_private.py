@@ -246,8 +246,8 @@ def one_gloo_thread() -> Iterator[None]:
                 if not hasattr(options, name):
                     tested = next(line for line in requires("forge-parallel") or () if line.startswith("torch"))
                     raise RuntimeError(
-                        f"torch {torch.__version__} opens gloo groups with {name}={value!r}, which this version of Forge does not "
-                        f"know; install a torch that it was tested with: pip install '{tested}'"
+                        f"torch {torch.__version__} opens gloo groups with {name}={value!r}, which this Forge does not know; "
+                        f"install a torch that it was tested with: pip install '{tested}'"
                     )
                 setattr(options, name, value)
             named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
