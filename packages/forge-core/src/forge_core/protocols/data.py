@@ -217,8 +217,8 @@ class SourceContext:
 Cursor = Mapping[str, Any]
 """Position in the data: a few integers and a fingerprint, JSON as it stands.
 
-The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
-"readers"; `forge_data.order.cursor.merged` makes one cursor of those of all ranks.
+The same on every rank, except that each rank knows only the position of its own foreign loader, under "foreign";
+`forge_data.order.cursor.merged` makes one cursor of those of all ranks.
 """
 
 

@@ -102,7 +102,7 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
     sides = (one, other)
     pools = [Buffers(), Buffers()]
     for reader in sides:
-        reader.seek({})
+        reader.seek(0, {})
     for step in range(steps):
         spans = [reader.order.timeline.span_at(step) for reader in sides]
         if spans[0].rows != spans[1].rows or spans[0].length != spans[1].length:
