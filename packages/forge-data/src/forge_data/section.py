@@ -65,7 +65,7 @@ class Data:
     shuffle_buffer: Annotated[int, Gt(0)] = 1000
     """Documents of a streamed source that are shuffled together; a resume reads as many again."""
     readers: Annotated[int, Gt(0)] | None = None
-    """Shards of a streamed source that are open at a time: they give one document each in turn, so that neighbouring
+    """Shards of a streamed source that are open at a time: they give one document each in turn, so that neighboring
     documents come from several. By default 16. Unused with `shuffle = "none"`."""
     seed: Annotated[int, Ge(0)] | None = None
     """Fixes the order of samples; by default the seed of the job."""

@@ -254,7 +254,7 @@ class Stream(Protocol):
         ...
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none. Known once the step has been read."""
         ...
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ micro-batches. So ranks, micro-batch and loader workers change who reads a sampl
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from forge_data.loading.workers.pool import WorkerPool
 from forge_data.loading.workers.recipe import WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
 from forge_data.order.phases import batch_faults, lr_scale_at, refuse_faults
+from forge_data.packing.plan import Planned
 from forge_data.store.checksums import FirstEpoch
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class TrainingStream:
         self._iterator: object = None
         self._identities: dict[int, tuple[dict[str, Any], str]] = {}
         self.fingerprint = fingerprint_of(self.order.identity_at(None))
+        summaries = (getattr(packing, "summary", None) for packing in reader.packings)
+        self._tokens_a_sample = [Fraction(s["tokens"], s["rows"]) if s else Fraction(self.order.unit) for s in summaries]
         end = self.order.end()
         self.steps = None if end is None else self.order.timeline.steps_in(end)
         self._refuse_sizes(end)
@@ -88,23 +92,32 @@ class TrainingStream:
         return lr_scale_at(self.data.phases, step)
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none."""
         span = self.order.timeline.span_at(step)
-        return span.rows * span.length
+        if self.data.packing == "concatenate":
+            return span.rows * span.length
+        sources, numbers = self.order.rows_of(step, 0, span.rows)
+        packings = enumerate(self.reader.packings)
+        return sum(packing.tokens_in(numbers[sources == source]) for source, packing in packings if isinstance(packing, Planned))
 
     def batches_at(self, step: int) -> int:
         """Micro-batches of this rank in a step."""
         return self._shape(step)[0] // self.micro_batch
 
     def mix(self, step: int) -> dict[str, tuple[int, float]]:
-        """Tokens of each source that the first `step` steps read, and how many the weights ask for."""
-        timeline, unit = self.order.timeline, self.order.unit
+        """Tokens of each source that the first `step` steps read, and how many the weights ask for.
+
+        Rows with padding count as the mean of their source has tokens, which is exact after every epoch.
+        """
+        timeline = self.order.timeline
         samples = timeline.first_of(step)
-        pairs = zip(timeline.draws(samples), timeline.planned(samples), strict=True)
-        return {label: (drawn * unit, float(asked * unit)) for label, (drawn, asked) in zip(self.labels, pairs, strict=True)}
+        pairs = zip(timeline.draws(samples), timeline.planned(samples), self._tokens_a_sample, strict=True)
+        found = ((round(drawn * tokens), float(asked * tokens)) for drawn, asked, tokens in pairs)
+        return dict(zip(self.labels, found, strict=True))
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
-        """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time."""
+        """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time, tokens
+        as `mix` counts them."""
         timeline = self.order.timeline
         draws = timeline.draws(timeline.first_of(steps)) if steps is not None else None
         mixture = timeline.segments[0].mixture
@@ -122,7 +135,7 @@ class TrainingStream:
             if summary := getattr(self.reader.packings[index], "summary", None):
                 entry["packing"] = summary
             if draws is not None:
-                read = {"samples": draws[index], "tokens_read": draws[index] * self.order.unit}
+                read = {"samples": draws[index], "tokens_read": round(draws[index] * self._tokens_a_sample[index])}
                 entry |= read | {"epochs": None if rows is None else draws[index] / rows}
             sources.append(entry)
         return {
@@ -176,8 +189,8 @@ class TrainingStream:
             if self.reader.streams and self._iterator is not iterator:
                 raise DataError("streamed sources are read by one iterator at a time, and a newer one took over; open them again")
             own, length = self._shape(step)
-            buffers.drop_others((Rows.size_of(own, length, self.reader.spec.masked),))
-            rows = Rows.take(buffers, own, length, self.reader.spec.masked)
+            buffers.drop_others((Rows.size_of(own, length, self.reader.spec.marks),))
+            rows = Rows.take(buffers, own, length, self.reader.spec.marks)
             self.reader.fill(rows, step, self.rank * own, (self.rank + 1) * own)
             yield rows, self.reader.positions_after(step)
             del rows

@@ -114,7 +114,7 @@ def _fill(
 ) -> dict[str, dict[str, Any]]:
     from forge_data.loading.rows import Rows
 
-    reader.fill(Rows(arrays[slot], count, length, reader.spec.masked), step, start, stop)
+    reader.fill(Rows(arrays[slot], count, length, reader.spec.marks), step, start, stop)
     return reader.positions_after(step)
 
 

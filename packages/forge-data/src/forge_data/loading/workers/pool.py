@@ -24,7 +24,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.loading.buffers import Buffers
-from forge_data.loading.rows import Rows
+from forge_data.loading.rows import Marks, Rows
 from forge_data.loading.workers.recipe import WorkerRecipe
 
 _PATIENCE = 2.0
@@ -54,7 +54,7 @@ class WorkerPool:
             workers: how many; with streams, one.
             start: the first step, and the positions of the streams before it.
         """
-        self._masked = recipe.spec.masked
+        self._marks: Marks = recipe.spec.marks
         self._count = workers
         self._buffers = Buffers(self._share)
         self._slots: dict[int, int] = {}
@@ -83,12 +83,12 @@ class WorkerPool:
 
     def ask(self, step: int, first: int, count: int, length: int) -> None:
         """Has rows [first, first + count) of the global batch of a step made, in memory that is free."""
-        size = Rows.size_of(count, length, self._masked)
+        size = Rows.size_of(count, length, self._marks)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
         worker = self._workers[step % self._count]
         self._send(worker, ("fill", self._slots[id(memory)], count, length, step, first, first + count))
-        self._asked.append((Rows(memory, count, length, self._masked), worker))
+        self._asked.append((Rows(memory, count, length, self._marks), worker))
 
     def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
         """Waits for the rows that were asked for first; also the positions of the streams after them.
