@@ -248,8 +248,8 @@ class SourceContext:
 Cursor = Mapping[str, Any]
 """Position in the data: a few integers and a fingerprint, JSON as it stands.
 
-The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
-"readers"; `forge_data.order.cursor.merged` makes one cursor of those of all ranks.
+The same on every rank, except that each rank knows only the position of its own foreign loader, under "foreign";
+`forge_data.order.cursor.merged` makes one cursor of those of all ranks.
 """
 
 
@@ -285,7 +285,7 @@ class Stream(Protocol):
         ...
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none. Known once the step has been read."""
         ...
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
