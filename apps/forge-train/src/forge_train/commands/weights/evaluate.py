@@ -41,6 +41,7 @@ def evaluate(
     from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import open_weights
+    from forge_train.recipe.load import load
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first = where.rank == 0
@@ -71,6 +72,8 @@ def evaluate(
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "tasks": results})
 
     def evaluated() -> None:
+        if recipe is not None:
+            load(recipe, (), None, registry)  # Python files that it names may run, also where the weights name them
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout)
