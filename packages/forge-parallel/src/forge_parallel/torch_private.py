@@ -224,6 +224,11 @@ def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
     return getattr(options, "_timeout", None)
 
 
+def default_store() -> dist.Store:
+    """The store of the default process group; torch has no public name for it."""
+    return distributed_c10d._get_default_store()
+
+
 @contextmanager
 def one_gloo_thread() -> Iterator[None]:
     """Groups of gloo that are opened inside carry out their collectives in one thread. torch gives them two, and no argument to
