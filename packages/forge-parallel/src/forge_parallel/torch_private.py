@@ -145,6 +145,19 @@ def after_backward(module: Any) -> None:
         group.post_backward()
 
 
+def end_forward(module: Any) -> None:
+    """Lets FSDP know that no forward of a module is under way: after an error it believes that one is, and frees nothing."""
+    state = module._get_fsdp_state()
+    for each in (state, *(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))):
+        if each._training_state.name == "FORWARD":
+            each._training_state = type(each._training_state).IDLE
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as a recomputed forward does."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def look_at_parameters_again(module: Any) -> None:
     """Lets FSDP find out anew which parameters of a module take a gradient: it has noted in which format it reduces theirs when
     it first ran. The public way gathers them."""
