@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from importlib.metadata import requires
 from typing import Any
 
 import torch
@@ -276,9 +277,17 @@ def one_gloo_thread() -> Iterator[None]:
         return
 
     class OneThread(plain):  # type: ignore[misc, valid-type]  # a base that is looked up, as there may be none
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **settings: Any) -> None:
             options = plain._Options()
             options._timeout, options._threads = timeout, 1
+            for name, value in settings.items():  # torch 2.14 passes `enable_reconfigure`, a later one may pass more
+                if not hasattr(options, name):
+                    tested = next(line for line in requires("forge-parallel") or () if line.startswith("torch"))
+                    raise RuntimeError(
+                        f"torch {torch.__version__} opens gloo groups with {name}={value!r}, which this Forge does not know; "
+                        f"install a torch that it was tested with: pip install '{tested}'"
+                    )
+                setattr(options, name, value)
             named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options._devices = [plain.create_device(interface=name) for name in named] or [plain.create_default_device()]
             super().__init__(store, rank, size, options)
