@@ -103,7 +103,7 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
     sides = (one, other)
     pools = [Buffers(), Buffers()]
     for reader in sides:
-        reader.seek({})
+        reader.seek(0, {})
     for step in range(steps):
         spans = [reader.order.timeline.span_at(step) for reader in sides]
         if spans[0].rows != spans[1].rows or spans[0].length != spans[1].length:
@@ -111,7 +111,7 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
         count, length = spans[0].rows, spans[0].length
         if not (one.streams or other.streams) and _same(one, other, step, count):
             continue
-        made = [Rows.take(pool, count, length, reader.spec.masked) for pool, reader in zip(pools, sides, strict=True)]
+        made = [Rows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
         for reader, rows in zip(sides, made, strict=True):
             reader.fill(rows, step, 0, count)
         if (found := _different(*made)) is not None:

@@ -108,14 +108,11 @@ def _fill(
     step: int,
     start: int,
     stop: int,
-    at: int,
-    readers: range,
 ) -> dict[str, dict[str, Any]]:
     from forge_data.loading.rows import Rows
 
-    if stop > start:
-        reader.fill(Rows(arrays[slot], count, length, reader.spec.masked), step, start, stop, at)
-    return reader.positions(readers)
+    reader.fill(Rows(arrays[slot], count, length, reader.spec.marks), step, start, stop)
+    return reader.positions_after(step)
 
 
 def _end_with(descriptor: int) -> None:
