@@ -11,13 +11,11 @@ from forge_core.terminal.quantities import size
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.reader import Folder
+from forge_models.hf.reader import OTHERS, Folder
 from forge_models.hf.writer import write
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-GROUP = "forge.hf_models"
 
 
 class HfConverter:
@@ -86,9 +84,9 @@ def _other(path: Path) -> HfModel | None:
     """Who reads a folder that holds something else than a decoder of text; None where the families do."""
     kind = read_config(path).get("model_type")
     registry = Registry()
-    if not isinstance(kind, str) or kind in FAMILIES or kind not in registry.names(GROUP):
+    if not isinstance(kind, str) or kind in FAMILIES or kind not in registry.names(OTHERS):
         return None
-    return registry.load(GROUP, kind)().build()
+    return registry.load(OTHERS, kind)().build()
 
 
 def _chosen(weights: Weights, wanted: str | None) -> HfModel:
@@ -99,7 +97,7 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
         Unsupported: none can; names for each kind everything that it cannot say.
     """
     registry = Registry()
-    known = registry.names(GROUP)
+    known = registry.names(OTHERS)
     if wanted is not None and wanted not in known:
         what = "is for decoders of text alone" if wanted in FAMILIES else "is not known"
         kind, names = type(weights.model).__name__, ", ".join(known) or "none"
@@ -108,7 +106,7 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
     order = [wanted] if wanted is not None else [*([first] if first in known else []), *known]
     reasons, asked = [], []
     for name in dict.fromkeys(order):
-        component = registry.load(GROUP, name)
+        component = registry.load(OTHERS, name)
         model: HfModel = component().build()
         found = model.misfits(weights)
         if not found and name not in (wanted, first) and getattr(component, "own_code", False):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.convert import Facts, Stored
+from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
@@ -16,6 +17,8 @@ from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, mtp_laye
 if TYPE_CHECKING:
     from torch import Tensor
 
+OTHERS = "forge.hf_models"
+"""Group of what reads and writes models that are more than a decoder of text, by their `model_type`."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -52,8 +55,14 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
+        others = Registry().names(OTHERS)
+        if kind in others:
+            raise Unsupported(
+                f"{where}: model_type {kind!r} is more than a decoder of text; here only {', '.join(FAMILIES)} are read"
+            )
         code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
-        raise Unsupported(f"{where}: model_type {kind!r} is not implemented{code}; implemented are {', '.join(FAMILIES)}")
+        known = ", ".join([*FAMILIES, *others])
+        raise Unsupported(f"{where}: model_type {kind!r} is not implemented{code}; implemented are {known}")
     family = FAMILIES[kind]
     architectures = values.get("architectures")
     if architectures and architectures != [family.architecture]:
