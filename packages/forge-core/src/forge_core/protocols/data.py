@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
         eos: ends a document, or None.
         prefix, suffix: ids that the tokenizer's own rule puts before and after a text, such as a BOS. They stand around each
             document of text, and `prefix` before a prompt; `suffix` never ends with `eos`, which documents get anyway.
+        special_tokens: spelling of the named special tokens, as far as they are known, such as `{"eos_token": "</s>"}`; a chat
+            template may write them.
         fingerprint: sha256 of `dump()`, in hexadecimal.
     """
 
@@ -31,6 +33,7 @@ class Tokenizer(Protocol):
     eos: int | None
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
+    special_tokens: Mapping[str, str]
     fingerprint: str
 
     def encode(self, text: str) -> "np.ndarray":
