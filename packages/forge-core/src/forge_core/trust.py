@@ -2,8 +2,7 @@
 
 A file runs that the user named: on the command line, or in a recipe that they gave. A checkpoint, the directory of a run and a
 data folder can name files, too, and whoever wrote them chose the names. Such a file runs only where the user gave its sha256,
-after reading it: `--trust-code SHA256`. Grants hold for the process, as imported modules do; those by sha256 hold for its
-children, too.
+after reading it: `--trust-code SHA256`. Grants hold for the process, as imported modules do; a sha256 also for its children.
 """
 
 import os

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from forge_core.errors import ForgeError
+from forge_core.lines import lines_of
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
 from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
@@ -47,7 +48,7 @@ def rows_of_text(
     check_tokenizer(coder, weights, note)
     begin = bos_tokens(weights, tokenizer)
     if lines:
-        rows = [torch.tensor([*begin, *coder.encode(line).tolist()]) for line in text.splitlines() if line][:limit]
+        rows = [torch.tensor([*begin, *coder.encode(line).tolist()]) for line in lines_of(text) if line][:limit]
         if cut := [len(row) for row in rows if len(row) > wide]:
             note(
                 f"{len(cut)} of {len(rows)} lines have more than --length {wide} tokens and are cut off; the longest: {max(cut)}"

@@ -14,6 +14,7 @@ from forge_core.config.overrides import parse_overrides
 from forge_core.config.scan import key_lines, repeated_key
 from forge_core.config.tree import DEFAULT, Leaf, Table, build, plugin_files
 from forge_core.errors import ConfigError, Fault, PluginError
+from forge_core.lines import lines_of
 from forge_core.registry import Registry
 from forge_core.trust import trust_file
 
@@ -156,10 +157,10 @@ def _directory(recipe: str, path: Path, key: str, origin: str) -> Fault:
 
 def _syntax(shown: str, text: str, error: tomllib.TOMLDecodeError) -> Fault:
     at = re.search(r"\(at line (\d+), column (\d+)\)|\(at end of document\)", str(error))
-    line = int(at[1]) if at and at[1] else max(len(text.splitlines()), 1)
+    line = int(at[1]) if at and at[1] else max(len(lines_of(text)), 1)
     if str(error).startswith(_TWICE):
         return _twice(shown, "\n".join(text.replace("\r\n", "\n").split("\n")[:line]))
-    written = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
+    written = lines_of(text)[line - 1].strip() if line <= len(lines_of(text)) else ""
     hint = "text needs quotes; booleans are true and false" if "Invalid value" in str(error) else ""
     message = f"is not valid TOML: {str(error).split(' (at ')[0]}" + (f" in `{written}`" if written else "")
     return Fault(shown, message, f"{shown}:{line}", hint)

@@ -308,13 +308,20 @@ class EvaluationSet(Protocol):
 
     Attributes:
         tokens: in the set.
-        text_bytes: of the text behind them, where it is known; turns nats per token into bits per byte.
+        text_bytes: of the text behind them, where it is known.
     """
 
     name: str
     tokens: int
     rows: int
     text_bytes: int | None
+
+    def predicted(self) -> tuple[int, int] | None:
+        """How many tokens are predicted, and the bytes of the text that these tokens say; `bits_per_byte` takes both.
+
+        None where the size of the text is not known.
+        """
+        ...
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> "Iterator[Batch]":
         """This rank's share: equally many batches on every rank, filler rows carry no label."""

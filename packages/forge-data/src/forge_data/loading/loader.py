@@ -107,4 +107,4 @@ def evaluation(
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
         raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
     refuse_tokenizers(sources, context.tokenizer or tokenizer)
-    return {name: HeldOut(name, source, spec, report) for name, source in sources.items()}
+    return {name: HeldOut(name, source, spec, report, context.tokenizer or tokenizer) for name, source in sources.items()}
