@@ -178,8 +178,10 @@ def open_store(path: str | Path, tokenizer: Tokenizer | None = None) -> StoreSou
     """Opens a store and, where a tokenizer is given, refuses tokens that another one made.
 
     Raises:
-        DataError: see `StoreSource`; or the tokenizers differ.
+        DataError: see `StoreSource`; or the tokenizers differ, or the path is empty.
     """
+    if not str(path).strip():
+        raise DataError("the path of a store is empty; '.' is the working directory")
     store = StoreSource(Path(path))
     entry = store.manifest.tokenizer
     if tokenizer is not None and entry is not None and entry.sha256 != tokenizer.fingerprint:
