@@ -135,7 +135,7 @@ class _Walker:
             return INVALID, whole
 
     def placed(self, key: str, node: Node, value: Any) -> Any:
-        """A value that names files. Text without a character, as an unset shell variable gives it, would be the working directory."""
+        """A value that names files. Empty text, as an unset shell variable gives it, would be the working directory."""
         items = {join(key, str(index)): item for index, item in enumerate(node.items)} if isinstance(node, Array) else {key: node}
         texts = {at: item.value for at, item in items.items() if isinstance(item, Leaf) and isinstance(item.value, str)}
         empty = [at for at, text in texts.items() if not text.strip()]

@@ -9,7 +9,7 @@ from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import labels_of, refuse_faults, source_faults, used
-from forge_data.order.source_keys import max_epochs_of, weight_of
+from forge_data.order.source_keys import max_epochs_of, too_long_of, weight_of
 from forge_data.store.reader import StoreSource
 
 AnySource = Source | StreamedSource
@@ -25,6 +25,7 @@ class OpenedSources:
         weights: before the first phase, one per source.
         places: number of each source in the recipe.
         max_epochs: of each source, or None.
+        too_long: of each source, see `too_long_of`.
     """
 
     tokenizer: Tokenizer | None
@@ -32,6 +33,7 @@ class OpenedSources:
     weights: tuple[float, ...]
     places: tuple[int, ...]
     max_epochs: tuple[float | None, ...]
+    too_long: tuple[str | None, ...]
 
 
 def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> SourceContext:
@@ -77,6 +79,7 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
         tuple(map(weight_of, chosen)),
         places,
         tuple(map(max_epochs_of, chosen)),
+        tuple(map(too_long_of, chosen)),
     )
 
 

@@ -1,6 +1,7 @@
 """Reads a token store through memory maps; opening reads the manifest, the sizes of all files, and samples of them."""
 
 import io
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class StoreSource:
         """
         self.path = path
         self.name = str(path)
+        self.document_name: Callable[[int], str] | None = None  # of a document by its number, where the corpus is known
         self.manifest: Manifest = read_manifest(path)
         self.tokens = self.manifest.tokens
         self.documents = self.manifest.documents
