@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from annotated_types import Ge, Gt
 
@@ -208,6 +208,9 @@ class SourceComponent(Component):
     """Reads the source at most so often; from then on its share goes to the others in proportion to theirs."""
     label: str | None = None
     """Name of the source in logs and phases; by default derived from the component's name."""
+    too_long: Literal["error", "skip", "truncate"] | None = None
+    """What a packing that keeps documents whole does with one that is longer than a row: refuse it, leave it out, or keep its
+    first row. By default it goes on in further rows; documents with images, which are never cut, are refused."""
 
 
 @runtime_checkable
