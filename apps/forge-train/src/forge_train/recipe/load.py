@@ -62,7 +62,7 @@ def load(
     world: int | None = None,
     registry: Registry | None = None,
     *,
-    here: bool = False,
+    here: bool | None = False,
 ) -> Resolved:
     """Reads a recipe with its bases and overrides.
 
@@ -72,7 +72,8 @@ def load(
         overrides: `--section.key=value`, as on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.
-        here: the run starts on this machine now, so that files that are absent are faults and not warnings.
+        here: the run starts on this machine now, so that files that are absent are faults and not warnings; None: no file is
+            read, so that they are nothing at all.
 
     Raises:
         ConfigError: everything that is wrong, at once.

@@ -119,6 +119,7 @@ class _Walker:
                 value, made = self.absent(at, info, shape, node.origin)
             else:
                 value, made = self.value(at, self.over_default(at, info, shape, given), shape)
+                value = self.placed(at, given, value) if info.is_place else value
             values[name] = value
             if made is not None:
                 resolved[name] = made
@@ -132,6 +133,15 @@ class _Walker:
         except ValueError as error:
             self.rule(key, cls, whole, str(error))
             return INVALID, whole
+
+    def placed(self, key: str, node: Node, value: Any) -> Any:
+        """A value that names files. Empty text, as an unset shell variable gives it, would be the working directory."""
+        items = {join(key, str(index)): item for index, item in enumerate(node.items)} if isinstance(node, Array) else {key: node}
+        texts = {at: item.value for at, item in items.items() if isinstance(item, Leaf) and isinstance(item.value, str)}
+        empty = [at for at, text in texts.items() if not text.strip()]
+        for at in empty:
+            self.fault(at, "is empty", node.origin, 'is a variable unset? "." is the working directory')
+        return INVALID if empty else value
 
     def over_default(self, key: str, info: FieldInfo, shape: Shape, given: Node) -> Node:
         """A table laid over the default instance of its field, which may differ from its class's own defaults."""

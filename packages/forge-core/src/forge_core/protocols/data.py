@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from annotated_types import Ge, Gt
 
@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
         eos: ends a document, or None.
         prefix, suffix: ids that the tokenizer's own rule puts before and after a text, such as a BOS. They stand around each
             document of text, and `prefix` before a prompt; `suffix` never ends with `eos`, which documents get anyway.
+        special_tokens: spelling of the named special tokens, as far as they are known, such as `{"eos_token": "</s>"}`; a chat
+            template may write them.
         fingerprint: sha256 of `dump()`, in hexadecimal.
     """
 
@@ -31,6 +33,7 @@ class Tokenizer(Protocol):
     eos: int | None
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
+    special_tokens: Mapping[str, str]
     fingerprint: str
 
     def encode(self, text: str) -> "np.ndarray":
@@ -205,6 +208,9 @@ class SourceComponent(Component):
     """Reads the source at most so often; from then on its share goes to the others in proportion to theirs."""
     label: str | None = None
     """Name of the source in logs and phases; by default derived from the component's name."""
+    too_long: Literal["error", "skip", "truncate"] | None = None
+    """What a packing that keeps documents whole does with one that is longer than a row: refuse it, leave it out, or keep its
+    first row. By default it goes on in further rows; documents with images, which are never cut, are refused."""
 
 
 @runtime_checkable

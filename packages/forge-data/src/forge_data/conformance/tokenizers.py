@@ -6,6 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from forge_data.tokenizers.adapt import ADDED
+
 PLAIN = "the gradient of the layer"
 TEXTS = (
     "",
@@ -56,7 +58,7 @@ def check_special(component: Any) -> None:
 def check_pieces(component: Any) -> None:
     """`encode_pieces` gives the ids of the whole text, each with the pieces that it lies in; `prefix` and `suffix` are ids."""
     tokenizer = _built(component)
-    missing = [name for name in ("encode_pieces", "prefix", "suffix") if not hasattr(tokenizer, name)]
+    missing = [name for name in ADDED if not hasattr(tokenizer, name)]
     assert not missing, f"has no {missing[0]}, so conversations and text around images are refused"
     for index in (*tokenizer.prefix, *tokenizer.suffix):
         assert 0 <= index < tokenizer.vocab_size, f"prefix or suffix has the id {index}, but vocab_size is {tokenizer.vocab_size}"

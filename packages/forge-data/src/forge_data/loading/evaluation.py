@@ -35,6 +35,7 @@ class HeldOut:
         spec: LoadSpec,
         report: Callable[[str], None],
         tokenizer: Tokenizer | None = None,
+        too_long: str | None = None,
     ) -> None:
         if source.tokens < 2:
             raise DataError(f"evaluation set {name!r} ({source.name}) has {source.tokens} tokens: nothing to predict")
@@ -43,7 +44,7 @@ class HeldOut:
         self.tokens = source.tokens
         self.text_bytes: int | None = getattr(source, "text_bytes", None)
         self._tokenizer = tokenizer_of(source) or tokenizer if isinstance(source, StoreSource) else tokenizer
-        self._packing = open_packing(spec, name, source, spec.data.sequence_length, report)
+        self._packing = open_packing(spec, name, source, spec.data.sequence_length, report, too_long)
         self.rows = self._packing.ragged
         self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)
         self._buffers = Buffers()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
+from forge_core.protocols.data import Illustrated
 from forge_data.loading.open_sources import OpenedSources
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.cursor import EQUAL, EXACT, ROUNDED_PERIOD
@@ -51,6 +52,7 @@ class SampleOrder:
         self.spec, self.data, self.stages = spec, spec.data, stages
         self.labels, self.sources = tuple(opened.sources), tuple(opened.sources.values())
         self.unit = max(stage.length for stage in stages)
+        self._too_long = opened.too_long
         self.streams = tuple(source for source, count in enumerate(rows) if count is None)
         limits = zip(opened.max_epochs, rows, strict=True)
         caps = [None if most is None or count is None else int(most * count) for most, count in limits]
@@ -91,6 +93,9 @@ class SampleOrder:
         begun = [stage for stage in self.stages if step is None or stage.step < step] or self.stages[:1]
         read = [any(stage.weights[index] > 0 for stage in begun) for index in range(len(self.labels))]
         mixture = self.timeline.segments[0].mixture
+        too_long = [
+            None if isinstance(source, Illustrated) else how for source, how in zip(self.sources, self._too_long, strict=True)
+        ]
         found: dict[str, Any] = {
             "seed": self.spec.seed,
             "global_batch": self.spec.global_batch,
@@ -102,6 +107,7 @@ class SampleOrder:
                     "fingerprint": source.fingerprint[:32],
                     "share": f"{mixture.shares[index]}/{mixture.period}",
                     **({} if self.timeline.caps[index] is None else {"max_samples": self.timeline.caps[index]}),
+                    **({} if too_long[index] is None else {"too_long": too_long[index]}),
                 }
                 for index, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))
                 if read[index]

@@ -8,11 +8,24 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 
+ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
+"""What tokenizers of older plugins lack."""
+
 
 def adapted(tokenizer: Any) -> Tokenizer:
     """The tokenizer itself, or one that adds what it lacks. Everything that builds a tokenizer of a recipe calls this."""
     older: Any = _Older
-    return tokenizer if hasattr(tokenizer, "encode_pieces") and hasattr(tokenizer, "prefix") else older(tokenizer)
+    return tokenizer if all(hasattr(tokenizer, name) for name in ADDED) else older(tokenizer)
+
+
+def identity_of(tokenizer: Tokenizer) -> str:
+    """Of the ids that a tokenizer gives documents of text: its fingerprint, and what it puts around them.
+
+    For names of what is made with it. `revision` is that of its rules, where older ones gave other ids for the same fingerprint.
+    """
+    around = f" {list(tokenizer.prefix)} {list(tokenizer.suffix)}" if tokenizer.prefix or tokenizer.suffix else ""
+    revision = getattr(tokenizer, "revision", 1)
+    return tokenizer.fingerprint + around + (f" {revision}" if revision > 1 else "")
 
 
 class _Older:
@@ -25,6 +38,7 @@ class _Older:
         self._tokenizer = tokenizer
         self.prefix = tuple(getattr(tokenizer, "prefix", ()))
         self.suffix = tuple(getattr(tokenizer, "suffix", ()))
+        self.special_tokens = dict(getattr(tokenizer, "special_tokens", {}))
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`.

@@ -1,7 +1,7 @@
 """Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -47,6 +47,7 @@ class BpeTokenizer:
 
     Attributes:
         prefix, suffix: what the post-processor of its file puts around a text; `suffix` is without the end of a document.
+        revision: 2 where `encode` made control tokens of ordinary text before.
     """
 
     name = "bpe"
@@ -76,6 +77,8 @@ class BpeTokenizer:
         self.prefix, self.suffix = _around(self._backend, self.eos) if add_special_tokens else ((), ())
         parsed = json.loads(content)
         self._makes_controls = text_makes_controls(parsed, eos)
+        self.special_tokens: Mapping[str, str] = {"eos_token": eos}
+        self.revision = 2 if self._makes_controls else 1
         self._words = Words(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
         self._controlled = cache(lambda: Controlled(content, eos, where))
 
@@ -119,7 +122,30 @@ def load(path: str, eos: str, add_special_tokens: bool = True) -> BpeTokenizer:
         content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
-    return BpeTokenizer(content, eos, path, add_special_tokens)
+    tokenizer = BpeTokenizer(content, eos, path, add_special_tokens)
+    tokenizer.special_tokens = dict(tokenizer.special_tokens) | (named_tokens(Path(path).parent) or {})
+    return tokenizer
+
+
+def named_tokens(folder: Path) -> dict[str, str] | None:
+    """The special tokens that a folder of transformers names, such as `bos_token`; None where it has no file that does.
+
+    Raises:
+        DataError: such a file is not valid JSON.
+    """
+    files = [path for name in ("special_tokens_map.json", "tokenizer_config.json") if (path := folder / name).is_file()]
+    found: dict[str, str] = {}
+    for path in files:
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not valid JSON: {error}; restore or remove it") from error
+        settings = settings if isinstance(settings, dict) else {}
+        more = settings.get("extra_special_tokens")
+        values = settings | (more if isinstance(more, dict) else {})
+        spelled = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+        found |= {name: value for name, value in spelled.items() if name.endswith("_token") and isinstance(value, str)}
+    return found if files else None
 
 
 def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:

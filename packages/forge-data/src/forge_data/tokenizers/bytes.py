@@ -1,8 +1,9 @@
 """UTF-8 bytes as tokens."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,6 +19,7 @@ class ByteTokenizer:
     eos: int | None = 256
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.fingerprint = sha256(self.dump()).hexdigest()

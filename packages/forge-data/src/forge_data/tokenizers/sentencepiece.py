@@ -49,6 +49,15 @@ class SentencePieceTokenizer:
         bos, end = self._processor.bos_id(), self._processor.eos_id()
         self.prefix: tuple[int, ...] = (bos,) if begins and bos >= 0 else ()
         self.suffix: tuple[int, ...] = (end,) if ends and end >= 0 and end != self.eos else ()
+        named = {
+            "bos_token": bos,
+            "eos_token": self.eos,
+            "unk_token": self._processor.unk_id(),
+            "pad_token": self._processor.pad_id(),
+        }
+        self.special_tokens: Mapping[str, str] = {
+            name: self._processor.id_to_piece(index) for name, index in named.items() if 0 <= index < self.vocab_size
+        }
         special = (index for index in range(self.vocab_size) if self._special(index))
         self._controls: dict[str, int] = {self._processor.id_to_piece(index): index for index in special}
         self.fingerprint = sha256(self.dump()).hexdigest()

@@ -43,6 +43,7 @@ class TiktokenTokenizer:
         self._parts = (pattern, dict(ranks), dict(special), eos)
         self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special))
         self.eos: int | None = special[eos]
+        self.special_tokens: Mapping[str, str] = {"eos_token": eos}
         self.vocab_size: int = self._encoding.max_token_value + 1
         self.fingerprint = sha256(self.dump()).hexdigest()
 

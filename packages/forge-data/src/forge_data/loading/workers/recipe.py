@@ -25,6 +25,7 @@ class PreparedSource:
     label: str
     weight: float
     max_epochs: float | None
+    too_long: str | None
 
     def build(self, context: SourceContext) -> StoreSource:
         """The store."""
@@ -52,9 +53,10 @@ class WorkerRecipe:
         """
         data = order.spec.data
         components: list[Any] = list(data.sources)
-        for place, (label, source), most in zip(opened.places, opened.sources.items(), opened.max_epochs, strict=True):
+        keys = zip(opened.places, opened.sources.items(), opened.max_epochs, opened.too_long, strict=True)
+        for place, (label, source), most, too_long in keys:
             if isinstance(source, StoreSource):
-                components[place] = PreparedSource(source.path, label, weight_of(components[place]), most)
+                components[place] = PreparedSource(source.path, label, weight_of(components[place]), most, too_long)
         only_stores = all(isinstance(source, StoreSource) for source in opened.sources.values())
         tokenizer = None if only_stores else data.tokenizer
         for component in (*components, tokenizer):
