@@ -28,14 +28,13 @@ class Continuation:
         max_tokens: int,
         stops: Sequence[str] = (),
         ends: frozenset[int] = frozenset(),
-        begin: Sequence[int] = (),
         prefill: int | None = None,
         speculate: bool = False,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.max_tokens, self.prefill, self.agree = max_tokens, prefill, agree
-        self.stops, self.ends, self.begin = tuple(stops), ends, list(begin)
+        self.stops, self.ends = tuple(stops), ends
         self.tokens = 0
         self.drafts = Tally() if speculate else None
         if speculate and (sampling.temperature != 0 or sampling.repetition_penalty != 1):
@@ -86,7 +85,7 @@ class Continuation:
         return [before_stop(text, self.stops) for text in added]
 
     def _prompt(self, text: str) -> list[int]:
-        prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
+        prompt = [*self.tokenizer.prefix, *map(int, self.tokenizer.encode(text))]
         if not prompt and self.tokenizer.eos is not None:
             prompt = [self.tokenizer.eos]  # documents follow the end of another
         return prompt

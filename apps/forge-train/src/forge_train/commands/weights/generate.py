@@ -58,7 +58,7 @@ def generate(
     from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.continuation import Continuation
     from forge_train.inference.open import open_weights
-    from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+    from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
     where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
     first = where.rank == 0
@@ -87,7 +87,6 @@ def generate(
                 max_tokens=max_tokens,
                 stops=tuple(stop or ()),
                 ends=_ends(opened, coder),
-                begin=bos_tokens(opened, tokenizer),
                 prefill=prefill,
                 speculate=speculate,
                 agree=agree,
