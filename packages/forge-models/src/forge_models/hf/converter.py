@@ -11,7 +11,7 @@ from forge_core.terminal.quantities import size
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.reader import Folder
+from forge_models.hf.reader import Folder, unknown_kind
 from forge_models.hf.writer import write
 
 if TYPE_CHECKING:
@@ -83,11 +83,18 @@ def opened(path: Path, loader: str) -> Any:
 
 
 def _other(path: Path) -> HfModel | None:
-    """Who reads a folder that holds something else than a decoder of text; None where the families do."""
-    kind = read_config(path).get("model_type")
-    registry = Registry()
-    if not isinstance(kind, str) or kind in FAMILIES or kind not in registry.names(GROUP):
+    """Who reads a folder that holds something else than a decoder of text; None where the families do.
+
+    Raises:
+        Unsupported: nobody does.
+    """
+    values = read_config(path)
+    kind, registry = values.get("model_type"), Registry()
+    if isinstance(kind, str) and kind in FAMILIES:
         return None
+    others = registry.names(GROUP)
+    if not isinstance(kind, str) or kind not in others:
+        raise unknown_kind(values, str(path / CONFIG), others)
     return registry.load(GROUP, kind)().build()
 
 
