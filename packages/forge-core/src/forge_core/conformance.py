@@ -21,6 +21,7 @@ from forge_core.errors import ForgeError, UnknownComponent
 from forge_core.groups import GROUPS, HOMES
 from forge_core.inspection import flaws
 from forge_core.registry import Entry, Registry, canonical
+from forge_core.trust import trust_name
 
 GROUP = "forge.conformance"
 
@@ -144,6 +145,7 @@ def conforms(name: str, group: str | None = None) -> None:
     """
     registry = Registry()
     if group is not None and ".py:" in name:
+        trust_name(name)
         found = list(problems_of(registry.find(group, name), registry))
     else:
         if not any(canonical(entry.distribution) == canonical(name) for entry in registry.entries):

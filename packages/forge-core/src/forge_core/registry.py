@@ -6,7 +6,6 @@ A name in a recipe is one of
     `./mine.py:Muon`    a class in a file
 """
 
-import importlib.util
 import inspect
 import os
 import re
@@ -14,14 +13,17 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import EntryPoint, distributions
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from forge_core.component import Component, fields_of
-from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, did_you_mean
+from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, UntrustedCode, did_you_mean
 from forge_core.groups import GROUPS, HOMES
+from forge_core.trust import trusted_content
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Registry:
 
         Raises:
             BrokenPlugin: it cannot be imported, is not a component, or its `build` takes other arguments.
+            UntrustedCode: it is a class in a file, and the user granted neither the file nor its content.
         """
         return self.load_entry(self.find(group, name))
 
@@ -129,7 +132,7 @@ class Registry:
             try:
                 loaded = _load_file(entry) if ".py:" in entry.target else _load_point(entry)
                 _conform(entry, loaded)
-            except BrokenPlugin:
+            except (BrokenPlugin, UntrustedCode):
                 raise
             except (Exception, SystemExit) as cause:  # a plugin's module may raise anything on import; scripts call sys.exit
                 raise BrokenPlugin(f"{_described(entry)} cannot be loaded: {type(cause).__name__}: {cause}") from cause
@@ -166,25 +169,35 @@ def _file_entry(group: str, name: str) -> Entry:
 
 def _load_file(entry: Entry) -> Any:
     file, _, attribute = entry.target.rpartition(":")
-    module = _module_of(Path(file))
+    name = f"forge_file_{sha256(file.encode()).hexdigest()[:12]}"
+    content = trusted_content(Path(file), f"{GROUPS[entry.group].kind} {entry.name!r}")
+    module = sys.modules.get(name) or run_file(name, Path(file), content)
     if not hasattr(module, attribute):
         offered = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
         raise AttributeError(f"the file has no {attribute!r}; " + (did_you_mean(attribute, offered) or "it defines no class"))
     return getattr(module, attribute)
 
 
-def _module_of(path: Path) -> ModuleType:
+class _Content(SourceFileLoader):
+    """Loads a module from bytes that were read before. Compiled code next to the file is not looked at: nobody has read it."""
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self.content = content
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.content, self.get_filename(fullname))
+
+
+def run_file(name: str, path: Path, content: bytes) -> ModuleType:
     """The module of a plugin file, imported under a unique name, so that pickling and type hints resolve."""
-    name = f"forge_file_{sha256(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    loader = _Content(name, str(path), content)
+    spec = ModuleSpec(name, loader, origin=str(path))
+    spec.has_location = True
+    module = module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -67,7 +67,8 @@ def load(
     """Reads a recipe with its bases and overrides.
 
     Args:
-        recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
+        recipe: path of a TOML file that the user gave, or name of a preset; or a tree that was read from elsewhere, such as a
+            checkpoint, whose Python files do not run unasked (`forge_core.trust`).
         overrides: `--section.key=value`, as on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.

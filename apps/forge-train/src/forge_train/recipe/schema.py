@@ -47,6 +47,9 @@ class Start:
     """Names that are not taken although `include` has them."""
     rename: tuple[str, ...] = ()
     """How names begin that differ, each as `OLD=NEW`, such as `encoder.=blocks.`; the longest OLD counts."""
+    draw: tuple[str, ...] = ()
+    """Names of the model's tensors that begin as drawn although the weights have them in another kind of layer, such as
+    `blocks.*.mlp.*` of experts where the weights are dense; without it that is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,8 +176,8 @@ class Checkpoints:
         )
 
     def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
-        """Collective: one position of those of all ranks, which differ only where each knows its own streams."""
-        if not {"readers", "foreign"} & cursor.keys():
+        """Collective: one position of those of all ranks, which differ only where each reads a foreign loader of its own."""
+        if "foreign" not in cursor:
             return dict(cursor)
         parts = self.world.all_gather(json.dumps(cursor).encode())
         return dict(merged([json.loads(part) for part in parts]))

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from forge_core.config.merge import merge
 from forge_core.config.overrides import parse_overrides
 from forge_core.config.scan import key_lines, repeated_key
-from forge_core.config.tree import DEFAULT, Leaf, Table, build
+from forge_core.config.tree import DEFAULT, Leaf, Table, build, plugin_files
 from forge_core.errors import ConfigError, Fault, PluginError
 from forge_core.registry import Registry
+from forge_core.trust import trust_file
 
 PRESETS = "forge.presets"
 
@@ -38,8 +39,9 @@ def load_layers(
     """Merges the recipe (a TOML file or a preset's name) with its bases and the command line.
 
     Args:
-        recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
-        overrides: arguments `--section.key=value`.
+        recipe: path of a TOML file that the user gave, or name of a preset: Python files that it names may run. Or a tree that
+            was read from elsewhere, such as a checkpoint or the recipe in a run's directory (`read`), which grants nothing.
+        overrides: arguments `--section.key=value`; Python files that they name may run.
         schema: dataclass of the whole recipe; tells which tables hold components.
         registry: finds presets and components.
         folder: what plugin files named in overrides are relative to; the working directory by default.
@@ -51,6 +53,9 @@ def load_layers(
     lowest = [recipe] if isinstance(recipe, Table) else []
     tree, faults = Table({}, DEFAULT), []
     extra, wrong = parse_overrides(overrides, folder or Path.cwd())
+    for layer in (*layers.values(), extra):
+        for file in plugin_files(layer):
+            trust_file(file)
     for layer in [*lowest, *reversed(layers.values()), extra]:
         tree, found = merge(tree, layer, schema, registry)
         faults += found

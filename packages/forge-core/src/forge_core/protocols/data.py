@@ -15,15 +15,46 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `fingerprint` is the sha256 of `dump()`, in hexadecimal."""
+    """Text to token ids and back.
+
+    Attributes:
+        name: for messages.
+        vocab_size: ids are smaller.
+        eos: ends a document, or None.
+        prefix, suffix: ids that the tokenizer's own rule puts before and after a text, such as a BOS. They stand around each
+            document of text, and `prefix` before a prompt; `suffix` never ends with `eos`, which documents get anyway.
+        fingerprint: sha256 of `dump()`, in hexadecimal.
+    """
 
     name: str
     vocab_size: int
     eos: int | None
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
     fingerprint: str
 
     def encode(self, text: str) -> "np.ndarray":
         """Token ids without any special token added; text that spells a special token is ordinary text."""
+        ...
+
+    def encode_pieces(self, pieces: "Sequence[tuple[str, bool]]", cuts: "Sequence[int]" = ()) -> "tuple[np.ndarray, np.ndarray]":
+        """Token ids of the concatenation of some pieces, encoded as one text. Nothing is put before or after it.
+
+        The control tokens that trusted pieces spell become their ids. What untrusted pieces spell is ordinary text, as in
+        `encode`, and so is a control token of which only a part stands in trusted pieces. Where no untrusted piece spells a
+        control token, the ids are those of the tokenizer's library for the whole text.
+
+        Args:
+            pieces: (text, trusted) of each, in their order. A chat template is trusted; what users write is not.
+            cuts: numbers of pieces. Something that is not text, such as an image, stands before each of these, as if a control
+                token stood there: no token holds characters of both sides.
+
+        Returns:
+            (ids, places): (N,) int64, and (N, 2) int64: the first and the last piece that the text of each id lies in.
+
+        Raises:
+            DataError: the tokenizer cannot tell control tokens in trusted and in untrusted pieces apart.
+        """
         ...
 
     def decode(self, ids: "Sequence[int]") -> str: ...
@@ -217,8 +248,8 @@ class SourceContext:
 Cursor = Mapping[str, Any]
 """Position in the data: a few integers and a fingerprint, JSON as it stands.
 
-The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
-"readers"; `forge_data.order.cursor.merged` makes one cursor of those of all ranks.
+The same on every rank, except that each rank knows only the position of its own foreign loader, under "foreign";
+`forge_data.order.cursor.merged` makes one cursor of those of all ranks.
 """
 
 
@@ -254,7 +285,7 @@ class Stream(Protocol):
         ...
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none. Known once the step has been read."""
         ...
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.items.load import Items
 from forge_data.loading.packings import open_packing
-from forge_data.loading.rows import Rows
+from forge_data.loading.rows import Marks, Rows
 from forge_data.loading.spec import LoadSpec
 
 
@@ -42,6 +42,7 @@ class HeldOut:
         self.rows = self._packing.ragged
         self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)
         self._buffers = Buffers()
+        self._marks: Marks = "documents" if spec.masked else "mask"  # the last rows are padded in any packing
         self._workers = spec.data.workers
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
@@ -59,7 +60,7 @@ class HeldOut:
         for first in range(0, self.rows, together):
             numbers = np.arange(first + rank * micro_batch, first + (rank + 1) * micro_batch)
             full = numbers[numbers < self._packing.rows]
-            rows = Rows.take(self._buffers, micro_batch, self._assembler.length, self._assembler.masked)
+            rows = Rows.take(self._buffers, micro_batch, self._assembler.length, self._marks)
             self._assembler.fill(rows, 0, np.zeros_like(full), full)
             for row in range(len(full), micro_batch):
                 filled = 0

@@ -9,7 +9,7 @@ from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import Stage
 from forge_data.packing.concatenate import Concatenated, Packing, refuse_short
 from forge_data.packing.plan import planned
-from forge_data.packing.streamed import Streamed, readers_for
+from forge_data.packing.streamed import Streamed
 
 Report = Callable[[str], None]
 
@@ -39,15 +39,13 @@ def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage]
         DataError: a source has no full row, or the recipe asks of a stream what only a store can give.
     """
     data, unit = spec.data, max(stage.length for stage in stages)
-    readers = 1
     if any(isinstance(source, StreamedSource) for source in opened.sources.values()):
         _refuse_counting(spec, opened)
-        readers = readers_for(data.readers, [stage.batch * stage.length // unit for stage in stages])
     found: list[Packing | Streamed] = []
     for label, source in opened.sources.items():
         if isinstance(source, StreamedSource):
             seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
-            found.append(Streamed(source, readers, unit, seed, data.shuffle_buffer, shuffle))
+            found.append(Streamed(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
             continue
         if data.packing == "concatenate":
             refuse_short(source, label, unit)

@@ -65,6 +65,13 @@ class Planned:
         whole = stored < _GOES_ON
         return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
 
+    def tokens_in(self, numbers: np.ndarray) -> int:
+        """Tokens of rows `numbers` (N,) int64 together; padding is none."""
+        first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
+        heads = np.cumsum(after - first) - (after - first)
+        pieces = np.arange(int((after - first).sum())) + np.repeat(first - heads, after - first)
+        return int((self._lengths[pieces] & ~_GOES_ON).sum(dtype=np.int64))
+
     def items(self, number: int) -> list[tuple[int, int]]:
         """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
         if not isinstance(self.source, Illustrated):

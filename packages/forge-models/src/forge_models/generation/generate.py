@@ -106,6 +106,7 @@ def _steps(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = max(len(prompt) for prompt in prompts)
     cache = model.new_cache(len(prompts), longest + max_tokens)
+    cache.lengths = [len(prompt) for prompt in prompts]
     # A shorter row is filled up with token 0; the cache's rule "slot = position" keeps these out of every result.
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     logits = _prefill(model, tokens, lengths, cache, prefill or longest, inputs)
@@ -128,6 +129,7 @@ def _steps(
         running = [runs and not ends(row) for row, runs in zip(rows, running, strict=True)]
         if not any(running) or step + 1 == max_tokens:
             return
+        cache.lengths = [length + runs for length, runs in zip(cache.lengths, running, strict=True)]
         logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
 
 

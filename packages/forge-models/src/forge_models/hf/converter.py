@@ -70,7 +70,12 @@ def opened(path: Path, loader: str) -> Any:
     except ImportError:
         return "transformers is not installed"
     model = getattr(transformers, loader).from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        path,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation="eager",
+        trust_remote_code=False,  # else a terminal is asked whether the folder's code may run
     )
     # grouped products need widths that are multiples of 16 bytes
     model.config.get_text_config()._experts_implementation = "eager"

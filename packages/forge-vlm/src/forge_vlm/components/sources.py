@@ -111,18 +111,23 @@ class ImageJsonl(ImageSource):
     def read(self) -> "Examples":
         from forge_vlm.data.readers.jsonl import JsonlExamples
 
-        return JsonlExamples(self.path, self.folder)
+        return JsonlExamples(self.path, self.folder, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWebdataset(ImageSource):
-    """Shards of WebDataset: uncompressed tar files, the members of one stem being a record (`7.jpg` with `7.txt` or `7.json`)."""
+    """Shards of WebDataset: uncompressed tar files whose members with one name up to the first dot are a record (`7.jpg` with
+    `7.txt` or `7.json`). A member of another kind, or one that is there twice, makes its record a broken one."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "image_webdataset"
 
     path: str
     """A tar file, a directory of them, a pattern or a URL."""
+    ignore: tuple[str, ...] = ()
+    """Kinds of members that are left out, such as `cls`."""
+    text_records: bool = False
+    """Whether a record without an image is text. By default it is broken, because an image that is missing looks the same."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ImageWebdataset]":
@@ -134,7 +139,7 @@ class ImageWebdataset(ImageSource):
     def read(self) -> "Examples":
         from forge_vlm.data.readers.webdataset import TarExamples
 
-        return TarExamples(self.path, self.text, self.images)
+        return TarExamples(self.path, self.text, self.images, self.ignore, self.text_records)
 
 
 @dataclass(frozen=True, kw_only=True)

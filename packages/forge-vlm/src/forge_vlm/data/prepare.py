@@ -5,14 +5,14 @@ allows it.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -236,16 +236,15 @@ def _write_files(
 def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, skips: Skips, workers: int) -> Iterator[Encoded]:
     """Documents in their order; threads decode and encode them."""
 
-    def one(name: str, record: object) -> Encoded | str:
+    def one(name: str, record: Mapping[str, Any] | Broken) -> Encoded | str:
         """The document, or what is wrong with it."""
-        if not isinstance(record, dict):
-            return f"{name}: is not a record"
+        place = getattr(record, "place", name)
         try:
             return encode(parts_of(record, wanted.fields, wanted.chat), tokenizer, wanted.inputs, examples.fetch)
         except Broken as broken:
-            return f"{name}: {broken}"
+            return str(broken) if broken is record else f"{place}: {broken}"
         except DataError as error:
-            return f"{name}: {error}"
+            return f"{place}: {error}"
 
     waiting: deque[Future[Encoded | str]] = deque()
     with ThreadPoolExecutor(workers, "forge-images") as pool:

@@ -149,6 +149,7 @@ def _model(
     from forge_parallel.launch import process_group
     from forge_train.inference.laid_out import laid_out, recipe_to_generate
     from forge_train.inference.open import load_model
+    from forge_train.process.agreement import content_of
 
     if where.size == 1:
         if overrides:
@@ -158,7 +159,7 @@ def _model(
         yield load_model(weights), None
         return
     resolved = recipe_to_generate(weights, overrides, where.size, registry)
-    device = process_group.start(where, resolved.job.parallel.timeout)
+    device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
     model = laid_out(weights, resolved, device, registry)
     with model.inference(whole_sequences=True):
         yield model.whole(), model.topology.from_first
