@@ -85,7 +85,6 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 # Families of modules.
-Dropout = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._NormBase
 
 
