@@ -128,6 +128,11 @@ def test_trials_f5_what_is_no_secret_stays(key: str) -> None:
         assert redacted_text(text) == text
 
 
+def test_the_ways_to_write_an_override_stay() -> None:
+    for text in ("write --section.key=VALUE", "overrides are written --section.key=value", "--section.key=...", "sort=key, key=none"):
+        assert redacted_text(text) == text
+
+
 def test_trials_f5_headers_and_tokens_that_say_what_they_are() -> None:
     letters = "a1" * 20
     for text in (

@@ -192,5 +192,5 @@ def _assigned(match: "re.Match[str]", instead: str) -> str:
 def _plain(match: "re.Match[str]") -> str:
     """`password=1` and `HF_TOKEN=x` without quotes, as environments have them; not `max_tokens = 12`."""
     key, value = match["key"], match["value"]
-    is_count = re.fullmatch(r"[-+\d._e]+|true|false|none", value.lower()) is not None
+    is_count = re.fullmatch(r"[-+\d._e]+|true|false|none|value|\.\.\.", value.lower()) is not None  # or a placeholder
     return key + match["is"] + HIDDEN if _is_always(key) or (secret(key) and not is_count) else match[0]
