@@ -129,7 +129,12 @@ def test_trials_f5_what_is_no_secret_stays(key: str) -> None:
 
 
 def test_the_ways_to_write_an_override_stay() -> None:
-    for text in ("write --section.key=VALUE", "overrides are written --section.key=value", "--section.key=...", "sort=key, key=none"):
+    for text in (
+        "write --section.key=VALUE",
+        "overrides are written --section.key=value",
+        "--section.key=...",
+        "sort=key, key=none",
+    ):
         assert redacted_text(text) == text
 
 

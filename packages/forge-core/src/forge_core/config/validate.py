@@ -98,6 +98,8 @@ class _Walker:
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    """The distribution of the component whose defaults are filled in; names in them mean its own parts first."""
 
     def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
         """An instance of a section or component class from its table, and the table with all defaults."""
@@ -187,7 +189,7 @@ class _Walker:
     def name_of(self, group: str, cls: type) -> str:
         """The name under which a class that is a default is registered."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        return next((e.name for e in self.registry.of(group) if e.target == target), target)
+        return next((self.registry.spelled(e) for e in self.registry.of(group) if e.target == target), target)
 
     def value(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
         """A value that a layer gave."""
@@ -247,15 +249,22 @@ class _Walker:
             self.fault(at, what, node.origin, names)
             return INVALID, node
         try:
-            cls = self.registry.load(slot.group, given.value)
+            entry = self.registry.find(slot.group, given.value, self.owner if given.origin == DEFAULT else "")
+            cls = self.registry.load_entry(entry)
         except PluginError as error:
             self.fault(at if "name" in node.items else key, str(error), given.origin if "name" in node.items else node.origin)
             return INVALID, node
         if shape.type is not Component and not issubclass(cls, shape.type):
             self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
             return INVALID, node
+        if ":" not in given.value:
+            given = Leaf(self.registry.spelled(entry), given.origin)
         self.chosen[key] = (slot.group, given.value)
-        return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        before, self.owner = self.owner, entry.distribution
+        try:
+            return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        finally:
+            self.owner = before
 
     def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:
         self.faults.append(Fault(key, message, origin, hint))
