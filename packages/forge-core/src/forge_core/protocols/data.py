@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from annotated_types import Ge, Gt
 
@@ -208,6 +208,9 @@ class SourceComponent(Component):
     """Reads the source at most so often; from then on its share goes to the others in proportion to theirs."""
     label: str | None = None
     """Name of the source in logs and phases; by default derived from the component's name."""
+    too_long: Literal["error", "skip", "truncate"] | None = None
+    """What a packing that keeps documents whole does with one that is longer than a row: refuse it, leave it out, or keep its
+    first row. By default it goes on in further rows; documents with images, which are never cut, are refused."""
 
 
 @runtime_checkable
@@ -251,8 +254,8 @@ class SourceContext:
 Cursor = Mapping[str, Any]
 """Position in the data: a few integers and a fingerprint, JSON as it stands.
 
-The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
-"readers"; `forge_data.order.cursor.merged` makes one cursor of those of all ranks.
+The same on every rank, except that each rank knows only the position of its own foreign loader, under "foreign";
+`forge_data.order.cursor.merged` makes one cursor of those of all ranks.
 """
 
 
@@ -288,7 +291,7 @@ class Stream(Protocol):
         ...
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none. Known once the step has been read."""
         ...
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
@@ -308,13 +311,20 @@ class EvaluationSet(Protocol):
 
     Attributes:
         tokens: in the set.
-        text_bytes: of the text behind them, where it is known; turns nats per token into bits per byte.
+        text_bytes: of the text behind them, where it is known.
     """
 
     name: str
     tokens: int
     rows: int
     text_bytes: int | None
+
+    def predicted(self) -> tuple[int, int] | None:
+        """How many tokens are predicted, and the bytes of the text that these tokens say; `bits_per_byte` takes both.
+
+        None where the size of the text is not known.
+        """
+        ...
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> "Iterator[Batch]":
         """This rank's share: equally many batches on every rank, filler rows carry no label."""

@@ -1,7 +1,8 @@
 """A document as parts in their order: words, and images by reference."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -32,20 +33,50 @@ class Picture:
 Parts = Sequence[Words | Picture]
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Frames of a video in the order of their times: (seconds, reference) of each. `told`: each time stands before its frame."""
+Frames = tuple[tuple[float, str], ...]
+"""(seconds, reference) of each frame of a video, in the order of their times."""
 
-    frames: tuple[tuple[float, str], ...]
-    told: bool = True
+
+class Clip:
+    """Some frames of a video.
+
+    Attributes:
+        told: whether each time stands before its frame.
+    """
+
+    def __init__(self, frames: Frames | Callable[[], Frames], told: bool = True) -> None:
+        """`frames`: the frames, or a function that reads which there are when they are first asked for; it may raise `Broken`."""
+        self.told = told
+        self._frames = frames
+
+    @cached_property
+    def frames(self) -> Frames:
+        """The frames that were chosen.
+
+        Raises:
+            Broken: the clip cannot be read.
+        """
+        return self._frames() if callable(self._frames) else self._frames
 
     def parts(self) -> Parts:
-        """The frames, as a document has them. What is said of time is not learned."""
+        """The frames, as a document has them. What is said of time is not learned.
+
+        Raises:
+            Broken: the clip cannot be read.
+        """
         found: list[Words | Picture] = []
         for seconds, reference in self.frames:
             found += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
             found.append(Picture(reference))
         return found
+
+
+class Record(dict[str, Any]):
+    """A record that knows its place, for messages: its file, and its line or number there."""
+
+    def __init__(self, fields: Mapping[str, Any], place: str) -> None:
+        super().__init__(fields)
+        self.place = place
 
 
 class Broken(ValueError):
@@ -82,8 +113,9 @@ class Examples(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name, record) of each; its field of images has references or a `Clip`, or the `Broken` that says why it has none."""
+    def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | Broken"]]:
+        """(name, record) of each; its field of images has references or a `Clip`. `Broken` is one that cannot be read, and says
+        where it is; a `Record` knows its place."""
         ...
 
     def fetch(self, reference: str) -> bytes:
@@ -95,18 +127,22 @@ class Examples(Protocol):
         ...
 
 
-def is_conversation(record: Mapping[str, Any], fields: Fields) -> bool:
+def is_conversation(record: "Mapping[str, Any] | Broken", fields: Fields) -> bool:
     """Whether a chat template writes the record, with all special tokens that it has."""
-    return record.get(fields.messages) is not None
+    return isinstance(record, Mapping) and record.get(fields.messages) is not None
 
 
-def parts_of(record: Mapping[str, Any], fields: Fields, chat: Chat) -> list[Words | Picture]:
+def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -> list[Words | Picture]:
     """The parts of a record's document.
 
     Raises:
-        Broken: it has neither text nor turns, or other markers than images, or text that is not valid Unicode.
+        Broken: it is broken, has neither text nor turns, other markers than images, or text that is not valid Unicode.
         DataError: the chat template refuses its turns.
     """
+    if isinstance(record, Broken):
+        raise record
+    if not isinstance(record, Mapping):
+        raise Broken("is not a record")
     images = _references(record.get(fields.images), fields.images)
     tokens = False
     if is_conversation(record, fields):
@@ -177,8 +213,6 @@ def _token(image: Parts) -> Picture:
 
 def _references(value: Any, field: str) -> list[Parts]:
     """What stands in the place of each marker."""
-    if isinstance(value, Broken):
-        raise value
     found = [] if value is None else [value] if isinstance(value, str | Clip) else value
     if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
         raise Broken(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
