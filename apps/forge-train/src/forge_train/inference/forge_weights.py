@@ -11,7 +11,6 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving import resume, saver
 from forge_ckpt.saving.locate import Place, locate
 from forge_ckpt.store.store import LocalStore
-from forge_ckpt.store.verify import open_manifest
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, Table, build, plain
 from forge_core.config.validate import resolve
@@ -64,7 +63,7 @@ class ForgeWeights:
     def __init__(self, place: Place, registry: Registry, section: str = "model") -> None:
         self.place = place
         self._store = place.store
-        manifest = open_manifest(self._store, place.name)[0]
+        manifest = place.manifest()
         self.meta = manifest.meta
         origin = f"{place.store.root}/{place.name}"
         self.model: Component = job_of(self.meta, registry, "model", origin=origin).model
