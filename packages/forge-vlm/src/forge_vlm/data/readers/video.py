@@ -154,7 +154,7 @@ class VideoExamples:
     def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
         """Frames by their numbers, in the order of presentation, upright as they are stored.
 
-        Where the times of a clip were just read from its packets, its frames must have them: in a damaged clip some packets are no
+        Where the times of a clip were just read from its packets, its frames must have them: in a damaged one some packets are no
         frame.
         """
         av = _library()
