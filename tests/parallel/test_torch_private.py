@@ -79,7 +79,6 @@ def test_tensors_without_memory() -> None:
 
 
 def test_families_of_modules() -> None:
-    assert isinstance(nn.Dropout1d(), private.Dropout) and isinstance(nn.Dropout(), private.Dropout)
     assert isinstance(nn.BatchNorm2d(1), private.BatchNorm) and isinstance(nn.SyncBatchNorm(1), private.BatchNorm)
 
 
@@ -138,6 +137,17 @@ def test_limits_of_open_groups() -> None:
         assert found.options._timeout == timedelta(seconds=7)  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
+
+
+def test_trials_f3_a_gloo_group_takes_the_arguments_that_newer_versions_of_torch_pass() -> None:
+    """torch 2.14 added `enable_reconfigure`; an argument that no option of the group has the name of is refused by name."""
+    store, limit = dist.HashStore(), timedelta(seconds=9)
+    with private.one_gloo_thread():
+        opened = dist.distributed_c10d.ProcessGroupGloo(store, 0, 1, timeout=limit, group_name="of a later torch")  # type: ignore[call-arg]
+        assert opened.options.group_name == "of a later torch" and opened.options._timeout == limit  # type: ignore[attr-defined]
+        assert opened.options._threads == 1  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match=r"enable_everything=True.*pip install 'torch"):
+            dist.distributed_c10d.ProcessGroupGloo(store, 0, 1, timeout=limit, enable_everything=True)  # type: ignore[call-arg]
 
 
 def test_a_profiler_is_seen_while_it_records() -> None:

@@ -4,8 +4,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from glob import escape
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part
 from forge_data.preparation.progress import Progress
-from forge_data.sources.records.parts import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped
+from forge_data.sources.records.parts import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped, read
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.manifest import MANIFEST, VERSION
 from forge_data.store.reader import StoreSource, open_store
@@ -52,7 +54,19 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
         with locked(context.workspace):
             if not (path / MANIFEST).exists():
                 tokenize(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
-    return open_store(path, tokenizer)
+    store = open_store(path, tokenizer)
+    store.document_name = partial(_document_name, texts)
+    return store
+
+
+def _document_name(texts: Texts, number: int) -> str:
+    """What a corpus calls one of its documents: mostly its file and where it begins there. For messages: it reads up to it."""
+    if isinstance(texts, Records):
+        skips = Skips(texts.skip)
+        documents = (document for part in texts.parts(LARGEST_PART) for document in read(part, texts.wanted, skips))
+    else:
+        documents = iter(texts)
+    return next((name for name, _ in islice(documents, number, None)), f"document {number} of the prepared store")
 
 
 def tokenize(

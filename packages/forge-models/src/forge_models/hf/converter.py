@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.errors import BrokenPlugin
 from forge_core.machine.memory import available_memory
 from forge_core.protocols.convert import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
@@ -70,7 +71,12 @@ def opened(path: Path, loader: str) -> Any:
     except ImportError:
         return "transformers is not installed"
     model = getattr(transformers, loader).from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        path,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation="eager",
+        trust_remote_code=False,  # else a terminal is asked whether the folder's code may run
     )
     # grouped products need widths that are multiples of 16 bytes
     model.config.get_text_config()._experts_implementation = "eager"
@@ -110,7 +116,12 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
     order = [wanted] if wanted is not None else [*([first] if first in known else []), *known]
     reasons, asked = [], []
     for name in dict.fromkeys(order):
-        component = registry.load(GROUP, name)
+        try:
+            component = registry.load(GROUP, name)
+        except BrokenPlugin:  # one that nobody asked for stops nothing
+            if name in (wanted, first):
+                raise
+            continue
         model: HfModel = component().build()
         found = model.misfits(weights)
         if not found and name not in (wanted, first) and getattr(component, "own_code", False):

@@ -45,7 +45,8 @@ class ImageSource(SourceComponent):
     images: str = "image"
     """Field that names an image, or a list of them. A record without it is text."""
     template: str = "plain"
-    """How turns are written: `plain`, `chatml`, `llama3`, the file of a Jinja template, or a `tokenizer_config.json`."""
+    """How turns are written: `plain`, `chatml`, `llama3`, a template in Jinja or its file, a `tokenizer_config.json`, or the
+    folder of a tokenizer of transformers; `FOLDER:NAME` is one of several templates."""
     tiling: Tiling = field(default_factory=Tiling)
     """How an image is cut into tiles, each of which is an image to the model."""
     split: Split = "all"
@@ -88,8 +89,9 @@ class ImageSource(SourceComponent):
 
         given = {"placeholder": self.placeholder, "per_image": self.per_image, "size": self.size}
         inputs = inputs_of(context.model, self.label or self.format, self.tiling, **given)
+        chat = chat_of(self.template).knowing(context.tokenizer.special_tokens if context.tokenizer else {})
         length = context.sequence_length
-        wanted = Wanted(self.fields, chat_of(self.template), inputs, self.split, self.held_out, self.skip, length, self.too_long)
+        wanted = Wanted(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
         return prepared(self.read(), wanted, context, self.format)
 
 

@@ -24,12 +24,15 @@ from forge_data.sources.records.parts import Skips, in_split, name_skipped, skip
 from forge_data.storage.partial import Partial
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.writer import StoreWriter, dtype_for
+from forge_data.tokenizers.adapt import identity_of
 from forge_vlm.data.chat import Chat
-from forge_vlm.data.documents import Broken, Clip, Examples, Fields, Picture, Words, parts_of
+from forge_vlm.data.documents import MARKER, Broken, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity
 from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, IllustratedStore
 from forge_vlm.images.decoding import ImageError, decode
 
+ENCODING = 2
+"""Of the rules by which a document becomes ids: what other rules made is not taken for this."""
 _AHEAD = 64
 """Documents that are worked on at a time, for each thread."""
 _ADDED = 16
@@ -75,8 +78,8 @@ def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: s
     tokenizer = context.tokenizer
     if tokenizer is None:
         raise DataError(f"source {name!r} has text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
-    made = f"{wanted.fields} {wanted.chat.template!r} {identity(wanted.inputs)} {wanted.split} {wanted.held_out}"
-    known = f"{VERSION} {examples.fingerprint} {tokenizer.fingerprint} {made}"
+    made = f"{wanted.fields} {wanted.chat.identity} {identity(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
+    known = f"{VERSION} {examples.fingerprint} {identity_of(tokenizer)} {made}"
     # A store whose documents all fit is the same for every longer row and needs no name of its own.
     whole, fitted = (
         context.workspace / "stores" / f"{name}-{sha256(f'{known}{more}'.encode()).hexdigest()[:16]}"
@@ -123,48 +126,107 @@ class Encoded:
 
 
 def encode(
-    parts: "list[Words | Picture]", tokenizer: Tokenizer, inputs: ImageInputs, fetch: Callable[[str], bytes] | None
+    parts: "list[Words | Picture]",
+    tokenizer: Tokenizer,
+    inputs: ImageInputs,
+    fetch: Callable[[str], bytes] | None,
+    bare: bool = True,
 ) -> Encoded:
-    """A document's tokens; each text is encoded alone, and each tile of an image is some placeholders. Its end is learned where
-    its last words are. Without `fetch` each image is as short as an image can be.
+    """A document's tokens: its text, encoded as one text, and some placeholders for each tile of an image.
+
+    Its end is learned where its last words are.
+
+    Args:
+        parts: of the document.
+        tokenizer: encodes the text.
+        inputs: what the model takes of an image.
+        fetch: reads an image; without it each image is as short as an image can be.
+        bare: whether the text lacks special tokens, so that it gets the tokenizer's own around it. Other text gets the end of the
+            document only where it does not end with it.
 
     Raises:
         Broken: an image cannot be decoded, or is too long, or text holds the placeholder.
         DataError: an image is missing.
     """
-    ids: list[np.ndarray] = []
-    learned: list[np.ndarray] = []
-    places: list[int] = []
-    references, digests, tiles = [], [], []
-    length = 0
-    for part in parts:
-        if isinstance(part, Words):
-            found = np.asarray(tokenizer.encode(part.text), dtype=np.int64)
-            if (found == inputs.placeholder).any():
-                raise Broken(f"has text that the tokenizer writes with id {inputs.placeholder}, the placeholder of images")
-        elif fetch is None:
-            found = np.full(inputs.fewest, inputs.placeholder, dtype=np.int64)
-        else:
-            content = fetch(part.reference)
-            try:
-                image = decode(content, inputs.channels, part.reference)
-                counts = inputs.placeholders(*image.size)
-            except ImageError as error:
-                raise Broken(str(error)) from error
-            except ValueError as error:
-                raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
-            found = np.full(sum(counts), inputs.placeholder, dtype=np.int64)
-            places += [length + before for before in accumulate(counts[:-1], initial=0)]
-            references.append(part.reference)
-            digests.append(xxhash.xxh3_64_intdigest(content))
-            tiles.append(len(counts))
-        ids.append(found)
-        learned.append(np.full(len(found), isinstance(part, Words) and part.learned))
-        length += len(found)
-    if tokenizer.eos is not None:
-        ids.append(np.array([tokenizer.eos], dtype=np.int64))
-        learned.append(np.array([next(part.learned for part in reversed(parts) if isinstance(part, Words))]))
-    return Encoded(np.concatenate(ids), np.concatenate(learned), places, references, digests, tiles)
+    pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
+    ids, learned, before = _text_of(parts, tokenizer, inputs.placeholder)
+    prefix, suffix = (tokenizer.prefix, tokenizer.suffix) if bare else ((), ())
+    ended = not bare and bool(len(ids)) and ids[-1] == tokenizer.eos and len(ids) not in before
+    closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])]
+    last = next(part.learned for part in reversed(parts) if isinstance(part, Words))
+    sizes = [sum(counts) for _, _, counts in pictures]
+    # Placeholders before id n of the text stand where so many ids do, and those of earlier images.
+    starts = np.array(before, dtype=np.int64) + np.cumsum([0, *sizes], dtype=np.int64)[:-1] + len(prefix)
+    at = np.repeat(before, sizes).astype(np.int64)
+    text = np.insert(ids, at, inputs.placeholder)
+    said = np.insert(learned, at, False)
+    return Encoded(
+        np.concatenate([np.array(prefix, dtype=np.int64), text, np.array(closing, dtype=np.int64)]),
+        np.concatenate([np.zeros(len(prefix), dtype=bool), said, np.full(len(closing), last)]),
+        [start + tile for start, (_, _, counts) in zip(starts.tolist(), pictures, strict=True) for tile in _tile_starts(counts)],
+        [reference for reference, _, _ in pictures],
+        [digest for _, digest, _ in pictures],
+        [len(counts) for _, _, counts in pictures],
+    )
+
+
+def _tile_starts(counts: list[int]) -> list[int]:
+    return list(accumulate(counts[:-1], initial=0))
+
+
+def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] | None) -> tuple[str, int, list[int]]:
+    """Reference and digest of an image, and the number of placeholders of each of its tiles."""
+    if fetch is None:
+        return part.reference, 0, [inputs.fewest]
+    content = fetch(part.reference)
+    try:
+        image = decode(content, inputs.channels, part.reference)
+        counts = inputs.placeholders(*image.size)
+    except ImageError as error:
+        raise Broken(str(error)) from error
+    except ValueError as error:
+        raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
+    return part.reference, xxhash.xxh3_64_intdigest(content), list(counts)
+
+
+def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Ids of a document's text, which of them are learned, and before how many of them each image stands.
+
+    A tokenizer may have a token for images: its spelling in the place of an image, or what a chat template writes, is taken out
+    again. Otherwise an image parts the text as such a token does.
+
+    Raises:
+        Broken: text holds the placeholder, or the chat template does not write it once for each image.
+    """
+    by_token = [isinstance(part, Picture) and part.token for part in parts]
+    spelled = any(isinstance(part, Picture) and not part.token for part in parts) and _spells(tokenizer, placeholder)
+    pieces = [(MARKER if spelled else "", True) if isinstance(part, Picture) else (part.text, part.trusted) for part in parts]
+    pieces = [("", True) if token else piece for piece, token in zip(pieces, by_token, strict=True)]
+    stands = [number for number, part in enumerate(parts) if isinstance(part, Picture) and not part.token]
+    ids, places = tokenizer.encode_pieces(pieces, () if spelled else stands)
+    kinds = np.cumsum([0, *(isinstance(part, Words) and part.learned for part in parts)])
+    learned = kinds[places[:, 1] + 1] > kinds[places[:, 0]]
+    taken = ids == placeholder
+    held = np.flatnonzero(taken)
+    if any(by_token):
+        if len(held) != sum(by_token) or stands:
+            raise Broken(
+                f"has {sum(by_token)} images, for which the chat template writes {len(held)} times the token {placeholder}, the "
+                f"placeholder of images; set `placeholder` to the id that it writes, or write {MARKER} in the template"
+            )
+        before = held - np.arange(len(held))
+    elif spelled and sorted(places[held, 0].tolist()) == stands:
+        before = held - np.arange(len(held))
+    elif len(held):
+        raise Broken(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
+    else:
+        before = np.searchsorted(places[:, 0], stands)
+    return ids[~taken], learned[~taken], before.tolist()
+
+
+def _spells(tokenizer: Tokenizer, placeholder: int) -> bool:
+    """Whether the tokenizer has a token for images, whose spelling is the marker of records."""
+    return tokenizer.encode_pieces([(MARKER, True)])[0].tolist() == [placeholder]
 
 
 def truncated(document: Encoded, longest: int, placeholder: int) -> Encoded:
@@ -347,12 +409,12 @@ def _refuse_early(examples: Examples, wanted: Wanted, tokenizer: Tokenizer) -> N
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
             if wanted.too_long == "error":
-                _refuse_long(parts, wanted, tokenizer)
+                _refuse_long(parts, wanted, tokenizer, not is_conversation(record, wanted.fields))
         except (Broken, DataError) as error:
             skips.broken(_fault(name, record, error).message)
 
 
-def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Tokenizer) -> None:
+def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Tokenizer, bare: bool) -> None:
     """Refuses a document that is too long whatever its images are like.
 
     Raises:
@@ -362,7 +424,7 @@ def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Toke
     size = sum(len(part.text.encode(errors="replace")) for part in parts if isinstance(part, Words))
     if size + images * wanted.inputs.fewest + _ADDED <= wanted.longest:
         return  # a token is at least a byte of text
-    length = len(encode(parts, tokenizer, wanted.inputs, None).ids)
+    length = len(encode(parts, tokenizer, wanted.inputs, None, bare).ids)
     if length > wanted.longest:
         raise _too_long(length, wanted, "at least " if images and wanted.inputs.varies else "")
 
@@ -381,9 +443,10 @@ def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, workers: 
         """The document, or what is wrong with it."""
         try:
             parts = parts_of(record, wanted.fields, wanted.chat)
+            bare = not is_conversation(record, wanted.fields)
             if wanted.too_long != "truncate":
-                _refuse_long(parts, wanted, tokenizer)
-            document = encode(parts, tokenizer, wanted.inputs, examples.fetch)
+                _refuse_long(parts, wanted, tokenizer, bare)
+            document = encode(parts, tokenizer, wanted.inputs, examples.fetch, bare)
             if len(document.ids) <= wanted.longest:
                 return document
             if wanted.too_long == "truncate":

@@ -199,7 +199,7 @@ def in_split(name: str, split: str, held_out: float) -> bool:
     """Whether a document belongs to a split, by a hash of its name: adding others moves none."""
     if split == "all":
         return True
-    place = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
+    place = int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
     return (place < held_out) == (split == "held_out")
 
 
