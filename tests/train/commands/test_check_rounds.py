@@ -104,6 +104,12 @@ def test_m1_a_file_that_is_absent_stops_a_run_here_and_is_told_of_elsewhere(tiny
     assert "corpus" in warning, "a preset's placeholder"
 
 
+def test_trials_h_a_plan_which_reads_no_data_does_not_miss_a_corpus(tiny: Path) -> None:
+    assert load("7b", [], 64, REGISTRY, here=None).warnings == ()
+    (warning,) = load(tiny, ["--hooks=[]", "--data.sources=[{name='store', path='/no/such'}]"], 1, REGISTRY, here=None).warnings
+    assert "no checkpoint" in warning
+
+
 def test_m1_a_run_that_saves_nothing_is_warned_of(tiny: Path) -> None:
     assert load(tiny, [], 1, REGISTRY).warnings == ()
     (warning,) = load(tiny, ["--hooks=[]"], 1, REGISTRY).warnings

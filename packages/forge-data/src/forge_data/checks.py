@@ -11,6 +11,7 @@ from forge_core.layout import Layout
 from forge_core.protocols.job import Job
 from forge_data.components import sources, tokenizers
 from forge_data.order.phases import batch_faults, faults_of
+from forge_data.order.source_keys import too_long_of
 from forge_data.section import Data
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -45,10 +46,15 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
 
 
 def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Documents with images, or other items, are never cut."""
+    """Documents with images, or other items, are never cut; and where all documents may be, none is too long."""
     data = job.data
     if data.packing != "concatenate":
         return
+    named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
+    for key, source in (named | {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}).items():
+        if too_long_of(source) is not None and not getattr(source, "keeps_documents", False):
+            message = "has no effect with data.packing = 'concatenate', which cuts documents at the end of every row"
+            yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit', or 'pad'")
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
             message = f"cuts documents, and those of data.sources.{index} have images"

@@ -63,10 +63,10 @@ class Data:
     shuffle_window: Annotated[int, Gt(0)] = 16
     """Blocks whose rows `shuffle = "block"` mixes."""
     shuffle_buffer: Annotated[int, Gt(0)] = 1000
-    """Documents of a streamed source that each of its readers shuffles at a time."""
+    """Documents of a streamed source that are shuffled together; a resume reads as many again."""
     readers: Annotated[int, Gt(0)] | None = None
-    """Virtual readers of a streamed source; the number of data ranks must divide it, now and at every resume. By default
-    the largest power of two up to 64 that divides the rows of a step."""
+    """Shards of a streamed source that are open at a time: they give one document each in turn, so that neighboring
+    documents come from several. By default 16. Unused with `shuffle = "none"`."""
     seed: Annotated[int, Ge(0)] | None = None
     """Fixes the order of samples; by default the seed of the job."""
     changed: Annotated[tuple[str, ...], FREE] = ()
@@ -80,6 +80,7 @@ class Data:
     workers: Annotated[int, Gt(0), FREE] | None = None
     """Threads that tokenize text; by default one for each core that this process may use. The result does not depend on it."""
     loader_workers: Annotated[int, Ge(0), FREE] = 0
-    """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it."""
+    """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it.
+    Where there is a streamed source, one is started at most."""
     prefetch: Annotated[int, Gt(0), FREE] = 2
     """Steps that loader workers are ahead; at least as many as there are workers."""

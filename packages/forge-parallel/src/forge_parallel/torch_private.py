@@ -88,7 +88,6 @@ make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # typ
 IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
 # Families of modules.
-Dropout = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._NormBase
 
 
@@ -263,6 +262,11 @@ def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
     """After how long a collective on tensors of `device` is an error; None where the backend has no such limit."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group; torch has no public name for it."""
+    return distributed_c10d._get_default_store()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Continues a text with a model, token by token."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,27 +44,28 @@ class Continuation:
             raise ForgeError("--stop must not be empty")
 
     def __call__(self, text: str) -> Iterator[str]:
-        """The continuation of `text` in pieces."""
-        self.tokens, shown, made = 0, 0, []
-        for token in self._new(self._prompt(text)):
+        """The continuation of `text` in pieces, which joined are what `together` returns."""
+        from forge_models.generation.text import NewText, Pieces
+
+        prompt, new = self._prompt(text), list[int]()
+        pieces = Pieces(NewText(self.tokenizer.decode, prompt), self.stops, self._broken)
+        self.tokens = 0
+        for token in self._new(prompt):
             self.tokens += 1
             if token in self.ends:
                 break
-            made.append(token)
-            whole = self.tokenizer.decode(made)
-            cut = min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=-1)
-            if cut >= 0:
-                yield whole[shown:cut]
+            new.append(token)
+            if piece := pieces.add(new):
+                yield piece
+            if pieces.stopped:
                 return
-            ready = self._decided(whole)
-            if ready > shown:
-                yield whole[shown:ready]
-                shown = ready
-        yield self.tokenizer.decode(made)[shown:]
+        if piece := pieces.rest(new):
+            yield piece
 
     def together(self, texts: Sequence[str]) -> list[str]:
         """The continuations of several texts, which the model reads in one batch."""
-        from forge_models.generation.generate import before_stop, generate
+        from forge_models.generation.generate import generate
+        from forge_models.generation.text import NewText, before_stop
 
         model: Any = self.model
         prompts = [self._prompt(text) for text in texts]
@@ -80,7 +82,8 @@ class Continuation:
         )
         self.tokens = sum(map(len, rows))
         kept = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
-        return [before_stop(self.tokenizer.decode(row), self.stops) for row in kept]
+        added = [NewText(self.tokenizer.decode, prompt)(row) for prompt, row in zip(prompts, kept, strict=True)]
+        return [before_stop(text, self.stops) for text in added]
 
     def _prompt(self, text: str) -> list[int]:
         prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
@@ -104,12 +107,8 @@ class Continuation:
                 return
             yield step[0]
 
-    def _decided(self, whole: str) -> int:
-        """How much of a text no further token can change or cut off."""
-        end = len(whole.rstrip("\ufffd"))
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(whole)), 0, -1):
-                if whole.endswith(stop[:size]):
-                    end = min(end, len(whole) - size)
-                    break
-        return end
+    @cached_property
+    def _broken(self) -> int | None:
+        from forge_models.generation.text import broken_id
+
+        return broken_id(self.tokenizer.decode, self.tokenizer.vocab_size)

@@ -27,19 +27,19 @@ TOKENIZER = "tokenizer"
 """Folder next to converted checkpoints that keeps the tokenizer's files."""
 
 
-def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:
-    """The sections of the recipe that a checkpoint carries; the others have their defaults.
+def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str, origin: str = "the checkpoint") -> Job:
+    """The sections of the recipe that a checkpoint carries; the others have their defaults. `origin` names it in messages.
 
     Raises:
-        ConfigError: a component that they name is not installed, or reads other keys by now.
+        ConfigError: a component that they name is not installed, reads other keys by now, or is code that the user did not grant.
         CheckpointError: it carries none, or without the secrets that they had.
     """
     config = meta.get("config")
     if not isinstance(config, Mapping) or "model" not in config:
-        raise CheckpointError("the checkpoint has no recipe, so its tensors cannot be interpreted")
+        raise CheckpointError(f"{origin} has no recipe, so its tensors cannot be interpreted")
     chosen = {name: config[name] for name in sections if name in config}
-    refuse_redacted(chosen, "the checkpoint")
-    tree = build(chosen, (), lambda _: "checkpoint", Path.cwd())
+    refuse_redacted(chosen, origin)
+    tree = build(chosen, (), lambda _: origin, Path.cwd())
     assert isinstance(tree, Table)
     return resolve(Job, tree, registry).value
 
@@ -66,14 +66,13 @@ class ForgeWeights:
         self._store = place.store
         manifest = open_manifest(self._store, place.name)[0]
         self.meta = manifest.meta
-        self.model: Component = job_of(self.meta, registry, "model").model
+        origin = f"{place.store.root}/{place.name}"
+        self.model: Component = job_of(self.meta, registry, "model", origin=origin).model
         self._stored = {name: name for name in manifest.index if name.startswith(PREFIX)}
         if section != "model":
             found = [name for name in manifest.index if name.startswith(f"{section}/") and PREFIX + _bare(name) in self._stored]
             if not found:
-                raise CheckpointError(
-                    f"{place.store.root}/{place.name} has no weights {section!r}: the run had no hook that keeps them"
-                )
+                raise CheckpointError(f"{origin} has no weights {section!r}: the run had no hook that keeps them")
             self._stored |= {PREFIX + _bare(name): name for name in found}
         infos = {_bare(name): manifest.tensors[manifest.index[stored]] for name, stored in self._stored.items()}
         self.tensors: Mapping[str, Stored] = {name: Stored(info.shape, info.dtype) for name, info in infos.items()}
@@ -84,7 +83,7 @@ class ForgeWeights:
             ends=tuple(self.meta.get("ends", ())),
             notes=tuple(self.meta.get("notes", ())),
             tokenizer=kept if isinstance(place.store.root, Path) and kept.is_dir() else None,
-            origin=f"{place.store.root}/{place.name}",
+            origin=origin,
             family=str(self.meta.get("family", "")),
             run=place.run,
             recipe=self.meta.get("config", {}),

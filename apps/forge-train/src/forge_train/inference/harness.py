@@ -21,8 +21,9 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
-from forge_models.generation.generate import before_stop, generate
+from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
+from forge_models.generation.text import NewText, before_stop
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
@@ -173,7 +174,8 @@ class HarnessModel(TemplateLM):
             agree=self.laid_out.topology.from_first,
         )
         kept = [row[:-1] if row and row[-1] in ends else row for row in rows]
-        return [before_stop(self.coder.decode(row), wanted.until) for row in kept]
+        added = [NewText(self.coder.decode, prompt)(row) for prompt, row in zip(prompts, kept, strict=True)]
+        return [before_stop(text, wanted.until) for text in added]
 
     def _row(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """What the model reads, its newest tokens where that is too much, and what it is to predict at the end of it."""

@@ -30,7 +30,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     if path is not None:
         return _read(path, weights)
     if isinstance(weights, ForgeWeights) and _is_of_run(weights):
-        job = job_of(weights.meta, registry, "data", "job")
+        job = job_of(weights.meta, registry, "data", "job", origin=weights.facts.origin)
         spec = LoadSpec(job.data, (weights.place.run or run_directory(job)) / "data")
         context = context_of(spec, report)
         found = context.tokenizer or open_sources(spec, context).tokenizer

@@ -62,16 +62,18 @@ def load(
     world: int | None = None,
     registry: Registry | None = None,
     *,
-    here: bool = False,
+    here: bool | None = False,
 ) -> Resolved:
     """Reads a recipe with its bases and overrides.
 
     Args:
-        recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
+        recipe: path of a TOML file that the user gave, or name of a preset; or a tree that was read from elsewhere, such as a
+            checkpoint, whose Python files do not run unasked (`forge_core.trust`).
         overrides: `--section.key=value`, as on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.
-        here: the run starts on this machine now, so that files that are absent are faults and not warnings.
+        here: the run starts on this machine now, so that files that are absent are faults and not warnings; None: no file is
+            read, so that they are nothing at all.
 
     Raises:
         ConfigError: everything that is wrong, at once.

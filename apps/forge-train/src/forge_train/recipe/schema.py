@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from forge_ckpt.components.section import Checkpoint
-from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
+from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Place, Slot
 from forge_data.section import Data
 from forge_parallel.components.parameters import Parameters, Stage
 from forge_parallel.components.sections import Parallel, Precision
@@ -36,7 +36,7 @@ class Start:
 
     key_class: ClassVar = FREE
 
-    weights: str | None = None
+    weights: Annotated[str | None, Place] = None
     """A run, a checkpoint, a mark such as `best`, a folder in the Hugging Face format, or safetensors that Forge wrote. Unset
     (`"none"`), weights are drawn from `job.seed`."""
     section: str = "model"
@@ -47,6 +47,9 @@ class Start:
     """Names that are not taken although `include` has them."""
     rename: tuple[str, ...] = ()
     """How names begin that differ, each as `OLD=NEW`, such as `encoder.=blocks.`; the longest OLD counts."""
+    draw: tuple[str, ...] = ()
+    """Names of the model's tensors that begin as drawn although the weights have them in another kind of layer, such as
+    `blocks.*.mlp.*` of experts where the weights are dense; without it that is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

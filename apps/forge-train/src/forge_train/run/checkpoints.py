@@ -119,8 +119,8 @@ class Checkpoints:
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
             "reduce": reduced_by(run.model.plan),
-            # The model is built from its part again, so that is kept as it is.
-            "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
+            # The model is built from its part again, so a key that may mean something else than a secret keeps its value there.
+            "config": {name: redacted(part, name, certain=name == "model") for name, part in self.config.items()},
             "plugins": list(self.plugins),
             "frozen": sorted(self.frozen_by(run.optimizer)),
             "health": run.health.state(),
@@ -176,8 +176,8 @@ class Checkpoints:
         )
 
     def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
-        """Collective: one position of those of all ranks, which differ only where each knows its own streams."""
-        if not {"readers", "foreign"} & cursor.keys():
+        """Collective: one position of those of all ranks, which differ only where each reads a foreign loader of its own."""
+        if "foreign" not in cursor:
             return dict(cursor)
         parts = self.world.all_gather(json.dumps(cursor).encode())
         return dict(merged([json.loads(part) for part in parts]))

@@ -37,7 +37,7 @@ def run_checks(
     registry: Registry,
     tree: Table,
     used: Iterable[tuple[str, str]] = (),
-    here: bool = False,
+    here: bool | None = False,
 ) -> tuple[list[Fault], list[str]]:
     """What the rules say about a recipe, so that all its faults are told in one round: those of a check up to where it asks for
     something that is not right in itself.
@@ -51,7 +51,7 @@ def run_checks(
         registry: where the checks are found.
         tree: the resolved tree; gives faults their origins.
         used: (group, name) of the chosen components.
-        here: the run is to start on this machine, so files have to be there.
+        here: the run is to start on this machine, so files have to be there; None: it reads none of them, as a plan.
 
     Returns:
         (faults, warnings: what stops nothing, and checks that could not run).
@@ -62,6 +62,8 @@ def run_checks(
     for entry in registry.of(GROUP):
         try:
             for found in _run(entry, job, layout, registry):
+                if here is None and isinstance(found, Absent):
+                    continue
                 if isinstance(placed := _placed(found, tree), Caution) and not (here and isinstance(placed, Absent)):
                     warnings.append(str(placed))
                 else:

@@ -64,6 +64,16 @@ def absolute(name: str, folder: Path) -> str:
     return f"{(folder / found['file']).resolve()}:{found['attribute']}" if found else name
 
 
+def plugin_files(node: Node) -> Iterator[str]:
+    """Files of the components that a tree names, in values of `name` and in keys of tables."""
+    named = [*node.items, getattr(node.items.get("name"), "value", None)] if isinstance(node, Table) else []
+    for name in named:
+        if isinstance(name, str) and (found := _PLUGIN_FILE.fullmatch(name)):
+            yield found["file"]
+    for item in node.items.values() if isinstance(node, Table) else node.items if isinstance(node, Array) else ():
+        yield from plugin_files(item)
+
+
 def plain(node: Node) -> Any:
     """The node as dictionaries, lists and values."""
     if isinstance(node, Table):

@@ -15,6 +15,7 @@ from forge_core.config.shape import Shape, shapes_in
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
+from forge_core.redact import redacted_fault
 from forge_core.registry import Registry
 
 
@@ -70,7 +71,7 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
-    faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
+    faults = tuple(redacted_fault(_with_its_table(fault, walker.fields)) for fault in walker.faults)
     return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
@@ -97,6 +98,8 @@ class _Walker:
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    """The distribution of the component whose defaults are filled in; names in them mean its own parts first."""
 
     def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
         """An instance of a section or component class from its table, and the table with all defaults."""
@@ -119,6 +122,7 @@ class _Walker:
                 value, made = self.absent(at, info, shape, node.origin)
             else:
                 value, made = self.value(at, self.over_default(at, info, shape, given), shape)
+                value = self.placed(at, given, value) if info.is_place else value
             values[name] = value
             if made is not None:
                 resolved[name] = made
@@ -132,6 +136,15 @@ class _Walker:
         except ValueError as error:
             self.rule(key, cls, whole, str(error))
             return INVALID, whole
+
+    def placed(self, key: str, node: Node, value: Any) -> Any:
+        """A value that names files. Empty text, as an unset shell variable gives it, would be the working directory."""
+        items = {join(key, str(index)): item for index, item in enumerate(node.items)} if isinstance(node, Array) else {key: node}
+        texts = {at: item.value for at, item in items.items() if isinstance(item, Leaf) and isinstance(item.value, str)}
+        empty = [at for at, text in texts.items() if not text.strip()]
+        for at in empty:
+            self.fault(at, "is empty", node.origin, 'is a variable unset? "." is the working directory')
+        return INVALID if empty else value
 
     def over_default(self, key: str, info: FieldInfo, shape: Shape, given: Node) -> Node:
         """A table laid over the default instance of its field, which may differ from its class's own defaults."""
@@ -186,7 +199,7 @@ class _Walker:
     def name_of(self, group: str, cls: type) -> str:
         """The name under which a class that is a default is registered."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        return next((e.name for e in self.registry.of(group) if e.target == target), target)
+        return next((self.registry.spelled(e) for e in self.registry.of(group) if e.target == target), target)
 
     def value(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
         """A value that a layer gave."""
@@ -246,15 +259,22 @@ class _Walker:
             self.fault(at, what, node.origin, names)
             return INVALID, node
         try:
-            cls = self.registry.load(slot.group, given.value)
+            entry = self.registry.find(slot.group, given.value, self.owner if given.origin == DEFAULT else "")
+            cls = self.registry.load_entry(entry)
         except PluginError as error:
             self.fault(at if "name" in node.items else key, str(error), given.origin if "name" in node.items else node.origin)
             return INVALID, node
         if shape.type is not Component and not issubclass(cls, shape.type):
             self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
             return INVALID, node
+        if ":" not in given.value:
+            given = Leaf(self.registry.spelled(entry), given.origin)
         self.chosen[key] = (slot.group, given.value)
-        return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        before, self.owner = self.owner, entry.distribution
+        try:
+            return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        finally:
+            self.owner = before
 
     def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:
         self.faults.append(Fault(key, message, origin, hint))

@@ -65,13 +65,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """What became of one part. `text_bytes` is None for records of ids."""
+    """What became of one part. `text_bytes` is None for records of ids; `messages` name the records that were left out."""
 
     tokens: int
     documents: int
     text_bytes: int | None
     skipped: int
-    first_skipped: str
+    messages: list[str]
     ids: str
     ends: str
 
@@ -135,7 +135,7 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
             documents=len(all_ends),
             text_bytes=text_bytes if text_bytes or not tokens else None,
             skipped=skips.count,
-            first_skipped=skips.first,
+            messages=skips.messages,
             ids=digest.hexdigest(),
             ends=xxhash.xxh3_128_hexdigest(all_ends.data),
         )

@@ -4,8 +4,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from glob import escape
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part
 from forge_data.preparation.progress import Progress
-from forge_data.sources.records.parts import Part, Records, Skips, Wanted
+from forge_data.sources.records.parts import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped, read
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.manifest import MANIFEST, VERSION
 from forge_data.store.reader import StoreSource, open_store
@@ -52,7 +54,19 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
         with locked(context.workspace):
             if not (path / MANIFEST).exists():
                 tokenize(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
-    return open_store(path, tokenizer)
+    store = open_store(path, tokenizer)
+    store.document_name = partial(_document_name, texts)
+    return store
+
+
+def _document_name(texts: Texts, number: int) -> str:
+    """What a corpus calls one of its documents: mostly its file and where it begins there. For messages: it reads up to it."""
+    if isinstance(texts, Records):
+        skips = Skips(texts.skip)
+        documents = (document for part in texts.parts(LARGEST_PART) for document in read(part, texts.wanted, skips))
+    else:
+        documents = iter(texts)
+    return next((name for name, _ in islice(documents, number, None)), f"document {number} of the prepared store")
 
 
 def tokenize(
@@ -96,7 +110,7 @@ def tokenize(
     with _crew(texts, tokenizer, directory, job, workers, processes, todo) as (work, stop):
         pool.run(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
         parts = [finished(directory, number) for number in range(len(job.parts))]
-        skipped = _skipped(parts, job.skip, report)
+        skipped = _skipped(parts, job.skip, path, report)
         note = f"{source}, {skipped} broken records left out" if skipped else source
         with StoreWriter(
             path, dtype=job.dtype, tokenizer=tokenizer, source=note, shard_tokens=shard_tokens, request=request
@@ -192,14 +206,18 @@ def _restorable(tokenizer: Tokenizer | None, job: Job) -> bool:
         return False
 
 
-def _skipped(parts: list[Done | None], budget: int, report: Callable[[str], None]) -> int:
+def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable[[str], None]) -> int:
     done = [part for part in parts if part is not None]
     skipped = sum(part.skipped for part in done)
-    first = next((part.first_skipped for part in done if part.skipped), "")
+    messages = [message for part in done for message in part.messages][:LISTED]
     if skipped > budget:
-        raise DataError(f"{skipped} records are broken, and `skip` allows {budget}; the first: {first}")
-    if skipped:
-        report(f"left out {skipped} broken records; the first: {first}")
+        named = "".join(f"\n  {message}" for message in messages[1:SHOWN])
+        raise DataError(f"{skipped} records are broken, and `skip` allows {budget}; the first: {messages[0]}{named}")
+    if messages:
+        try:
+            name_skipped(f"{skipped} broken records", messages, path, report)
+        except OSError as error:
+            raise DataError(f"{path.parent} cannot be written: {error.strerror}; choose another directory") from error
     return skipped
 
 

@@ -29,7 +29,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.rules import Rules
 from forge_parallel.tensor.transform import Tensor
-from forge_parallel.torch_private import BatchNorm, Dropout
+from forge_parallel.torch_private import BatchNorm
 from forge_parallel.transforms.shard import Shard
 
 
@@ -125,10 +125,9 @@ def _transforms(
                 f"parallelize: tp = {layout.tp} needs a plan of what to cut, such as "
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
-        _refuse_dropout(skeleton.module)
         rules = rules_of(skeleton.module, plan)
         sample = example_for(skeleton.module) if example is None else example
-        rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample))
+        rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample, layout.tp))
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
 
@@ -155,18 +154,6 @@ def prepare(module: nn.Module) -> None:
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
-
-
-def _refuse_dropout(module: nn.Module) -> None:
-    """Ranks of tp hold the same residual stream only as long as they draw the same numbers, which nothing ensures."""
-    found = [path for path, part in module.named_modules() if isinstance(part, Dropout) and part.p > 0]
-    settings = vars(getattr(module, "config", object())) if hasattr(module, "config") else {}
-    found += [f"config.{key}" for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
-    if found:
-        raise PlanError(
-            f"parallelize: {', '.join(found[:3])} uses dropout; tensor-parallel ranks would draw different masks. "
-            "Set it to 0, or set tp to 1"
-        )
 
 
 def refuse_batch_statistics(module: nn.Module) -> None:

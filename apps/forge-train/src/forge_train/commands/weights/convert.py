@@ -107,14 +107,18 @@ def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Conv
     """
     from forge_core.errors import ForgeError
 
+    known = _options(registry, name)
     component = registry.load("forge.converters", name)
-    if unknown := sorted(set(options) - _options(registry, name)):
+    if unknown := sorted(set(options) - known):
         flags = ", ".join(f"--{option.replace('_', '-')}" for option in unknown)
         raise ForgeError(f"format {name!r} does not support {flags}")
     return component(**options).build()
 
 
 def _options(registry: "Registry", name: str) -> set[str]:
+    from forge_core.trust import trust_name
+
+    trust_name(name)  # of the command line
     return {item.name for item in fields(registry.load("forge.converters", name))}
 
 

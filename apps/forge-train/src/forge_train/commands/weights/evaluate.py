@@ -41,6 +41,8 @@ def evaluate(
     from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import open_weights
+    from forge_train.process.agreement import content_of
+    from forge_train.recipe.load import load
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first = where.rank == 0
@@ -59,7 +61,7 @@ def evaluate(
         coder = tokenizer_for(opened, tokenizer, registry, note)
         check_tokenizer(coder, opened, note)
         resolved = recipe_to_generate(opened, context.args, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout)
+        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
         begin, prefix = bos_tokens(opened, tokenizer), opened.facts.special_tokens.get("bos_token_id")
         model = harness().HarnessModel(
             laid_out(opened, resolved, device, registry), coder, batch=batch or 8, begin=begin, prefix=next(iter(begin), prefix)
@@ -71,9 +73,11 @@ def evaluate(
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "tasks": results})
 
     def evaluated() -> None:
+        if recipe is not None:
+            load(recipe, (), None, registry)  # Python files that it names may run, also where the weights name them
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout)
+        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
         found = []
         for score in scores(opened, resolved, device, registry, console.note if first else lambda _: None):
             found.append(asdict(score))

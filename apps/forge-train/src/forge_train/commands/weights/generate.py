@@ -35,7 +35,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from the fewest tokens whose probabilities sum to this.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Exclude tokens below this share of the largest probability.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End where the continuation has this text; may be given several times.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0,
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Draft with the modules of [model.mtp]: the same tokens in fewer forwards.")
@@ -122,6 +124,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
         ForgeError: options that exclude each other, a file that cannot be read, or what several processes cannot do.
     """
     from forge_core.errors import ForgeError
+    from forge_core.lines import lines_of
 
     given = [name for name, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts)) if value is not None]
     if len(given) > 1:
@@ -133,7 +136,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
     if prompt is not None:
         return [prompt]
     if prompts is not None:
-        lines = [line for line in _content(prompts).splitlines() if line]
+        lines = [line for line in lines_of(_content(prompts)) if line]
         if not lines:
             raise ForgeError(f"--prompts {prompts} has no line with text")
         return lines
@@ -149,6 +152,7 @@ def _model(
     from forge_parallel.launch import process_group
     from forge_train.inference.laid_out import laid_out, recipe_to_generate
     from forge_train.inference.open import load_model
+    from forge_train.process.agreement import content_of
 
     if where.size == 1:
         if overrides:
@@ -158,7 +162,7 @@ def _model(
         yield load_model(weights), None
         return
     resolved = recipe_to_generate(weights, overrides, where.size, registry)
-    device = process_group.start(where, resolved.job.parallel.timeout)
+    device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
     model = laid_out(weights, resolved, device, registry)
     with model.inference(whole_sequences=True):
         yield model.whole(), model.topology.from_first
@@ -178,7 +182,7 @@ def _content(file: Path) -> str:
     from forge_core.errors import ForgeError
 
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8")  # as it is: reading as text would change ends of lines
     except (OSError, UnicodeDecodeError) as cause:
         raise ForgeError(f"{file} cannot be read: {cause}") from cause
 

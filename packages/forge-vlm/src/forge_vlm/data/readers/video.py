@@ -4,17 +4,20 @@ are asked for."""
 import csv
 import string
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
 from forge_data.storage.files import find_one
 from forge_data.storage.fingerprints import digest_of
-from forge_vlm.data.documents import Broken, Clip
+from forge_vlm.data.documents import Broken, Clip, Frames, Record
 from forge_vlm.data.frames import chosen
 
+_HIDDEN = ("vp8", "vp9", "av1")
+"""Codecs that have packets without a frame of their own."""
 _CLIPS = 16
 """Whose frames are held, so that those of one clip are decoded together."""
 
@@ -54,17 +57,14 @@ class VideoExamples:
     @property
     def fingerprint(self) -> str:
         """Of the table, the folder, and how frames are chosen."""
-        return digest_of([self._file], f"video {self._folder} {self._name} {self._text} {self._count} {self._told}")
+        return digest_of([self._file], f"video as shown {self._folder} {self._name} {self._text} {self._count} {self._told}")
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(row of the table, record) of each."""
         for number, row in enumerate(self._rows()):
-            shown: Any
-            try:
-                shown = self._clip(self._name.format_map({name: row[name] for name in self._columns}))
-            except Broken as broken:
-                shown = broken
-            yield f"{self._file.name}:{number}", {self._text: row[self._text], self._images: shown}
+            clip = Clip(partial(self._chosen, self._name.format_map({name: row[name] for name in self._columns})), self._told)
+            place = f"{self._file.where}, row {number + 1}"
+            yield f"{self._file.name}:{number}", Record({self._text: row[self._text], self._images: clip}, place)
 
     def fetch(self, reference: str) -> bytes:
         """A frame, as an uncompressed image file.
@@ -81,25 +81,38 @@ class VideoExamples:
         with Path(self._file.where).open(newline="", encoding="utf-8") as file:
             yield from csv.DictReader(file)
 
-    def _clip(self, name: str) -> Clip:
+    def _chosen(self, name: str) -> Frames:
         times = self._times(name)
         numbers = chosen(times, self._count)
         listed = ",".join(map(str, numbers))
-        return Clip(tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers), self._told)
+        return tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers)
 
     def _times(self, name: str) -> list[float]:
-        """Seconds of every frame, ascending: read from the packets, which costs no decoding."""
+        """Seconds of every frame that a player shows, ascending.
+
+        They are read from the packets, which costs no decoding, where each packet is one frame. That is not so where packets are
+        marked as discarded (an edit list, as cutting without encoding writes it), precede the start, begin without a key frame or
+        have no time of their own, nor for codecs with hidden frames: then the clip is decoded.
+        """
         av = _library()
         try:
             with av.open(str(self._folder / name)) as container:
                 stream = container.streams.video[0]
-                stamps = sorted(packet.pts for packet in container.demux(stream) if packet.pts is not None)
-                found = [float(stamp * stream.time_base) for stamp in stamps]
+                packets = [packet for packet in container.demux(stream) if packet.size]
+                stamps = sorted({packet.pts for packet in packets if packet.pts is not None})
+                plain = len(stamps) == len(packets) and packets[0].is_keyframe if packets else False
+                plain = plain and not any(packet.is_discard or packet.is_corrupt for packet in packets) and stamps[0] >= 0
+                if plain and stream.codec_context.codec.canonical_name not in _HIDDEN:
+                    return [float(stamp * stream.time_base) for stamp in stamps]
+            with av.open(str(self._folder / name)) as container:
+                times = [frame.time for frame in container.decode(video=0)]
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
             raise Broken(f"{name} cannot be decoded: {error}") from error
-        if not found:
+        if not times:
             raise Broken(f"{name} has no frame")
-        return found
+        if None in times or any(after <= before for before, after in pairwise(times)):
+            raise Broken(f"{name} has frames without times that ascend; encode it again")
+        return times
 
     def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
         """Frames by their numbers, in the order of presentation, upright as they are stored."""
