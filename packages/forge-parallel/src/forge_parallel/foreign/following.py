@@ -7,7 +7,6 @@ same operators, and of each result a rank has to get the whole, or a share along
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import VIEWS, effect, is_elementwise, makes_alike, named_arguments, viewed
-from forge_parallel.foreign.example import Example, call
+from forge_parallel.foreign.example import Example, call, hollow
 from forge_parallel.foreign.forward import Forward, Step, Whole, like_the_first, place
 from forge_parallel.foreign.recording import SeemingReal, written
 from forge_parallel.placement.shares import chunk
@@ -211,10 +210,10 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
         PlanError: it draws random numbers, looks across what is split, uses one parameter on both sides, names a number of heads,
             cuts a layer that computes something else, or cannot be run without memory.
     """
-    hollow = _copied(module)
-    whole = Whole(hollow, rules)
+    copy = _copied(module)
+    whole = Whole(copy, rules)
     try:
-        _run(whole, hollow, example)
+        _run(whole, copy, example)
     except PlanError:
         raise
     except Exception as cause:
@@ -233,10 +232,10 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
 
 
 def _of_rank(module: nn.Module, rules: Rules, example: Example, steps: Sequence[Step], ranks: int, rank: int) -> frozenset[str]:
-    hollow = _copied(module)
-    share = Share(hollow, rules, steps, ranks, rank)
+    copy = _copied(module)
+    share = Share(copy, rules, steps, ranks, rank)
     try:
-        out = _run(share, hollow, example)
+        out = _run(share, copy, example)
     except PlanError:
         raise
     except Exception as cause:
@@ -260,7 +259,7 @@ def _copied(module: nn.Module) -> nn.Module:
                     f"tensor: {path} holds {name!r}, which is computed from parameters before its forward, as the hooks of "
                     "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations outside of the plan, or set tp to 1"
                 )
-    return deepcopy(module).train()
+    return hollow(module)
 
 
 def _run(forward: Forward, module: nn.Module, example: Example) -> Any:
