@@ -229,9 +229,8 @@ def test_a_broken_command_hurts_only_who_calls_it(stranger: Path, forge: Callabl
     assert "stranger 3.1" in broken.stderr and "RuntimeError: lost" in broken.stderr and "Traceback" not in broken.stderr
     odd = forge("odd", path=stranger)
     assert (odd.returncode, "stranger 3.1" in odd.stderr) == (2, True)
-    conflict = forge("report", "--help", path=stranger)
-    assert conflict.returncode == 2
-    assert "'forge-train:report'" in conflict.stderr and "'stranger:report'" in conflict.stderr
+    ours = forge("report", "--help", path=stranger)  # a name that another distribution claims, too, stays Forge's
+    assert ours.returncode == 0 and "Say a word." not in ours.stdout
     assert "hi []" in forge("stranger:report", "--word", "hi", path=stranger).stdout
     checked = forge("check", "debug", path=stranger)
     assert checked.returncode == 0

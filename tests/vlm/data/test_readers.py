@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+import wave
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -14,6 +15,7 @@ from PIL import Image
 
 from forge_core.errors import DataError
 from forge_vlm.components.sources import ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
+from forge_vlm.data.example_images import video
 from forge_vlm.data.readers.files import natural
 from forge_vlm.data.readers.video import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, documents, opened, square
@@ -73,7 +75,7 @@ def test_trials_b2_clips_of_several_directories_have_their_own_frames(tmp_path: 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(json.dumps({"image": "0.png", "text": "a"}) + "\n")
-    for component in (ImageJsonl, VideoFrames):
+    for component in (ImageJsonl, VideoFrames, VideoCsv):
         with pytest.raises(DataError, match='folder = "" names no directory'):
             component(path=str(tmp_path / "records.jsonl"), folder="", **GIVEN).read()
 
@@ -209,15 +211,16 @@ def test_a_frame_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
     assert grays(opened(component, tmp_path / "w")) == [1]
 
 
-def h264(path: Path, frames: int, start: float) -> None:
-    """A clip whose frame n has the gray 6 n at 10 frames a second, cut at `start` seconds without encoding it again."""
+def clip(path: Path, codec: str, frames: int, start: float, lost: tuple[int, ...] = ()) -> None:
+    """A clip whose frame n has the gray 6 n at 10 frames a second, cut at `start` seconds without encoding it again, without the
+    packets `lost`."""
     import av
 
-    whole = path.with_suffix(".whole.mp4")
+    whole = path.with_name("whole.mp4")
     with av.open(str(whole), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=10)
+        stream: Any = container.add_stream(codec, rate=10)
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = 64, 48, "yuv420p", 12
-        stream.options = {"bf": "3", "crf": "1"}
+        stream.options = {"bf": "3", "crf": "1"} if codec == "libx264" else {"bf": "2", "qscale": "1"}
         for number in range(frames):
             image = np.full((48, 64, 3), 6 * number, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
@@ -227,21 +230,32 @@ def h264(path: Path, frames: int, start: float) -> None:
         out = target.add_stream_from_template(stream)
         offset = int(start / stream.time_base)
         source.seek(offset, stream=stream)
-        for packet in source.demux(stream):
-            if packet.dts is not None:
+        for number, packet in enumerate(source.demux(stream)):
+            if packet.dts is not None and number not in lost:
                 packet.pts, packet.dts, packet.stream = packet.pts - offset, packet.dts - offset, out
                 target.mux(packet)
 
 
-@pytest.mark.parametrize("start", [0.0, 1.7])
-def test_trials_b7_frames_are_those_that_a_player_shows(tmp_path: Path, start: float) -> None:
-    """An edit list says which packets are not shown; times and frames are those of PyAV's decoder."""
+@pytest.mark.parametrize(
+    ("codec", "name", "start", "shown_frames"),
+    [
+        ("libx264", "cut.mp4", 0.0, 40),
+        ("libx264", "cut.mp4", 1.7, 23),
+        ("mpeg4", "cut.mkv", 1.7, 22),
+        ("mpeg4", "cut.mp4", 0, 40),
+    ],
+)
+def test_trials_b7_frames_are_those_that_a_player_shows(
+    tmp_path: Path, codec: str, name: str, start: float, shown_frames: int
+) -> None:
+    """An edit list says which packets are not shown, and frames that need others from before the cut are not. Times and frames
+    are those of PyAV's decoder."""
     av = pytest.importorskip("av")
-    h264(tmp_path / "cut.mp4", 40, start)
-    with av.open(str(tmp_path / "cut.mp4")) as container:
+    clip(tmp_path / name, codec, 40, start)
+    with av.open(str(tmp_path / name)) as container:
         shown = [(frame.time, float(frame.to_ndarray(format="rgb24").mean())) for frame in container.decode(video=0)]
-    assert len(shown) == (23 if start else 40)
-    (tmp_path / "clips.csv").write_text("file,name\ncut.mp4,x\n")
+    assert len(shown) == shown_frames
+    (tmp_path / "clips.csv").write_text(f"file,name\n{name},x\n")
     for count in (1, 2, 8, 64):
         examples = VideoExamples(str(tmp_path / "clips.csv"), None, "{file}", "name", "image", count, True)
         ((_, record),) = examples
@@ -255,6 +269,41 @@ def test_trials_b7_frames_are_those_that_a_player_shows(tmp_path: Path, start: f
     middle = shown[(len(shown) - 1) // 2][1]
     alone = opened(VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", frames=1, **GIVEN), tmp_path / "w")
     assert abs(grays(alone)[0] - middle) <= 3
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_clip_that_lost_packets_is_refused(tmp_path: Path, count: int) -> None:
+    """The decoder shows nothing for some packets that are there, so numbers of packets are not those of frames."""
+    pytest.importorskip("av")
+    clip(tmp_path / "lost.mkv", "mpeg4", 40, 0, lost=(7, 8, 20))
+    (tmp_path / "clips.csv").write_text("file,name\nlost.mkv,x\n")
+    component = VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", frames=count, **GIVEN)
+    with pytest.raises(DataError, match=r"row 1 \(line 2\): .*lost\.mkv has packets without a frame before"):
+        opened(component, tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (b"a.mp4,a cat, sitting", "has 3 columns, and the head 2; quote a text with commas"),
+        (b"a.mp4", "has 1 columns, and the head 2"),
+        (b"a.mp4,caf\xe9", "is not UTF-8"),
+        (b"gone.mp4,x", r"gone\.mp4 cannot be decoded"),
+        (b"sound.wav,x", r"sound\.wav has no video"),
+        (b"a.mp4,", "has no text to learn"),
+    ],
+)
+def test_rows_of_a_table_that_cannot_be_read_are_broken_records(tmp_path: Path, row: bytes, fault: str) -> None:
+    pytest.importorskip("av")
+    video(tmp_path / "a.mp4", [0, 40])
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(1600))
+    (tmp_path / "clips.csv").write_bytes(b'\xef\xbb\xbffile,name\n\na.mp4,"one,\ntwo"\n' + row + b"\n")
+    component = VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", timestamps=False, **GIVEN)
+    with pytest.raises(DataError, match=rf"clips\.csv, row 2 \(line 5\):? {fault}"):
+        opened(component, tmp_path / "w")
+    assert texts(opened(replace(component, skip=1), tmp_path / "w")) == ["one,\ntwo"]
 
 
 def test_packets_without_a_frame_that_is_shown_are_not_counted(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ EOS, HOLE = 256, 300
 GIVEN: dict[str, Any] = {"placeholder": HOLE, "per_image": 2, "size": 8}
 
 
-def opened(component: Any, workspace: Path, model: Any = None, said: list[str] | None = None) -> Any:
-    context = SourceContext(workspace, ByteTokenizer(), 16, (said if said is not None else []).append, model=model)
+def opened(component: Any, workspace: Path, model: Any = None, said: list[str] | None = None, length: int = 1024) -> Any:
+    context = SourceContext(workspace, ByteTokenizer(), length, (said if said is not None else []).append, model=model)
     return component.build(context)
 
 

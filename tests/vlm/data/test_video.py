@@ -105,7 +105,7 @@ def test_a_table_of_videos(tmp_path: Path) -> None:
     rows = ["videoid,page_dir,name", "1,p,one", "2,p,two", "3,p,broken", "4,p,gone"]
     (tmp_path / "clips.csv").write_text("\n".join(rows) + "\n")
     component = VideoCsv(path=str(tmp_path / "clips.csv"), frames=3, **GIVEN)
-    with pytest.raises(DataError, match=r"clips\.csv, row 3: p/3\.mp4 cannot be decoded"):
+    with pytest.raises(DataError, match=r"clips\.csv, row 3 \(line 4\): p/3\.mp4 cannot be decoded"):
         opened(component, tmp_path / "w")
     said: list[str] = []
     source = opened(replace(component, skip=2), tmp_path / "w", said=said)

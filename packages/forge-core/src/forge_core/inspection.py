@@ -130,6 +130,8 @@ def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> li
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
     rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
+    if any(each.is_forge for each in (entry, *rivals)):  # the name is Forge's, and no conflict
+        rivals = []
     if entry.group == "forge.conformance":  # its names say what is checked; several may check the same
         rivals = []
     before = "torch" in sys.modules

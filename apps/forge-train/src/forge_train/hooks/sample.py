@@ -27,6 +27,7 @@ class SampleHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
 from forge_core.machine.processor import idle_accelerator
 from forge_core.protocols.ckpt import World
+from forge_core.redact import redacted_text
 from forge_core.registry import Registry
 from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream
@@ -316,7 +317,7 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
     def say(message: str) -> None:
         _log.info(message)
         if console is not None:
-            console.print(message, highlight=False, soft_wrap=True)
+            console.print(redacted_text(message), highlight=False, soft_wrap=True)
 
     return say
 

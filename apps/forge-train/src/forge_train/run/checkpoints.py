@@ -124,8 +124,8 @@ class Checkpoints:
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
             "reduce": reduced_by(run.model.plan),
-            # The model is built from its part again, so that is kept as it is.
-            "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
+            # The model is built from its part again, so a key that may mean something else than a secret keeps its value there.
+            "config": {name: redacted(part, name, certain=name == "model") for name, part in self.config.items()},
             "plugins": list(self.plugins),
             "frozen": sorted(self.frozen_by(run.optimizer)),
             "health": run.health.state(),

@@ -51,29 +51,29 @@ def load_layers(
         ConfigError: a file is missing, is not TOML, or the bases form a cycle.
     """
     layers = {} if isinstance(recipe, Table) else _files(str(recipe), registry)
-    lowest = [recipe] if isinstance(recipe, Table) else []
+    lowest = [(recipe, "")] if isinstance(recipe, Table) else []
     tree, faults = Table({}, DEFAULT), []
     extra, wrong = parse_overrides(overrides, folder or Path.cwd())
-    for layer in (*layers.values(), extra):
+    for layer, _ in (*layers.values(), (extra, "")):
         for file in plugin_files(layer):
             trust_file(file)
-    for layer in [*lowest, *reversed(layers.values()), extra]:
-        tree, found = merge(tree, layer, schema, registry)
+    for layer, owner in [*lowest, *reversed(layers.values()), (extra, "")]:
+        tree, found = merge(tree, layer, schema, registry, owner)
         faults += found
     return Layered(tree, (*wrong, *faults), tuple(reversed(layers)))
 
 
-def _files(recipe: str, registry: Registry) -> dict[Path, Table]:
-    """The recipe's file and its bases, each with what it says, the recipe first."""
-    layers: dict[Path, Table] = {}
-    following: Path | None = find_recipe(recipe, registry, "RECIPE", "command line", Path())
+def _files(recipe: str, registry: Registry) -> dict[Path, tuple[Table, str]]:
+    """The recipe's file and its bases, each with what it says and the distribution whose preset it is, the recipe first."""
+    layers: dict[Path, tuple[Table, str]] = {}
+    following, owner = _found(recipe, registry, "RECIPE", "command line", Path())
     while following is not None:
         if following in layers:
             chain = list(layers)
             circle = " -> ".join(_shown(file) for file in [*chain[chain.index(following) :], following])
             raise ConfigError([Fault("base", f"the bases form a cycle: {circle}", _shown(chain[-1]))])
-        layers[following] = read(following)
-        following = _base(layers[following], following, registry)
+        layers[following] = read(following), owner
+        following, owner = _base(layers[following][0], following, registry, owner)
     return layers
 
 
@@ -114,6 +114,16 @@ def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: 
     Raises:
         ConfigError: there is neither.
     """
+    return _found(recipe, registry, key, origin, folder)[0]
+
+
+def _found(recipe: str, registry: Registry, key: str, origin: str, folder: Path, owner: str = "") -> tuple[Path, str]:
+    """As `find_recipe`, and the distribution that the file belongs to, "" for a user's: that of a preset, and for a file the
+    `owner` of what names it.
+
+    Raises:
+        ConfigError: there is neither.
+    """
     if recipe.endswith(".toml") or "/" in recipe:
         path = (folder / recipe).resolve()
         if path.is_dir():
@@ -123,11 +133,12 @@ def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: 
             close = get_close_matches(path.stem, near, n=1)
             hint = f"did you mean {near[close[0]]!r}?" if close else ""
             raise ConfigError([Fault(key, f"file {recipe} does not exist", origin, hint)])
-        return path
+        return path, owner
     if recipe.startswith("-"):
         raise ConfigError([Fault(key, f"expected a recipe before {recipe!r}", origin, "overrides come after the recipe")])
     try:
-        found = registry.load(PRESETS, recipe)
+        entry = registry.find(PRESETS, recipe, owner)
+        found = registry.load_entry(entry)
     except PluginError as error:
         if recipe and (folder / recipe).is_dir():
             raise ConfigError([_directory(recipe, folder / recipe, key, origin)]) from error
@@ -136,17 +147,18 @@ def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: 
     path = Path(str(found() if callable(found) else found))
     if not path.is_file():
         raise ConfigError([Fault(key, f"preset {recipe!r} points at {path}, which is not a file", origin)])
-    return path.resolve()
+    return path.resolve(), "" if entry.is_forge else entry.distribution
 
 
-def _base(table: Table, path: Path, registry: Registry) -> Path | None:
-    """The layer below; takes `base` out of the table."""
+def _base(table: Table, path: Path, registry: Registry, owner: str) -> tuple[Path | None, str]:
+    """The layer below; takes `base` out of the table. A preset that has the name of its base does not mean itself."""
     base: Any = table.items.pop("base", None)
     if base is None:
-        return None
+        return None, ""
     if not isinstance(base, Leaf) or not isinstance(base.value, str):
         raise ConfigError([Fault("base", "expected the path of a TOML file or the name of a preset", base.origin)])
-    return find_recipe(base.value, registry, "base", base.origin, path.parent)
+    found = _found(base.value, registry, "base", base.origin, path.parent, owner)
+    return _found(base.value, registry, "base", base.origin, path.parent) if owner and found[0] == path else found
 
 
 def _directory(recipe: str, path: Path, key: str, origin: str) -> Fault:

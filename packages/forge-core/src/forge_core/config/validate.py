@@ -15,6 +15,7 @@ from forge_core.config.shape import Shape, shapes_in
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
+from forge_core.redact import redacted_fault
 from forge_core.registry import Registry
 
 
@@ -70,7 +71,7 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
-    faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
+    faults = tuple(redacted_fault(_with_its_table(fault, walker.fields)) for fault in walker.faults)
     return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
@@ -97,6 +98,8 @@ class _Walker:
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
+    """The distribution of the component whose defaults are filled in; names in them mean its own parts first."""
 
     def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
         """An instance of a section or component class from its table, and the table with all defaults."""
@@ -196,7 +199,7 @@ class _Walker:
     def name_of(self, group: str, cls: type) -> str:
         """The name under which a class that is a default is registered."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        return next((e.name for e in self.registry.of(group) if e.target == target), target)
+        return next((self.registry.spelled(e) for e in self.registry.of(group) if e.target == target), target)
 
     def value(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
         """A value that a layer gave."""
@@ -256,15 +259,22 @@ class _Walker:
             self.fault(at, what, node.origin, names)
             return INVALID, node
         try:
-            cls = self.registry.load(slot.group, given.value)
+            entry = self.registry.find(slot.group, given.value, self.owner if given.origin == DEFAULT else "")
+            cls = self.registry.load_entry(entry)
         except PluginError as error:
             self.fault(at if "name" in node.items else key, str(error), given.origin if "name" in node.items else node.origin)
             return INVALID, node
         if shape.type is not Component and not issubclass(cls, shape.type):
             self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
             return INVALID, node
+        if ":" not in given.value:
+            given = Leaf(self.registry.spelled(entry), given.origin)
         self.chosen[key] = (slot.group, given.value)
-        return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        before, self.owner = self.owner, entry.distribution
+        try:
+            return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        finally:
+            self.owner = before
 
     def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:
         self.faults.append(Fault(key, message, origin, hint))

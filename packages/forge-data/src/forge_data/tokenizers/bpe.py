@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.sources.records.text import text_files
 from forge_data.storage.workspace_lock import locked
-from forge_data.tokenizers.cached_bpe import Words, cuts_into_words
+from forge_data.tokenizers.cached_bpe import PARTING, Words, cuts_into_words
 from forge_data.tokenizers.control import Controlled, load_backend, text_makes_controls
 from forge_data.tokenizers.pieces import Pieces
 
@@ -47,6 +47,7 @@ class BpeTokenizer:
 
     Attributes:
         prefix, suffix: what the post-processor of its file puts around a text; `suffix` is without the end of a document.
+        parting: where a text can be cut so that no id changes; None where nothing says.
         revision: 2 where `encode` made control tokens of ordinary text before.
     """
 
@@ -80,6 +81,7 @@ class BpeTokenizer:
         self.special_tokens: Mapping[str, str] = {"eos_token": eos}
         self.revision = 2 if self._makes_controls else 1
         self._words = Words(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
+        self.parting = PARTING if self._words is not None else None
         self._controlled = cache(lambda: Controlled(content, eos, where))
 
     def encode(self, text: str) -> np.ndarray:

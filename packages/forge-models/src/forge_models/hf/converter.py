@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.errors import BrokenPlugin
 from forge_core.machine.memory import available_memory
 from forge_core.protocols.convert import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
@@ -11,11 +12,13 @@ from forge_core.terminal.quantities import size
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.reader import OTHERS, Folder
+from forge_models.hf.reader import Folder, unknown_kind
 from forge_models.hf.writer import write
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+GROUP = "forge.hf_models"
 
 
 class HfConverter:
@@ -81,12 +84,19 @@ def opened(path: Path, loader: str) -> Any:
 
 
 def _other(path: Path) -> HfModel | None:
-    """Who reads a folder that holds something else than a decoder of text; None where the families do."""
-    kind = read_config(path).get("model_type")
-    registry = Registry()
-    if not isinstance(kind, str) or kind in FAMILIES or kind not in registry.names(OTHERS):
+    """Who reads a folder that holds something else than a decoder of text; None where the families do.
+
+    Raises:
+        Unsupported: nobody does.
+    """
+    values = read_config(path)
+    kind, registry = values.get("model_type"), Registry()
+    if isinstance(kind, str) and kind in FAMILIES:
         return None
-    return registry.load(OTHERS, kind)().build()
+    others = registry.names(GROUP)
+    if not isinstance(kind, str) or kind not in others:
+        raise unknown_kind(values, str(path / CONFIG), others)
+    return registry.load(GROUP, kind)().build()
 
 
 def _chosen(weights: Weights, wanted: str | None) -> HfModel:
@@ -97,7 +107,7 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
         Unsupported: none can; names for each kind everything that it cannot say.
     """
     registry = Registry()
-    known = registry.names(OTHERS)
+    known = registry.names(GROUP)
     if wanted is not None and wanted not in known:
         what = "is for decoders of text alone" if wanted in FAMILIES else "is not known"
         kind, names = type(weights.model).__name__, ", ".join(known) or "none"
@@ -106,7 +116,12 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
     order = [wanted] if wanted is not None else [*([first] if first in known else []), *known]
     reasons, asked = [], []
     for name in dict.fromkeys(order):
-        component = registry.load(OTHERS, name)
+        try:
+            component = registry.load(GROUP, name)
+        except BrokenPlugin:  # one that nobody asked for stops nothing
+            if name in (wanted, first):
+                raise
+            continue
         model: HfModel = component().build()
         found = model.misfits(weights)
         if not found and name not in (wanted, first) and getattr(component, "own_code", False):

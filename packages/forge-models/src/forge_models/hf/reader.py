@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.protocols.convert import Facts, Stored
-from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
@@ -17,8 +16,6 @@ from forge_models.hf.names import DERIVED, FUSED, HEAD, OUTSIDE, Place, mtp_laye
 if TYPE_CHECKING:
     from torch import Tensor
 
-OTHERS = "forge.hf_models"
-"""Group of what reads and writes models that are more than a decoder of text, by their `model_type`."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -55,19 +52,19 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        others = Registry().names(OTHERS)
-        if kind in others:
-            raise Unsupported(
-                f"{where}: model_type {kind!r} is more than a decoder of text; here only {', '.join(FAMILIES)} are read"
-            )
-        code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
-        known = ", ".join([*FAMILIES, *others])
-        raise Unsupported(f"{where}: model_type {kind!r} is not implemented{code}; implemented are {known}")
+        raise unknown_kind(values, where)
     family = FAMILIES[kind]
     architectures = values.get("architectures")
     if architectures and architectures != [family.architecture]:
         raise Unsupported(f"{where}: architectures {architectures} is not implemented; only {family.architecture} is")
     return family
+
+
+def unknown_kind(values: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Unsupported:
+    """The error for a `model_type` that nothing reads; `others` are kinds that are read besides the families of this package."""
+    code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
+    known = ", ".join((*FAMILIES, *others))
+    return Unsupported(f"{where}: model_type {values.get('model_type')!r} is not implemented{code}; implemented are {known}")
 
 
 def read_model(folder: Path, ignore: Sequence[str] = ()) -> Decoder:

@@ -16,6 +16,7 @@ from forge_core.errors import PlanError
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.foreign.recording import recorded
 from forge_parallel.placement.boxes import local_box
+from forge_parallel.torch_private import BatchNorm
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Skeleton:
                     name = f"{path}.{slot}".removeprefix(".")
                     if name in self.buffers:  # in the number format that its constructor chose
                         module._buffers[slot] = self.buffers[name].to(model.topology.device)
+                if isinstance(module, BatchNorm):
+                    _with_statistics_as_computed(module, path, model.compute)
 
 
 def of_module(module: nn.Module, device: torch.device) -> Skeleton:
@@ -98,6 +101,23 @@ def of_builder(build: Callable[[], nn.Module], seed: int) -> Skeleton:
             "give a materialized module"
         )
     return Skeleton(module, buffers, lambda: ({name: recording.replay(p)} for name, p in wanted.items()))
+
+
+def _with_statistics_as_computed(module: nn.Module, path: str, compute: torch.dtype) -> None:
+    """Gives a batch norm its running statistics in the format that it computes in: torch takes no other.
+
+    Raises:
+        PlanError: the format is too coarse for averages over many steps.
+    """
+    for slot, buffer in module._buffers.items():
+        if buffer is None or not buffer.is_floating_point() or buffer.dtype == compute:
+            continue
+        if compute.itemsize < buffer.dtype.itemsize:
+            raise PlanError(
+                f"parallelize: {path} ({type(module).__name__}) keeps running statistics in {buffer.dtype} and would compute in "
+                f'{compute}, in which such averages stand still; set compute = "fp32", track_running_stats=False or another norm'
+            )
+        module._buffers[slot] = buffer.to(compute)
 
 
 def _to_meta(module: nn.Module) -> None:

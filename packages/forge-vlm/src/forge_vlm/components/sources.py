@@ -5,7 +5,7 @@ takes. Images stay where they are and are read, decoded and cut as batches need 
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -55,6 +55,9 @@ class ImageSource(SourceComponent):
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
     """Number of broken records, such as those whose image cannot be decoded, that may be left out; one more is an error."""
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """What becomes of a document with more than `data.sequence_length` tokens: it is broken (`error`), left out (`skip`), or ends
+    where the row does (`truncate`), without an image that does not fit as a whole. Neither of the last two counts for `skip`."""
     placeholder: Annotated[int, Ge(0)] | None = None
     """Id of the token that stands for an image; by default the model's."""
     per_image: Annotated[int, Gt(0)] | None = None
@@ -87,7 +90,8 @@ class ImageSource(SourceComponent):
         given = {"placeholder": self.placeholder, "per_image": self.per_image, "size": self.size}
         inputs = inputs_of(context.model, self.label or self.format, self.tiling, **given)
         chat = chat_of(self.template).knowing(context.tokenizer.special_tokens if context.tokenizer else {})
-        wanted = Wanted(self.fields, chat, inputs, self.split, self.held_out, self.skip)
+        length = context.sequence_length
+        wanted = Wanted(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
         return prepared(self.read(), wanted, context, self.format)
 
 

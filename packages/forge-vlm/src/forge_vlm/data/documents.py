@@ -127,9 +127,9 @@ class Examples(Protocol):
         ...
 
 
-def is_conversation(record: Mapping[str, Any], fields: Fields) -> bool:
+def is_conversation(record: "Mapping[str, Any] | Broken", fields: Fields) -> bool:
     """Whether a chat template writes the record, with all special tokens that it has."""
-    return record.get(fields.messages) is not None
+    return isinstance(record, Mapping) and record.get(fields.messages) is not None
 
 
 def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -> list[Words | Picture]:
