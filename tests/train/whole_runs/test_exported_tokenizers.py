@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.restore import restore
 from forge_models.generation.sampling import GREEDY
+from forge_train.inference.chat import chat_for
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import with_rules_of_then
 from forge_train.inference.open import load_model, open_weights
@@ -182,15 +184,16 @@ def test_trials_a5_ends_template_and_settings_of_generation_come_back(place: Pat
     assert open_weights(place / "run", Registry()).facts.ends == (2, 3)
 
 
-def test_trials_a5_a_resumed_run_keeps_what_it_started_with(place: Path) -> None:
+def test_trials_a5_a_resumed_run_keeps_what_it_started_with(place: Path, tmp_path: Path) -> None:
     """Also where the folder is gone by then: it is in the checkpoint."""
+    shutil.copytree(place / "run", tmp_path / "run")
     before = dict(locate(place / "run").manifest().meta)
     (place / "hf" / "generation_config.json").rename(place / "hf" / "gone.json")
     try:
-        train(place / "r.toml", [f"--job.dir={place / 'run'}", "--train.max_steps=3", "--checkpoint.allow=train.max_steps"])
+        train(place / "r.toml", [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3", "--checkpoint.allow=train.max_steps"])
     finally:
         (place / "hf" / "gone.json").rename(place / "hf" / "generation_config.json")
-    after = locate(place / "run").manifest()
+    after = locate(tmp_path / "run").manifest()
     assert after.step == 3
     for key in ("ends", "special_tokens", "generation", "chat_template", "family", "tokenizer"):
         assert after.meta[key] == before[key]
@@ -223,6 +226,31 @@ def test_trials_a8_weights_of_another_tokenizer_are_refused(place: Path, tmp_pat
         train(place / "r.toml", [*settings, *warm])
     same = [f"--job.dir={tmp_path / 'fine'}", f"--data.tokenizer.path={tmp_path / 'same.json'}"]
     assert train(place / "r.toml", same)["step"] == 2
+
+
+def test_trials_a1_a_prompt_is_a_turn_of_the_template(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the export and the run: the ids are those of transformers, and the answer is what it generates."""
+    import transformers
+
+    theirs = transformers.AutoTokenizer.from_pretrained(place / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)
+    given = theirs.apply_chat_template([{"role": "user", "content": "the cat"}], add_generation_prompt=True, return_tensors="pt")
+    ids = given["input_ids"] if hasattr(given, "keys") else given
+    assert ids[0].tolist().count(3) == 1 and ids[0].tolist().count(1) == 1  # each control token is one id
+    options = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": [2, 3], "pad_token_id": 0}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    whole, before = (theirs.decode(row, skip_special_tokens=True) for row in (found[0], ids[0]))
+    for where in ("run", "out"):
+        capsys.readouterr()
+        given = ("--prompt", "the cat", "--chat", "--temperature", "0", "--max-tokens", "9", "--json")
+        assert run("generate", place / where, *given) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == whole[len(before) :]
+    weights = open_weights(place / "run", Registry())
+    coder = tokenizer_for(weights, None, Registry(), lambda _: None)
+    chat = Continuation(load_model(weights), coder, GREEDY, max_tokens=1, chat=chat_for(weights, coder))
+    assert chat._prompt("the cat") == ids[0].tolist()
+    assert chat._prompt("<|end|>").count(3) == 1  # what a user says spells no control token
+    assert run("generate", place / "run", "--prompt", "x", "--image", "a.png") == 2 and "--image" in capsys.readouterr().err
 
 
 def test_trials_a8_tokenizers_are_compared_by_their_ids() -> None:
