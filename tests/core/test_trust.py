@@ -4,15 +4,18 @@ import importlib.util
 import os
 import py_compile
 import sys
+from dataclasses import field, make_dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from core.sample import Job, registry
 from forge_core import trust
+from forge_core.component import Component, Slot
 from forge_core.config.layers import load_layers, read
-from forge_core.config.tree import Table, build
+from forge_core.config.tree import Table, build, plain
 from forge_core.config.validate import walk
 from forge_core.errors import BrokenPlugin, ForgeError, UntrustedCode
 from forge_core.inspection import find_everywhere
@@ -122,6 +125,16 @@ def test_trials_f4_compiled_code_next_to_a_file_is_not_run(file: Path) -> None:
     loaded = Registry([]).load("forge.optimizers", f"{file}:Mine")
     module = sys.modules[loaded.__module__]
     assert module.__file__ == str(file) and loaded.__module__.startswith("forge_file_") and ran(file)
+
+
+def test_a_component_of_a_file_is_described_by_its_file(file: Path) -> None:
+    """As commands on stored weights do, whose recipe has the component itself as a default."""
+    trust.trust_file(file)
+    component = Registry([]).load("forge.optimizers", f"{file}:Mine")()
+    slot = Annotated[Component, Slot("forge.optimizers")]
+    schema = make_dataclass("Recipe", [("optimizer", slot, field(default=component))], frozen=True)
+    found = walk(schema, Table({}, "default"), registry())
+    assert not found.faults and plain(found.tree) == {"optimizer": {"name": f"{file}:Mine"}}
 
 
 def test_a_name_on_the_command_line_of_plugins_is_the_users(file: Path) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.conformance.weights import InMemory, small
-from forge_models.hf.reader import read_model
 from forge_train.formats.plain import PlainConverter
 from forge_train.inference.forge_weights import ForgeConverter
 from forge_train.inference.open import format_of, load_model, open_weights
@@ -205,6 +204,3 @@ def test_trials_h_a_model_type_that_is_not_known_is_answered_with_all_that_are(t
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ForgeError, match=r"'mamba' is not implemented; implemented are .*\bllama\b.*\bllava\b"):
         open_weights(tmp_path, Registry())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
-    with pytest.raises(ForgeError, match=r"'llava' is more than a decoder of text"):
-        read_model(tmp_path)

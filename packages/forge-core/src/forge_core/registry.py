@@ -212,8 +212,8 @@ def _load_file(entry: Entry) -> Any:
     return getattr(module, attribute)
 
 
-class _Content(SourceFileLoader):
-    """Loads a module from bytes that were read before. Compiled code next to the file is not looked at: nobody has read it."""
+class FileLoader(SourceFileLoader):
+    """Loads a plugin file from bytes that were read before. Compiled code next to it is not looked at: nobody has read it."""
 
     def __init__(self, name: str, path: str, content: bytes) -> None:
         super().__init__(name, path)
@@ -225,7 +225,7 @@ class _Content(SourceFileLoader):
 
 def run_file(name: str, path: Path, content: bytes) -> ModuleType:
     """The module of a plugin file, imported under a unique name, so that pickling and type hints resolve."""
-    loader = _Content(name, str(path), content)
+    loader = FileLoader(name, str(path), content)
     spec = ModuleSpec(name, loader, origin=str(path))
     spec.has_location = True
     module = module_from_spec(spec)

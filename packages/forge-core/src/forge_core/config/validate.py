@@ -4,6 +4,7 @@ Leaves are typed by pydantic, strictly and in JSON mode: its Python mode is lax 
 mode turns "yes" into True and "3" into 3.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, giv
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
 from forge_core.redact import redacted_fault
-from forge_core.registry import Registry
+from forge_core.registry import FileLoader, Registry
 
 
 class Invalid:
@@ -197,7 +198,10 @@ class _Walker:
         return Table(items, DEFAULT)
 
     def name_of(self, group: str, cls: type) -> str:
-        """The name under which a class that is a default is registered."""
+        """The name under which a class that is a default is registered; of one in a plugin's file, the file and its name."""
+        loader = getattr(sys.modules.get(cls.__module__), "__loader__", None)
+        if isinstance(loader, FileLoader):
+            return f"{loader.path}:{cls.__qualname__}"
         target = f"{cls.__module__}:{cls.__qualname__}"
         return next((self.registry.spelled(e) for e in self.registry.of(group) if e.target == target), target)
 
