@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, processors
 from data.tokenizers.kinds import CONTROLS, KINDS, byte_level, content, fast, with_bos
 from forge_core.errors import DataError
 from forge_data.tokenizers.adapt import adapted, identity_of
-from forge_data.tokenizers.bpe import BpeTokenizer
+from forge_data.tokenizers.bpe import BpeTokenizer, _are_apart
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 WORDS = [
@@ -210,3 +210,23 @@ def test_tokenizers_that_made_control_tokens_of_text_have_data_of_another_name(k
     names = {kind: identity_of(ours) == ours.fingerprint for kind, (_, ours) in kinds.items()}
     assert names.pop("byte_level") and not any(names.values())  # the others have a rule, or are of that kind
     assert identity_of(kinds["unigram"][1]).endswith(" 2") and identity_of(ByteTokenizer()) == ByteTokenizer().fingerprint
+
+
+def test_texts_that_images_part_are_encoded_fast_and_equally(
+    kinds: dict[str, tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = kinds["byte_level"]
+    image = theirs.convert_tokens_to_ids("<image>")
+    texts = ["The cat </s>", " sat\nöö ", "", "on"]
+    whole = [theirs(text, add_special_tokens=False).input_ids for text in ("The cat ", " sat\nöö <image><image>on")]
+    monkeypatch.setattr(ours, "_controlled", None)  # what takes longer
+    ids, places = ours.encode_pieces([(text, False) for text in texts], cuts=[1, 2, 3])
+    assert ids[: len(whole[0])].tolist() == whole[0]
+    assert ids[len(ours.encode(texts[0])) :].tolist() == [index for index in whole[1] if index != image]
+    lengths = [len(ours.encode(text)) for text in texts]
+    assert places.tolist() == [[number, number] for number, length in enumerate(lengths) for _ in range(length)]
+    assert [len(each) for each in ours.encode_pieces([])] == [0, 0]
+    assert not _are_apart([("a", False), ("b", False)], []) and not _are_apart([("a", True)], [])
+    assert _are_apart([("a", False), ("", False), ("b", False)], [1]) and not _are_apart(
+        [("", True), ("a", False), ("b", False)], [1]
+    )

@@ -95,6 +95,10 @@ class BpeTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`: the ids are those of transformers for the whole text."""
+        if self._words is not None and _are_apart(pieces, cuts):
+            parts = [self._words.encode(text) for text, _ in pieces]
+            numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            return np.concatenate([np.empty(0, dtype=np.int64), *parts]), np.stack([numbers, numbers], axis=1)
         return self._controlled().encode(Pieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -103,6 +107,18 @@ class BpeTokenizer:
 
     def dump(self) -> bytes:
         return self._content
+
+
+def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
+    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
+    parted = {0, *cuts}
+    joined = False
+    for number, (text, trusted) in enumerate(pieces):
+        joined = joined and number not in parted
+        if text and (trusted or joined):
+            return False
+        joined = joined or bool(text)
+    return True
 
 
 def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
