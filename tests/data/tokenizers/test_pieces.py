@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, processors
 
-from data.tokenizers.kinds import CONTROLS, KINDS, content, fast
+from data.tokenizers.kinds import CONTROLS, KINDS, byte_level, content, fast, with_bos
 from forge_core.errors import DataError
 from forge_data.tokenizers.adapt import adapted
 from forge_data.tokenizers.bpe import BpeTokenizer
@@ -162,6 +163,14 @@ def test_the_rule_of_a_tokenizer_is_what_its_library_adds() -> None:
         assert own.prefix == other.prefix and own.suffix == ()
         off = BpeTokenizer(content(tokenizer), "</s>", add_special_tokens=False)
         assert (off.prefix, off.suffix, off.fingerprint) == ((), (), own.fingerprint)
+    tokenizer = byte_level()
+    ids = [tokenizer.token_to_id(each) for each in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", ids[1]), ("<s>", ids[0]))  # type: ignore[assignment]
+    roberta = BpeTokenizer(content(tokenizer), "<|im_end|>")
+    assert (roberta.prefix, roberta.suffix) == ((ids[0],), (ids[1],))
+    words = Tokenizer(models.WordLevel({"cat": 0, "</s>": 1}))
+    words.add_special_tokens(["</s>"])
+    assert BpeTokenizer(content(with_bos(words, "$A </s>")), "</s>").prefix == ()
 
 
 def test_bytes_know_no_control_tokens() -> None:

@@ -205,6 +205,10 @@ def test_template_folders_are_read_as_transformers_reads_them(tmp_path: Path) ->
     (old / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
     assert chat_of(str(old)).template == "of the processor"
     assert chat_of("{{ messages }}").template == "{{ messages }}"
+    assert chat_of(str(tmp_path / "one" / "tokenizer_config.json")).template == TEXT["zephyr"]
+    for name in ("\0", "x" * 5000, "no:where"):
+        with pytest.raises(DataError, match="is neither a file nor one of"):
+            chat_of(name)
     (old / "special_tokens_map.json").write_text("[")
     with pytest.raises(DataError, match=r"special_tokens_map\.json is not valid JSON"):
         chat_of(str(old))
@@ -214,3 +218,18 @@ def test_a_template_may_ask_for_the_date() -> None:
     from datetime import datetime
 
     assert Chat("{{ strftime_now('%Y') }}{{ tools is none }}").prompt([Turn("user", "x")]) == f"{datetime.now().year}True"
+
+
+@pytest.mark.parametrize("name", ["llava", "smolvlm"])
+def test_text_with_markers_is_given_in_pieces_to_templates_that_write_no_text(name: str, kinds: dict[str, Any]) -> None:
+    _, ours = kinds["byte_level"]
+    both = chat(IMAGES["qwen2vl"])
+    assert both.takes_pieces and both.takes_text and not chat(IMAGES[name]).takes_text
+    assert not chat(TEXT["qwen2.5"]).takes_pieces and chat(TEXT["qwen2.5"]).takes_text
+    pieces = [{"type": "image"}, {"type": "text", "text": "The cat </s>"}, {"type": "image"}]
+    say = [{"type": "text", "text": "on the mat"}]
+    listed = [{"role": "user", "content": pieces}, {"role": "assistant", "content": say}]
+    told = [{"from": "human", "value": "<image>The cat </s><image>"}, {"from": "gpt", "value": "on the mat"}]
+    one, other = (encoded({"messages": talk, "image": ["a", "b"]}, IMAGES[name], ours) for talk in (listed, told))
+    assert one.ids.tolist() == other.ids.tolist() and one.learned.tolist() == other.learned.tolist()
+    assert one.ids.tolist().count(10_000) == 6 and ours.eos not in one.ids[:-1]

@@ -107,9 +107,16 @@ class BpeTokenizer:
 
 def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the library puts before and after a text."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    first, last = (places[0], places[-1] + 1) if places else (len(encoding.ids), len(encoding.ids))
+    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
+            continue
+        if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
+            break
+    else:
+        return (), ()
+    first, last = places[0], places[-1] + 1
     before, after = tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
     return before, after[:-1] if after[-1:] == (eos,) else after
 
