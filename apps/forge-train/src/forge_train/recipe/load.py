@@ -1,8 +1,9 @@
 """A recipe, read: layers merged, typed, laid out on a world and checked. The one way in for every command."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
 from forge_core.config.validate import Outcome, walk
 from forge_core.config.write import to_toml
-from forge_core.errors import ConfigError, Fault, LayoutError
+from forge_core.errors import Absent, ConfigError, Fault, LayoutError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
 from forge_train.recipe.from_hf import filled
@@ -90,6 +91,15 @@ def load(
         job = outcome.value if not outcome.faults else Parts(outcome.parts)
         found, warnings = run_checks(job, layout, registry, outcome.tree, outcome.used, here)
         faults += found
+        if not outcome.faults:
+            from forge_train.recipe.checks import kernels_fit_the_machine
+
+            for fault in kernels_fit_the_machine(outcome.value, os.environ):
+                placed = replace(fault, origin=origin_at(outcome.tree, fault.key))
+                if isinstance(fault, Absent) and not here:
+                    warnings.append(str(placed))
+                else:
+                    faults.append(placed)
     if faults:
         raise ConfigError(_once(faults))
     used = tuple(dict.fromkeys(outcome.used))
