@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, processors
 
 from data.tokenizers.kinds import CONTROLS, KINDS, byte_level, content, fast, with_bos
 from forge_core.errors import DataError
-from forge_data.tokenizers.adapt import adapted
+from forge_data.tokenizers.adapt import adapted, identity_of
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -195,3 +195,18 @@ def test_a_tokenizer_of_an_older_plugin_encodes_text_and_refuses_conversations()
         tokenizer.encode_pieces([("<s>", True), ("a", False)])
     own = ByteTokenizer()
     assert adapted(own) is own
+
+
+def test_a_token_of_its_own_is_none_in_a_longer_word(kinds: dict[str, tuple[Any, Any]]) -> None:
+    theirs, ours = kinds["flagged"]
+    stop = theirs.convert_tokens_to_ids("STOP")
+    ordinary = ours.encode("STOPped </s>").tolist()
+    assert ours.encode_pieces([("STOP", True), ("ped </s>", False)])[0].tolist() == ordinary
+    ids = ours.encode_pieces([("STOP", True), ("ped </s>", False), (" STOP<s>", True)])[0].tolist()
+    assert ids[: len(ordinary)] == ordinary and ids.count(stop) == 1
+
+
+def test_tokenizers_that_made_control_tokens_of_text_have_data_of_another_name(kinds: dict[str, tuple[Any, Any]]) -> None:
+    names = {kind: identity_of(ours) == ours.fingerprint for kind, (_, ours) in kinds.items()}
+    assert names.pop("byte_level") and not any(names.values())  # the others have a rule, or are of that kind
+    assert identity_of(kinds["unigram"][1]).endswith(" 2") and identity_of(ByteTokenizer()) == ByteTokenizer().fingerprint
