@@ -57,6 +57,7 @@ from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
 from forge_train.run.takeover import elsewhere, forget, prepare_directory, refuse_fresh, remind
 from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.run.weights.origin import carried, origin
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
@@ -158,6 +159,9 @@ def assemble(
     with ranks.together("the progress"):
         if topology.rank == 0:
             refuse_without_progress(directory, found.step if found else 0, automatic)
+    with ranks.together("the weights to start from"):
+        checkpoints.origin = carried(found.meta) if found else origin(job, registry, data.tokenizer)
+        checkpoints.tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
