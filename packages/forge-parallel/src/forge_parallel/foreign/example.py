@@ -1,6 +1,7 @@
 """What a foreign module is called with."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -21,6 +22,18 @@ LENGTH = 8
 def call(module: nn.Module, example: Example) -> Any:
     """The module's output."""
     return module(**example) if isinstance(example, Mapping) else module(example)
+
+
+def called_hollow(module: nn.Module, example: Example, mode: AbstractContextManager[Any]) -> Any:
+    """The output of a module whose parameters have no memory, inside of `mode`, which has to compute. Floating-point inputs get
+    the format of its parameters: which one it will compute in is not known to it."""
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
+
+    def fitted(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), mode:
+        return call(module, tree_map(fitted, example))
 
 
 def hollow(module: nn.Module) -> nn.Module:
@@ -88,8 +101,7 @@ class _WithoutMemory(TorchDispatchMode):
 
 def _runs(module: nn.Module, example: Example) -> bool:
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), _WithoutMemory():
-            call(hollow(module), example)
+        called_hollow(hollow(module), example, _WithoutMemory())
     except Exception:  # noqa: BLE001 (whatever a module does with what it is not meant for)
         return False
     return True
