@@ -30,6 +30,7 @@ class AnswersHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(self, sets: tuple[str, ...], count: int, shown: int, every: int, max_tokens: int, weights: str) -> None:
         super().__init__(every)

@@ -27,6 +27,7 @@ class SampleHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class SampleHook(Periodic):
             min_p=self.min_p,
             seed=run.job.job.seed,
         )
-        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.prompts]
+        prompts = [[*tokenizer.prefix, *map(int, tokenizer.encode(prompt))] for prompt in self.prompts]
         count = itertools.count()
 
         def agree(tokens: Any) -> Any:

@@ -34,6 +34,7 @@ class TasksHook(Periodic):
     run that is asked to stop meanwhile leaves it, without a result."""
 
     leisurely = True
+    observes = True
 
     def __init__(
         self,
