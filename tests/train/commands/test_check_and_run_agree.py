@@ -64,8 +64,8 @@ FEATURES = (
     *("trackers=[{name = 'tensorboard'}]", "checkpoint.resume=never"),
 )
 
-ONLY_A_START_KNOWS = re.compile("is not a key of this recipe, nor of the checkpoint")
-"""What a check cannot know: keys of the checkpoint that a run will find."""
+ONLY_A_START_KNOWS = re.compile(r"is not a key of this recipe, nor of the checkpoint|needs a tokenizer: add \[data\.tokenizer\]")
+"""What a check cannot know: keys of the checkpoint that a run will find, and whether its sources bring a tokenizer."""
 
 
 @cache

@@ -118,7 +118,8 @@ def test_m1_a_run_that_saves_nothing_is_warned_of(tiny: Path) -> None:
 
 
 def test_m1_a_tokenizer_that_may_learn_too_much_is_warned_of(tiny: Path) -> None:
-    (warning,) = load(tiny, ["--data.tokenizer={name='bpe', vocab_size=300}"], 1, REGISTRY).warnings
+    text = ["--data.tokenizer={name='bpe', vocab_size=300}", "--data.sources=[{name='stdlib'}]"]
+    (warning,) = load(tiny, text, 1, REGISTRY).warnings
     assert "data.tokenizer.vocab_size" in warning
 
 
@@ -253,3 +254,17 @@ def test_trials_f7_what_stands_too_deep_in_each_other_is_refused(tmp_path: Path,
 def test_trials_f7_names_of_files_have_no_control_characters(tmp_path: Path, text: str, key: str, words: str) -> None:
     (tmp_path / "r.toml").write_text(f'base = "debug"\n{text}\n')
     assert words in faults(tmp_path / "r.toml", 1)[key].message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (("--data.tokenizer.name=bpe",), "data.tokenizer.path", "no text to train a tokenizer on"),
+        (("--data.sources.0.tokens=16",), "data.sources.0.tokens", "fewer than the 17 of one sample"),
+    ],
+)
+def test_data_from_which_no_step_can_be_made_are_refused_before_a_run(
+    tiny: Path, overrides: tuple[str, ...], key: str, words: str
+) -> None:
+    assert words in faults(tiny, 1, *overrides)[key].message
+    assert load(tiny, ["--data.sources.0.tokens=17"], 1, REGISTRY)
