@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import parallelize
+from forge_parallel.foreign.example import example_for
+from forge_parallel.foreign.following import follow
+from forge_parallel.foreign.lay_out import on_input
+from forge_parallel.foreign.styles import rules_of
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from parallel.foreign_code import CODES
@@ -126,3 +130,47 @@ def test_trials_d_code_bases_are_right_or_refused(world: World, names: list[str]
 @pytest.mark.parametrize("names", [OWN, *([name] for name in THEIRS)], ids=["own", *THEIRS])
 def test_trials_d_also_in_layouts_of_two_axes(world: World, names: list[str]) -> None:
     _right_or_refused(world, names, ["dp2tp2", "dp2pp2"])
+
+
+GUESSED: list[tuple[str, str, str]] = [
+    ("litgpt", "token ids", "'idx'"),
+    ("lingua", "token ids", "'token_values'"),
+    ("timm ViT", "features", "'x'"),
+    ("T5", "token ids", "'input_ids'"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "argument"), GUESSED)
+def test_trials_d10_a_guess_that_fails_is_called_a_guess(name: str, kind: str, argument: str) -> None:
+    """With the module and the line where it failed, and the argument that passes the input."""
+    code = CODES[name]
+    module = code.build().to("meta")
+    with pytest.raises(PlanError) as refused:
+        on_input(module, None, lambda given: follow(module, rules_of(module, code.plan or {}), given, 2))
+    where = r"without memory, and \S+ fails \(\S+\.py:\d+\): "
+    assert re.search(rf"{where}.*the input was a guess, {kind} of shape .*example={{{argument}: \.\.\.}}", str(refused.value))
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "BERT"])
+def test_trials_d10_a_guess_that_runs_is_taken(name: str) -> None:
+    code = CODES[name]
+    module = code.build().to("meta")
+    example = example_for(module) if name != "nanoGPT" else example_for(module)[:, :4]
+    assert follow(module, rules_of(module, code.plan or {}), example, 2) == frozenset()
+
+
+class Late(nn.Module):
+    """Begins, in the order of its constructor, with a layer that comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(8, 12), nn.Embedding(11, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_trials_d10_the_first_guess_that_runs_is_taken() -> None:
+    guess = example_for(Late())
+    assert not guess.is_floating_point()
+    assert guess.max() < 11

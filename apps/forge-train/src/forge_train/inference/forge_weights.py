@@ -162,8 +162,6 @@ class ForgeConverter:
             "ends": list(weights.facts.ends),
             "notes": list(weights.facts.notes),
         }
-        if isinstance(weights, ForgeWeights):
-            meta |= {name: weights.meta[name] for name in OF_THE_START if name in weights.meta}
         # Tensors that are mapped from files stay there until their bytes are copied.
         pieces = (
             Piece(PREFIX + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, True)
@@ -172,10 +170,6 @@ class ForgeConverter:
         saver.save(LocalStore(path), pieces, meta, weights.facts.step, SingleProcessWorld())
         if weights.facts.tokenizer is not None:
             copy_tokenizer(weights.facts.tokenizer, path / TOKENIZER)
-        else:
-            from forge_train.inference.tokenizer import write_tokenizer
-
-            write_tokenizer(weights, path / TOKENIZER, Registry())
 
     def reference(self, path: Path, tokens: torch.Tensor, extras: Mapping[str, torch.Tensor] = NO_EXTRAS) -> str:
         """No other library reads this format."""

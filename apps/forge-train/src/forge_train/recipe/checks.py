@@ -183,6 +183,19 @@ def samples_can_be_made(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: A
     for index, hook in enumerate(job.hooks):
         if not isinstance(hook, Sample):
             continue
+        if empty := [place for place, prompt in enumerate(hook.prompts) if not prompt]:
+            yield Fault(
+                f"hooks.{index}.prompts.{empty[0]}", "is empty; a continuation needs a token to begin with", hint="leave it out"
+            )
+        counts = getattr(job.data.tokenizer, "tokens_of", None)  # of those that need neither training nor a file
+        lengths = [counts(prompt) for prompt in hook.prompts] if counts is not None else []
+        if longest is not None and hook.max_tokens < longest < max(lengths, default=0) + hook.max_tokens:
+            yield Fault(
+                f"hooks.{index}.prompts.{lengths.index(max(lengths))}",
+                f"{max(lengths)} tokens and hooks.{index}.max_tokens = {hook.max_tokens} new ones are more than "
+                f"model.max_length = {longest}",
+                hint="shorten the prompt, or lower max_tokens",
+            )
         if longest is not None and hook.max_tokens >= longest:
             yield Fault(
                 f"hooks.{index}.max_tokens",

@@ -52,7 +52,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 def example_for(module: nn.Module, rows: int = 2) -> Tensor:
     """A guess of an input: token ids (rows, 8) of an embedding, or features (rows, 8, in_features) of a linear layer; the first
-    one with which a forward without memory runs, or the first one.
+    one with which a forward without memory runs.
 
     Raises:
         PlanError: the module has neither.
@@ -62,7 +62,8 @@ def example_for(module: nn.Module, rows: int = 2) -> Tensor:
         raise PlanError(
             f"parallelize: {type(module).__name__} has no embedding and no linear layer to guess its input by; {how(module)}"
         )
-    return next((guess for guess in guesses if len(guesses) == 1 or _runs(module, guess)), guesses[0])
+    likely = next((guess for guess in guesses if not guess.is_floating_point()), guesses[0])
+    return next((guess for guess in guesses if len(guesses) > 1 and _runs(module, guess)), likely)
 
 
 def how(module: nn.Module) -> str:
@@ -77,7 +78,7 @@ def how(module: nn.Module) -> str:
 def guessed(module: nn.Module, example: Tensor) -> str:
     """What a refusal adds where a guess of `example_for` failed."""
     kind = "features" if example.is_floating_point() else "token ids"
-    return f"the input was a guess, {kind} of shape {tuple(example.shape)}: {how(module)}"
+    return f"the input was a guess, {kind} of shape {tuple(example.shape)}; {how(module)}"
 
 
 def _guesses(module: nn.Module, rows: int) -> Iterator[Tensor]:

@@ -44,6 +44,8 @@ def convert(
     Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which hold
     tensors under the names that they have in the model.
     """
+    from dataclasses import replace
+
     from forge_ckpt.remote.urls import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
@@ -75,8 +77,8 @@ def convert(
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer is None and "tokenizer" in _options(registry, to) and write_tokenizer(origin, Path(folder), registry):
-            writer = converter(registry, to, given | {"tokenizer": folder})
+        if tokenizer is None and write_tokenizer(origin, Path(folder), registry):
+            converted.facts = replace(converted.facts, tokenizer=Path(folder))
         writer.write(target, converted)
     try:
         again = writer.read(target)
