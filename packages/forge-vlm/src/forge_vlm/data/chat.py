@@ -109,13 +109,16 @@ class Chat:
         learned = [bool(flag & LEARNED) for flag in whole.flags]
         for number, turn in enumerate(turns, 1):
             if turn.role == ASSISTANT and not self._compiled.marks:
-                begin = len(opened := joined(self._parts(turns[: number - 1], tools, opening=True)))
-                end = len(whole) if number == len(turns) else _shared(self._parts(turns[:number], tools), parts)
+                opened = joined(self._parts(turns[: number - 1], tools, opening=True))
+                after = parts if number == len(turns) else self._parts(turns[:number], tools)
+                begin, end = len(opened), _shared(after, parts)
                 if not whole.startswith(opened) or end <= begin:
-                    wrote, then = (str.__repr__(text[-40:]) for text in (opened, whole[:begin]))
+                    wrote = joined(after) if whole.startswith(opened) else opened
+                    place = next((place for place, pair in enumerate(zip(wrote, whole, strict=False)) if pair[0] != pair[1]), 0)
+                    was, now = (str.__repr__(str(text)[max(place - 20, 0) : place + 20]) for text in (wrote, whole))
                     raise DataError(
                         f"the chat template changes what it wrote before turn {number} ({turn.role}) or in it, so the "
-                        f"assistant's words cannot be told apart; it wrote {wrote}, then {then}; mark them in the template by "
+                        f"assistant's words cannot be told apart; it wrote {was}, then {now}; mark them in the template by "
                         "{% generation %} and {% endgeneration %}"
                     )
                 learned[begin:end] = [True] * (end - begin)
