@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_parallel.context.cores import cut_rows
 from forge_parallel.context.row_order import SequenceOrder
+from forge_parallel.step.step_statistics import begin
 from forge_train.run.loop import fit
 from forge_train.speed.utilization import keys_met
 from models.conftest import fill
@@ -142,6 +144,16 @@ def recipe_of(corpus: Path, path: Path, tables: str = "", line: str = "") -> Pat
     recipe = TINY.replace('name = "random"\nvocab_size = 61\ntokens = 4000\ndocument = 23\n', source)
     path.write_text(recipe.replace("[data]\n", f'{tables}\n[data]\npacking = "pad"\nshuffle = "none"\n{line}\n'))
     return path
+
+
+def test_trials_b6_a_token_of_a_step_weighs_one_by_its_tokens(corpus: Path, tmp_path: Path) -> None:
+    for documents in ("mask", "ignore"):
+        (batches,) = steps_of(data(corpus, "pad", documents=documents), tmp_path, 1)
+        weights: list[float] = []
+        observer: Any = SimpleNamespace(before_step=lambda weight, kept=weights: kept.append(float(weight)))
+        topology = SimpleNamespace(device=torch.device("cpu"), coordinates={"tp": 0}, stage_sum=lambda count: count)
+        begin([observer], SimpleNamespace(topology=topology), batches)  # type: ignore[arg-type]
+        assert weights == [1 / sum(LENGTHS[:4])]
 
 
 @pytest.mark.parametrize("balanced", [False, True])
