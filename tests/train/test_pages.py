@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Registry
+from forge_core.trust import trust_file
 from forge_models.hf.families import FAMILIES
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
@@ -64,20 +66,26 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def mine(group: str, name: str) -> Any:
+    """A component of a file that this test names itself."""
+    trust_file(name.partition(":")[0])
+    return Registry().load(group, name)
+
+
 def test_the_readme_and_the_page_show_the_same_schedule() -> None:
     shown = [dict(files_of(ROOT / page))["rsqrt.py"] for page in ("README.md", "docs/writing-a-plugin.md")]
     assert shown[0] == shown[1]
 
 
 def test_the_schedule_of_the_page(plugins) -> None:
-    factor = Registry().load("forge.schedules", "./rsqrt.py:InverseSquareRoot")(warmup=4).build(100)
+    factor = mine("forge.schedules", "./rsqrt.py:InverseSquareRoot")(warmup=4).build(100)
     assert [factor(s) for s in (0, 1, 3, 15, 99)] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2])
 
 
 def test_the_optimizer_of_the_page(plugins) -> None:
     weight, unused = torch.tensor([1.0, -0.0, 2.0], requires_grad=True), torch.zeros(2, requires_grad=True)
     model = SimpleNamespace(trainable=lambda: [NamedTensor("w", weight, "vector"), NamedTensor("u", unused, "vector")])
-    optimizer = Registry().load("forge.optimizers", "./sign.py:Sign")(lr=0.5).build(model)
+    optimizer = mine("forge.optimizers", "./sign.py:Sign")(lr=0.5).build(model)
     weight.grad = torch.tensor([3.0, 0.0, -1e-9])
     optimizer.set_factor(0.5)
     optimizer.step(torch.tensor(0.0))
@@ -94,7 +102,7 @@ def test_the_hook_of_the_page(plugins) -> None:
     logged: list[dict[str, float]] = []
     model = SimpleNamespace(trainable=lambda: [NamedTensor("w", torch.tensor([1.0, -7.0]), "vector")])
     run = SimpleNamespace(model=model, log=logged.append, state=SimpleNamespace(step=5))
-    hook = Registry().load("forge.hooks", "./largest.py:Largest")(every=5).build()
+    hook = mine("forge.hooks", "./largest.py:Largest")(every=5).build()
     hook.after_step(run, None)
     run.state.step = 6
     hook.after_step(run, None)

@@ -13,13 +13,14 @@ from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK
+from forge_models.conformance.weights import InMemory
 from forge_train.inference.open import open_weights
 from forge_train.run.loop import fit
 from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
 from forge_vlm.components.model import VLM
-from forge_vlm.weights.from_text import counterpart, from_text
+from forge_vlm.weights.from_text import counterparts, from_text
 from train.runs import TINY, prepared
 from vlm.encoders.test_published import siglip, stored
 
@@ -81,6 +82,22 @@ def test_text_has_the_logits_of_the_text_model(name: str) -> None:
     assert all(part.startswith(("encoder.", "adapter.")) or ".cross." in part or ".router." in part for part in drawn)
 
 
+def test_trials_h_shared_experts_have_no_counterpart_and_change_the_logits() -> None:
+    """As the page on images says; every other tensor of the blocks is as it would be without them."""
+    moe = MoE(experts=4, kernel="loop", shared=1)
+    text = Text(40)
+    module, drawn = started(replace(MODELS["moma"], moe=moe), text)
+    shared = {name for name, _ in module.named_parameters() if ".shared." in name}
+    assert shared and shared <= drawn
+    tokens = torch.arange(30).reshape(2, 15) % 39
+    with torch.no_grad():
+        assert (module(tokens) - text.module.eval()(tokens)).abs().max() > 1e-6
+        for name, tensor in module.named_parameters():
+            if name.endswith("shared.down_proj.weight"):
+                tensor.zero_()
+        assert (module(tokens) - text.module.eval()(tokens)).abs().max() < 1e-12
+
+
 def test_images_are_read_by_a_copy_of_the_text_model() -> None:
     """Of a mixture of transformers: as by a joint decoder, whose weights are those of all modalities."""
     text = Text(40)
@@ -91,6 +108,29 @@ def test_images_are_read_by_a_copy_of_the_text_model() -> None:
     inputs = {"images": torch.randn(1, 3, 8, 8, dtype=torch.float64), "image_rows": torch.tensor([[0]])}
     with torch.no_grad():
         assert (mot(tokens, **inputs) - joint(tokens, **inputs)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["mot", "moma"])
+def test_trials_c6_what_starts_from_a_joint_decoder_reads_images_as_that_does(name: str) -> None:
+    """Every modality begins as a copy, the encoder is the same, and nothing but routers is drawn: experts alike add up to one."""
+    joint = InMemory(MODELS["joint"])
+    module: Any = MODELS["joint"].build().double()
+    module.load_state_dict({key: value.double() for key, value in joint.read(list(joint.tensors)).items()}, strict=False)
+    found, drawn = started(MODELS[name], joint)
+    assert all(".router." in part for part in drawn)
+    tokens = torch.tensor([[1, 39, 39, 39, 39, 2, 3]])
+    inputs = {"images": torch.randn(1, 3, 8, 8, dtype=torch.float64), "image_rows": torch.tensor([[0]])}
+    with torch.no_grad():
+        assert (found(tokens, **inputs) - module.eval()(tokens, **inputs)).abs().max() < 1e-12
+
+
+def test_experts_of_a_modality_begin_as_those_of_the_text_model() -> None:
+    moe = MoE(experts=4, kernel="loop")
+    text = InMemory(Decoder(**KEYS, vocab_size=40, moe=moe))
+    weights = from_text(text, MODELS["moma"], MODELS["moma"].modality_ids.names)
+    for part in ("experts.up_proj", "router.weight"):
+        name = f"blocks.1.mlp.layers.image.{part}"
+        assert torch.equal(weights.read([name])[name], text.read([f"blocks.1.mlp.{part}"])[f"blocks.1.mlp.{part}"])
 
 
 def test_more_ids_begin_as_the_mean_of_the_known() -> None:
@@ -116,17 +156,18 @@ def test_boxes_of_experts_are_those_of_the_whole() -> None:
 
 def test_names_of_counterparts() -> None:
     names = ("text", "image", "sound")
-    assert counterpart("blocks.3.attention.q_proj.image.weight", names) == "blocks.3.attention.q_proj.weight"
-    assert counterpart("blocks.3.mlp.sound.up_proj.weight", names) == "blocks.3.mlp.up_proj.weight"
-    assert counterpart("blocks.3.mlp.layers.text.experts.down_proj", names) == "blocks.3.mlp.down_proj.weight"
+    assert counterparts("blocks.3.attention.q_proj.image.weight", names) == ("blocks.3.attention.q_proj.weight",)
+    assert counterparts("blocks.3.mlp.sound.up_proj.weight", names) == ("blocks.3.mlp.up_proj.weight",)
+    experts = ("blocks.3.mlp.experts.down_proj", "blocks.3.mlp.down_proj.weight")
+    assert counterparts("blocks.3.mlp.layers.text.experts.down_proj", names) == experts
     for same in ("encoder.layers.0.mlp.up_proj.weight", "blocks.3.mlp.up_proj.weight", "norm.weight"):
-        assert counterpart(same, names) == same
+        assert counterparts(same, names) == ()
 
 
 def test_weights_of_the_same_kind_are_taken_as_they_are() -> None:
     text: Any = Text(40)
     text.model = MODELS["mot"]
-    assert from_text(text, replace(MODELS["joint"]), ("text", "image")) is text
+    assert from_text(text, replace(MODELS["mot"]), ("text", "image")) is text
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +200,36 @@ def test_a_run_starts_from_a_text_run_and_a_published_tower(
     assert all(torch.equal(found[f"encoder.{name}"].detach(), value) for name, value in read.items())
     drawn = next(record.message for record in caplog.records if "drawn from job.seed" in record.message)
     assert "adapter." in drawn and "encoder." not in drawn and "blocks." not in drawn
+
+
+def test_trials_c6_weights_of_another_fusion_are_never_drawn_silently(
+    run_of_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each modality has its own weights in the source and none in the model: refused with the numbers, unless it is allowed."""
+    caplog.set_level("INFO")
+    short = ["--schedule.name=constant", "--train.max_steps=1", "--model.vocab_size=62"]
+    vision = "--model.encoder={name='vit', size=8, patch=4, dim=8, layers=1, heads=2}"
+    seeing, given = run_of_text / "seeing.toml", [*short, vision]
+    run, _ = prepared(seeing, [f"--job.dir={tmp_path / 'mot'}", *given, "--model.fusion={name='mot'}"])
+    fit(run)
+    start = [f"--start.weights={tmp_path / 'mot'}", f"--job.dir={tmp_path / 'joint'}"]
+    with pytest.raises(ForgeError) as refusal:
+        prepared(seeing, [*given, *start])
+    said = str(refusal.value)
+    names = {name for name in dict(run.model.tensors()) if ".text." in name}
+    assert f"{len(names)} of them under other names" in said and "would be drawn from job.seed" in said
+    assert "blocks.0.attention_norm.weight is blocks.0.attention_norm." in said and "start.draw" in said
+    assert not (tmp_path / "joint").exists(), "a start that is refused leaves nothing"
+    with pytest.raises(ForgeError, match=r"start\.draw: 'blocks\.7\.\*' fits no tensor that is drawn"):
+        prepared(seeing, [*given, *start, "--start.draw=['blocks.*', 'blocks.7.*']"])
+    run, _ = prepared(seeing, [*given, *start, "--start.draw=['blocks.*']"])
+    assert run.state.step == 0
+    # The other way every modality has a copy, and nothing is drawn.
+    fit(run)
+    caplog.clear()
+    back = [f"--start.weights={tmp_path / 'joint'}", f"--job.dir={tmp_path / 'back'}", "--model.fusion={name='mot'}"]
+    prepared(seeing, [*given, *back])
+    assert "drawn from" not in caplog.text
 
 
 def test_a_tower_that_both_have_is_refused(run_of_text: Path, tmp_path: Path) -> None:

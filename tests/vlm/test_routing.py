@@ -94,6 +94,21 @@ def test_padding_is_with_no_expert() -> None:
         assert router_stats[SHAPE.moe.experts] == 4
 
 
+def test_trials_c5_agreement_counts_no_padding() -> None:
+    """A share of the decisions about real tokens, so at most 1; those of padding are in neither number."""
+    x = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    mask = (torch.arange(9) % 3 > 0).unsqueeze(0)
+    sequences = torch.arange(9).unsqueeze(0) // 3
+    for module in (layer(ExpertChoice), layer(Threshold)):
+        logits = x[0] @ module.weight.T
+        in_training, in_evaluation = (module.train(mode).choose(x[0], logits, sequences[0])[0] for mode in (True, False))
+        module.train().observe(module(x, mask, sequences=sequences)[1])
+        module.after_step(module.statistics(), torch.tensor(0.0))
+        wanted = (in_training == in_evaluation)[mask[0]].double().mean()
+        assert module.report()["agreement"] == wanted <= 1
+        assert isinstance(module, Threshold) or wanted < 1
+
+
 def test_a_token_gets_of_each_expert_that_it_is_with_by_the_sigmoid_of_its_score() -> None:
     """Token by token; scores of several experts do not share one sum, as a softmax would have it."""
     for module in (layer(ExpertChoice), layer(Threshold)):

@@ -13,6 +13,7 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.moe.layer import ExpertLayer, Totals
+from forge_models.moe.losses import Rows
 from forge_models.shape import LAYOUT_DEPENDENT, Losses
 from models.moe.test_moe_layer import inputs, layer
 
@@ -83,6 +84,25 @@ def test_a_loss_and_its_gradient_are_those_of_its_paper(name, router):
     for one, two in zip(found, torch.autograd.grad(expected, [x, part.router.weight]), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-14)
         assert float(one.abs().max()) > 0
+
+
+def test_rows_of_other_lengths_are_balanced_one_by_one():
+    """Tokens taken out of a batch, as those of a modality are: each row's loss is that of the row alone, padding is in none."""
+    part = layer(MoE(experts=6, top_k=2, losses=Losses(sequence=0.37)))
+    lengths, (x, _) = [4, 0, 7, 1], inputs(1, 12)
+    mask = (torch.arange(12) % 5 > 0).unsqueeze(0)
+    rows = Rows(torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)), 4)
+    y, counted = part(x, mask, None, False, rows)
+    (found,) = torch.autograd.grad(y, x, torch.zeros_like(y))
+    expected, losses = torch.zeros_like(x), 0.0
+    for begin, length in zip((0, 4, 4, 11), lengths, strict=True):
+        if length:
+            row = x[:, begin : begin + length].detach().requires_grad_()
+            y, alone = part(row, mask[:, begin : begin + length])
+            expected[:, begin : begin + length] = torch.autograd.grad(y, row, torch.zeros_like(y))[0]
+            losses += float(Totals.of(alone).loss)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    assert float(Totals.of(counted).loss) == pytest.approx(losses, rel=1e-12)
 
 
 def test_an_even_load_has_loss_one_a_token_and_all_on_one_as_many_as_experts():

@@ -63,6 +63,14 @@ def test_new_modules_begin_as_drawn_and_are_named(source: Path, tmp_path: Path, 
     assert "drawn from job.seed: " in said and "blocks.2.mlp" in said and "not taken from" in said
 
 
+def test_trials_c6_experts_are_not_drawn_in_the_place_of_weights_that_are_there(source: Path, tmp_path: Path) -> None:
+    keys = [f"--start.weights={source / 'run'}", "--model.moe={experts=4}"]
+    with pytest.raises(ForgeError, match=r"8 of 23 tensors would be drawn .* has 6 of them under other names"):
+        begun(source, tmp_path, *keys)
+    new = begun(source, tmp_path, *keys, "--start.draw=['blocks.*.mlp.*']")
+    assert same(new, stored(source), [name for name in new if ".mlp." not in name])
+
+
 def test_names_are_renamed_and_chosen(source: Path, tmp_path: Path) -> None:
     keys = ["--start.include=['blocks.0.*']", "--start.rename=['blocks.1.=blocks.0.', 'blocks.0.=blocks.1.']"]
     new = begun(source, tmp_path, f"--start.weights={source / 'run/checkpoints/step-00000002'}", *keys)

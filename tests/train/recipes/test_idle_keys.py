@@ -26,6 +26,7 @@ IDLE = (
     "start.include=['blocks.*']",
     "start.exclude=['norm*']",
     "start.rename=['a=b']",
+    "start.draw=['norm*']",
     "data.items_per_row=3",
 )
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from forge_core.errors import DataError
-from forge_train.scaling.fit import Fit, Losses, _starts, drawn, fit
+from forge_train.scaling.fit import CHANCE, Fit, Losses, _least, _starts, chance_of, drawn, fit
 from forge_train.scaling.frontier import fit_frontier, on_frontier
 from forge_train.scaling.law import Law
 from forge_train.scaling.minimize import DELTA, Terms, huber, minimize
-from forge_train.scaling.study import interval
+from forge_train.scaling.study import _warnings, interval
 
 CHINCHILLA = Law(irreducible=1.69, a=406.4, b=410.7, alpha=0.34, beta=0.28)
 """Hoffmann et al. (2022), equation 10."""
@@ -193,6 +193,58 @@ def test_losses_that_do_not_fall_are_refused() -> None:
     rows = [(n, d, 2 + 10 / d**0.2 + 1e-3 * n**0.2) for n, d, _ in ladder()]
     with pytest.raises(DataError, match="do not fall with more parameters"):
         fit(Losses.of(rows), resamples=100)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_c7_losses_that_only_scatter_make_no_law(seed: int) -> None:
+    draws = torch.randn(len(SIZES) * 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    pairs = itertools.product(SIZES, TOKENS[::2])
+    with pytest.raises(DataError, match="a scaling law cannot be fitted"):
+        fit(Losses.of([(n, d, 5.5 + 0.02 * float(draw)) for (n, d), draw in zip(pairs, draws, strict=True)]), resamples=100)
+
+
+@pytest.mark.parametrize(("what", "place"), [("parameters", 1), ("tokens", 0)])
+def test_trials_c7_a_law_that_does_as_well_without_a_term_is_refused(what: str, place: int) -> None:
+    """Losses that fall with one of both; whichever sign the other's exponent happens to have, its term means nothing."""
+    for seed in (None, 3):
+        draws = torch.randn(30, generator=torch.Generator().manual_seed(seed or 0), dtype=torch.float64) * (seed is not None)
+        rows = [(*row[:2], (2 + 10 / row[place] ** 0.2) * math.exp(0.005 * d)) for row, d in zip(ladder(), draws, strict=True)]
+        with pytest.raises(DataError, match=f"do not fall with more {what}|a law without {what} fits the losses as well"):
+            fit(Losses.of(rows), resamples=100)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.005, 0.02])
+def test_a_true_law_is_never_taken_for_chance(noise: float) -> None:
+    """Also of nine runs, and where one went wrong."""
+    few = ladder(noise, 4, sizes=SIZES[::2], tokens=TOKENS[::2])
+    wrong = [(n, d, loss * (1.2 if place == 7 else 1)) for place, (n, d, loss) in enumerate(ladder(noise, 5))]
+    for rows in (few, wrong):
+        assert max(fit(Losses.of(rows), resamples=100).chance) < CHANCE
+
+
+@pytest.mark.slow
+def test_the_chance_of_a_term_is_even_where_it_has_none() -> None:
+    """Of many draws without any effect, about as many chances lie below a share as that share: what makes it a test."""
+    log_n, log_d = (torch.tensor(values).log() for values in zip(*itertools.product(SIZES[:3], TOKENS[:3]), strict=True))
+    terms = Terms(torch.stack([0 * log_n, log_n - log_n.mean(), log_d - log_d.mean()]).double())
+    found = []
+    for seed in range(12):
+        losses = 1.7 + 0.01 * torch.randn(9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        found += chance_of(terms, losses, float(_least(terms, losses.expand(1, -1))[1]), seed)
+    assert 0.3 < sum(found) / len(found) < 0.7 and sum(chance <= CHANCE for chance in found) <= 5  # of 24; more: 1 in 500
+
+
+def test_a_law_without_a_finite_optimum_says_so() -> None:
+    far, rising = Law(1, 1e5, 1, 1e-4, 1e-4), Law(1, 1, 1, 0.3, -0.1)
+    for law in (far, rising, Law(1, 1, 1e-300, 1e-3, 1e-3), Law(1, 0, 1, 0.3, 0.3)):
+        with pytest.raises(OverflowError, match="has no best size for 1e\\+20 FLOPs"):
+            law.best_parameters(1e20)
+
+
+def test_an_exponent_whose_interval_has_zero_is_named() -> None:
+    given = {"alpha": {"value": 0.1, "low": -0.2, "high": 0.4}, "beta": {"value": 0.3, "low": 0.2, "high": 0.4}}
+    (said,) = _warnings(given)
+    assert "interval of alpha, -0.2 to 0.4, contains 0" in said
 
 
 def test_the_frontier_is_what_no_cheaper_run_beats() -> None:

@@ -26,7 +26,8 @@ def test_without_markers_all_images_stand_first() -> None:
 
 
 def test_conversations_of_three_kinds_are_the_same() -> None:
-    wanted = [Words("User: ", False), Picture("a"), Words(" Who?\nAssistant:", False), Words(" Me.\n", True)]
+    asked = [Words("User: ", False, True), Picture("a"), Words(" Who?", False, False), Words("\nAssistant:", False, True)]
+    wanted = [*asked, Words(" ", True, True), Words("Me.", True, False), Words("\n", True, True)]
     plain = [{"role": "user", "content": "<image> Who?"}, {"role": "assistant", "content": "Me."}]
     pieces = [{"type": "image"}, {"type": "text", "text": " Who?"}]
     assert parts({"messages": plain, "image": "a", "text": "unused"}) == wanted

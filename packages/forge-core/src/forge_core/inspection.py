@@ -20,6 +20,7 @@ from forge_core.config.write import to_toml, value_text
 from forge_core.errors import BrokenPlugin, UnknownComponent, did_you_mean
 from forge_core.groups import GROUPS
 from forge_core.registry import Entry, Registry
+from forge_core.trust import trust_name
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entr
         wanted = group if group.startswith("forge.") else f"forge.{group}"
         if not group:
             raise UnknownComponent(f"{name!r} may be of any group; choose one with --group")
+        trust_name(name)
         return [registry.find(wanted, name)]
     found = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
     if not found:
@@ -128,6 +130,8 @@ def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> li
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
     rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
+    if any(each.is_forge for each in (entry, *rivals)):  # the name is Forge's, and no conflict
+        rivals = []
     if entry.group == "forge.conformance":  # its names say what is checked; several may check the same
         rivals = []
     before = "torch" in sys.modules

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_models.interp.tap import inside
+from forge_models.moe.losses import Rows
 from forge_vlm.idle import no_tokens_of, with_zero_gradient
 from forge_vlm.modality import TEXT
 
@@ -27,11 +28,13 @@ class Groups(NamedTuple):
     Attributes:
         at: by modality, (n,) int64 places in the flattened (B * T) tokens, ascending.
         back: (B * T,) int64: where in all of `at`, one after the other, each token is.
+        rows: B.
         whole: number of the modality that has all tokens, so that none has to move; None where several have some.
     """
 
     at: tuple[Tensor, ...]
     back: Tensor
+    rows: int
     whole: int | None = None
 
     @classmethod
@@ -41,10 +44,14 @@ class Groups(NamedTuple):
         sizes = torch.bincount(flat, minlength=count).tolist() if is_real(flat) else even(len(flat), count)
         if max(sizes) == len(flat):
             every, whole = torch.arange(len(flat), device=flat.device), sizes.index(len(flat))
-            return cls(tuple(every if place == whole else every[:0] for place in range(count)), every, whole)
+            return cls(tuple(every if place == whole else every[:0] for place in range(count)), every, len(modality), whole)
         order = flat.argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return cls(tuple(order.split(sizes)), back)
+        return cls(tuple(order.split(sizes)), back, len(modality))
+
+    def rows_of(self, place: int) -> Rows:
+        """The rows of the tokens of modality number `place`, which `apart` makes one."""
+        return Rows(self.at[place] // (len(self.back) // self.rows), self.rows)
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """(B, T, ...) -> by modality (1, n, ...)."""

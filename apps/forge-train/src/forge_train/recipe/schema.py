@@ -26,8 +26,8 @@ class JobSection:
     """Fixes the initial weights and, unless `data.seed` is set, the order of the data."""
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError("name is one path component: not empty, no '/', no leading '.'")
+        if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:
+            raise ValueError("name is one path component: not empty, no '/', no leading '.', at most 200 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,9 @@ class Start:
     """Names that are not taken although `include` has them."""
     rename: tuple[str, ...] = ()
     """How names begin that differ, each as `OLD=NEW`, such as `encoder.=blocks.`; the longest OLD counts."""
+    draw: tuple[str, ...] = ()
+    """Names of the model's tensors that begin as drawn although the weights have them in another kind of layer, such as
+    `blocks.*.mlp.*` of experts where the weights are dense; without it that is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

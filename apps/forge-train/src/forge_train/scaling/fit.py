@@ -19,6 +19,14 @@ DISTINCT = 3
 _ALIKE = 0.99
 """Correlation of log N and log D from which on the two terms cannot be told apart."""
 
+CHANCE = 0.05
+"""Where a term lowers the objective no more than chance would do so often, it means nothing."""
+_PERMUTATIONS = 59
+_FEWER_STEPS = 120
+"""Of the minimizations of one permutation, whose last digits do not matter."""
+_ROUNDING = 1e-12
+"""Of an objective: what losses in fp32 that follow a law exactly leave over."""
+
 # Fractions of the lowest loss at which E starts, of the mean loss at which the terms do, and exponents.
 _LEVELS, _TERMS, _POWERS = (0.2, 0.5, 0.8), (0.1, 0.4), (0.1, 0.3, 0.6, 1.0)
 
@@ -80,19 +88,22 @@ class Fit:
     Attributes:
         objective: the Huber loss at the minimum, summed over runs.
         starts: of the minimization, and how many of them led to this minimum.
+        chance: how often chance alone lowers the objective as much as the term of the parameters does, and that of the tokens.
     """
 
     law: Law
     resampled: tuple[Law, ...]
     objective: float
     starts: tuple[int, int]
+    chance: tuple[float, float]
 
 
 def fit(given: Losses, resamples: int = 1000, seed: int = 0) -> Fit:
     """Minimizes from a grid of starts; each resample from the minimum of all runs.
 
     Raises:
-        DataError: the losses do not fall with parameters, or with tokens.
+        DataError: the losses do not fall with parameters, or with tokens; a law without them fits as well; or a constant is no
+            finite number.
     """
     middle = given.parameters.log().mean(), given.tokens.log().mean()
     inputs = [torch.zeros_like(given.losses), given.parameters.log() - middle[0], given.tokens.log() - middle[1]]
@@ -106,9 +117,58 @@ def fit(given: Losses, resamples: int = 1000, seed: int = 0) -> Fit:
     for what, power in (("parameters", law.alpha), ("tokens", law.beta)):
         if not power > 0:
             raise DataError(f"a scaling law cannot be fitted: the losses do not fall with more {what} (exponent {power:.3g})")
+    if not all(math.isfinite(value) for value in vars(law).values()):
+        raise DataError(f"a scaling law cannot be fitted: its constants are no finite numbers ({law})")
+    chance = chance_of(terms, losses, float(objectives[best]), seed)
+    for what, often in zip(("parameters", "tokens"), chance, strict=True):
+        if often > CHANCE:
+            raise DataError(
+                f"a scaling law cannot be fitted: a law without {what} fits the losses as well. Their term lowers the Huber loss "
+                f"as much in {often:.0%} of {_PERMUTATIONS} permutations of what that law leaves over, and may in "
+                f"{CHANCE:.0%}. Add runs whose {what} differ more, or runs that train longer"
+            )
     weights = drawn(given, resamples, seed)
     again, _ = minimize(terms, losses.expand(resamples, -1), weights, found[best].expand(resamples, -1).contiguous())
-    return Fit(law, tuple(_law(one, middle) for one in again), float(objectives[best]), (len(start), reached))
+    return Fit(law, tuple(_law(one, middle) for one in again), float(objectives[best]), (len(start), reached), chance)
+
+
+def chance_of(terms: Terms, losses: Tensor, objective: float, seed: int) -> tuple[float, float]:
+    """Of the parameters' term and of the tokens': how often what the law without it leaves over, dealt out to the runs anew,
+    gains as much from it. The permutation test of Freedman and Lane (1983); the statistic is the ratio of both objectives, that
+    of a likelihood ratio, and needs no assumption about the noise.
+
+    Args:
+        terms: of the law.
+        losses: (n,) logarithms.
+        objective: of the law at its minimum.
+        seed: of the permutations.
+    """
+    generator, count = torch.Generator().manual_seed(seed), len(losses)
+    orders = torch.stack([torch.randperm(count, generator=generator) for _ in range(_PERMUTATIONS)])
+    found = []
+    for place in (1, 2):
+        rest = Terms(terms.inputs[[0, 3 - place]])
+        without, least = _least(rest, losses.expand(1, -1), steps=2000)
+        fitted = rest(without)[0]
+        dealt = fitted + (losses - fitted)[0][orders]
+        gains = (_least(rest, dealt)[1] + _ROUNDING) / (_least(terms, dealt)[1] + _ROUNDING)
+        gain = (float(least) + _ROUNDING) / (objective + _ROUNDING)
+        found.append((1 + int((gains >= gain).sum())) / (1 + _PERMUTATIONS))
+    return found[0], found[1]
+
+
+def _least(terms: Terms, losses: Tensor, steps: int = _FEWER_STEPS) -> tuple[Tensor, Tensor]:
+    """(problems, 2 terms - 1) and (problems,): the minimum of each row of `losses`, from fewer starts than a law's."""
+    level, powers = losses.exp().mean(-1), len(terms.inputs) - 1
+    grid = [[math.log(0.6), *[math.log(0.2)] * powers, *each] for each in product((0.1, 1.0), repeat=powers)]
+    start = torch.tensor(grid, dtype=torch.float64)
+    shifted = start.repeat(len(losses), 1)
+    shifted[:, : powers + 1] += level.log().repeat_interleave(len(start)).unsqueeze(1)
+    rows = losses.repeat_interleave(len(start), 0)
+    found, objectives = minimize(terms, rows, torch.ones_like(rows), shifted, steps)
+    objectives = torch.where(objectives.isfinite(), objectives, torch.inf).view(len(losses), -1)
+    least = objectives.min(-1)
+    return found.view(len(losses), len(start), -1)[torch.arange(len(losses)), least.indices], least.values
 
 
 def drawn(given: Losses, resamples: int, seed: int) -> Tensor:

@@ -1,7 +1,9 @@
 """The law L(N, D) = E + A / N^alpha + B / D^beta of parameters and tokens (Hoffmann et al., 2022), and what follows from it."""
 
+import math
 from dataclasses import dataclass
 
+_LARGEST = math.log(1e300)
 FLOPS = 6
 """Of forward and backward for each parameter and token: the compute of a run is C = 6 N D."""
 
@@ -42,9 +44,17 @@ class Law:
         return self.alpha * self.beta / (self.alpha + self.beta)
 
     def best_parameters(self, flops: float) -> float:
-        """N*(C) = G (C / 6)^a with G = (alpha A / (beta B))^(1 / (alpha + beta)): the least loss for C = 6 N D."""
-        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
-        return ratio * (flops / FLOPS) ** self.parameters_exponent
+        """N*(C) = G (C / 6)^a with G = (alpha A / (beta B))^(1 / (alpha + beta)): the least loss for C = 6 N D.
+
+        Raises:
+            OverflowError: it is no positive finite number, as where a term does not fall.
+        """
+        terms = self.alpha * self.a, self.beta * self.b
+        if min(*terms, self.alpha, self.beta) > 0 and max(terms) < math.inf:
+            power = math.log(terms[0]) - math.log(terms[1]) + self.beta * math.log(flops / FLOPS)
+            if abs(power := power / (self.alpha + self.beta)) < _LARGEST:
+                return math.exp(power)
+        raise OverflowError(f"the law has no best size for {flops:g} FLOPs that is a finite number: {self}")
 
     def best_tokens(self, flops: float) -> float:
         """D*(C) = C / (6 N*(C))."""

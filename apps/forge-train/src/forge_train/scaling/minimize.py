@@ -47,7 +47,7 @@ def huber(residuals: Tensor, weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def minimize(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def minimize(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor, steps: int = _STEPS) -> tuple[Tensor, Tensor]:
     """(problems, 2 terms - 1) constants and powers, and (problems,) objectives, of the minimum that each start leads to.
 
     Args:
@@ -55,14 +55,15 @@ def minimize(terms: Terms, losses: Tensor, weights: Tensor, start: Tensor) -> tu
         losses: (problems, n) logarithms of what was observed.
         weights: (problems, n) of the runs.
         start: (problems, 2 terms - 1) constants of all terms, then powers of all but the first.
+        steps: after which a problem ends in any case.
     """
     best, least = start.clone(), torch.empty_like(start[:, 0])
     left = torch.arange(start.shape[0])
     state = _begin(terms, losses, weights, start)
-    for step in range(_STEPS):
+    for step in range(steps):
         state = _moved(terms, state)
-        if step % _STILL == 0 or step == _STEPS - 1:
-            done = (state.still >= _STILL) | (step == _STEPS - 1)
+        if step % _STILL == 0 or step == steps - 1:
+            done = (state.still >= _STILL) | (step == steps - 1)
             best[left[done]], least[left[done]] = state.at[done], state.value[done]
             left, state = left[~done], state.only(~done)
             if not len(left):

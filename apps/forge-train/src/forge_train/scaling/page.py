@@ -39,6 +39,7 @@ def parts(found: Mapping[str, Any]) -> list[str]:
     return [
         "<h2>Scaling law</h2>",
         f'<p class="dim">{escape(note)}</p>',
+        *(f'<p class="warnings">{escape(each)}</p>' for each in found.get("warnings", ())),
         rows(["", "value", "from", "to", ""], _constants(found), numbers=range(1, 4)),
         '<div class="charts">',
         *(_against_compute(found, law), _over_tokens(found, law), _observed(found), _residuals(found)),

@@ -1,9 +1,11 @@
 """A fit with its intervals and predictions as one JSON document, which the page draws."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from forge_core.errors import DataError
 from forge_train.scaling.fit import Fit, Losses, fit
 from forge_train.scaling.frontier import FEWEST, Frontier, fit_frontier, on_frontier
 from forge_train.scaling.law import Law
@@ -26,12 +28,13 @@ def study(
         seed: of these.
 
     Raises:
-        DataError: the runs are too few, too alike, or do not fall.
+        DataError: the runs are too few, too alike, or do not fall; or the law has no best size.
     """
     losses = Losses.of([(run.parameters, run.tokens, run.loss) for run in given.runs])
     found = fit(losses, resamples, seed)
     largest = float(losses.flops.max())
     frontier = fit_frontier(losses, resamples, seed)
+    constants, power = _constants(found), _frontier(frontier, len(on_frontier(losses.flops, losses.losses)))
     return {
         "formula": _FORMULA,
         "metric": given.metric,
@@ -39,8 +42,10 @@ def study(
         "flops": "C = 6 N D",
         "intervals": {"level": LEVEL, "resamples": resamples, "seed": seed, "method": "percentiles over resamples of the runs"},
         "minimization": {"objective": found.objective, "starts": found.starts[0], "led_here": found.starts[1]},
-        "law": _constants(found),
-        "frontier": _frontier(frontier, len(on_frontier(losses.flops, losses.losses))),
+        "chance": {"method": "permutations of Freedman and Lane", "parameters": found.chance[0], "tokens": found.chance[1]},
+        "law": constants,
+        "frontier": power,
+        "warnings": [*_warnings({name: constants[name] for name in ("alpha", "beta")}), *_warnings(power)],
         "budgets": [_budget(found, flops, largest) for flops in budgets or (largest, 10 * largest, 100 * largest)],
         "runs": [
             {
@@ -93,27 +98,41 @@ def _constants(found: Fit) -> dict[str, Any]:
     return {name: _measured(of(found.law), list(_of_sound(found, of))) for name, of in shown.items()}
 
 
+def _warnings(constants: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each exponent whose interval has 0, where the loss would not fall at all."""
+    for name in ("alpha", "beta", "gamma"):
+        item = constants.get(name)
+        if item is not None and item["low"] is not None and item["low"] <= 0 <= item["high"]:
+            yield (
+                f"the {LEVEL:.0%} interval of {name}, {item['low']:.3g} to {item['high']:.3g}, contains 0: these runs do not "
+                "show that the loss falls at all this way, and what follows from it means nothing"
+            )
+
+
 def _of_sound(found: Fit, of: Callable[[Law], float]) -> Sequence[float]:
     """A quantity in every resample that has it: one in which a term does not fall has no optimum."""
     values = []
     for law in found.resampled:
         try:
             values.append(of(law))
-        except (OverflowError, ZeroDivisionError):
+        except ArithmeticError:
             continue
     return [value for value in values if isinstance(value, float)]  # roots of negative numbers are complex
 
 
 def _budget(found: Fit, flops: float, largest: float) -> dict[str, Any]:
     sound = [law for law in found.resampled if law.alpha > 0 and law.beta > 0]
-    rest = Fit(found.law, tuple(sound), found.objective, found.starts)
+    rest = replace(found, resampled=tuple(sound))
     quantities: dict[str, Callable[[Law], float]] = {
         "parameters": lambda law: law.best_parameters(flops),
         "tokens": lambda law: law.best_tokens(flops),
         "tokens_per_parameter": lambda law: law.best_tokens(flops) / law.best_parameters(flops),
         "loss": lambda law: law.best_loss(flops),
     }
-    made = {name: _measured(of(found.law), _of_sound(rest, of)) for name, of in quantities.items()}
+    try:
+        made = {name: _measured(of(found.law), _of_sound(rest, of)) for name, of in quantities.items()}
+    except ArithmeticError as cause:
+        raise DataError(f"a scaling law was fitted that cannot be used: {cause}") from cause
     without = len(found.resampled) - len(sound)
     return {"flops": flops, "times_the_largest_run": flops / largest, **made, "resamples_without_optimum": without}
 

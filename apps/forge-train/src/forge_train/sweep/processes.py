@@ -12,7 +12,8 @@ from typing import Protocol
 from forge_ckpt.resilience.local_ranks import FOLLOWS
 from forge_ckpt.resilience.progress import NoProgress
 from forge_ckpt.resilience.restarts import FAULTY, FULL
-from forge_train.process.stop import REQUEUE, RolledBackTooOften, TrainingError
+from forge_core.lines import lines_of
+from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
 """Lines of a run's output that are shown where it failed."""
@@ -83,7 +84,7 @@ def command_of(arguments: Sequence[str], processes: int = 1) -> list[str]:
 def meaning(code: int, asked: bool) -> str:
     """What the end of a run means: `finished`, `stopped`, `diverged`, `refused`, `lost`, which goes on at another start, or
     `failed`, which is worth a try. What was asked to stop has stopped."""
-    if code == 0:
+    if code in (0, HOOK_FAILED):
         return "finished"
     if code == REQUEUE or asked:
         return "stopped"
@@ -102,4 +103,4 @@ def tail(output: Path, lines: int = TAIL) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
+    return tuple(line.rstrip() for line in lines_of(text) if line.strip())[-lines:]

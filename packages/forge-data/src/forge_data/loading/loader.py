@@ -108,5 +108,6 @@ def evaluation(
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
         raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
     refuse_tokenizers(sources, context.tokenizer or tokenizer)
+    coder = context.tokenizer or tokenizer
     keys = data.evaluation
-    return {name: HeldOut(name, source, spec, report, too_long_of(keys[name])) for name, source in sources.items()}
+    return {name: HeldOut(name, source, spec, report, coder, too_long_of(keys[name])) for name, source in sources.items()}

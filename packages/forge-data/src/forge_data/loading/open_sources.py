@@ -11,6 +11,7 @@ from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import labels_of, refuse_faults, source_faults, used
 from forge_data.order.source_keys import max_epochs_of, too_long_of, weight_of
 from forge_data.store.reader import StoreSource
+from forge_data.tokenizers.adapt import adapted
 
 AnySource = Source | StreamedSource
 
@@ -51,7 +52,7 @@ def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> So
     workers = data.workers or usable_cores()
     context = SourceContext(spec.workspace, None, data.sequence_length, report, texts, workers, model=spec.model, **more)
     component: Any = data.tokenizer
-    return replace(context, tokenizer=None if component is None else component.build(context))
+    return replace(context, tokenizer=None if component is None else adapted(component.build(context)))
 
 
 def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:

@@ -15,7 +15,7 @@ from forge_models.interp.tap import tap
 from forge_models.moe.capacity import limited
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
-from forge_models.moe.losses import attach, entropy, loads, pooled, probability_sums, weighted
+from forge_models.moe.losses import Rows, attach, entropy, loads, pooled, probability_sums, weighted
 from forge_models.moe.routers import Biased
 from forge_models.shape import MoEShape
 
@@ -74,7 +74,12 @@ class ExpertLayer(nn.Module):
         self.totals: Totals | None = None
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, tokens: Tensor | None = None, cached: bool = False
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        cached: bool = False,
+        rows: Rows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, dim) -> ((B, T, dim), what `observe` takes; None in evaluation).
 
@@ -83,6 +88,7 @@ class ExpertLayer(nn.Module):
             token_mask: (B, T) False for padding, which no expert sees; None = no padding.
             tokens: (B, T) ids, for routers that look at them.
             cached: tokens come in portions, so none may be dropped because of others in its portion.
+            rows: the rows that the loss `sequence` balances, where they are not those of `x`.
         """
         shape = self.shape
         flat, mask = x.flatten(0, -2), None if token_mask is None else token_mask.flatten()
@@ -96,11 +102,12 @@ class ExpertLayer(nn.Module):
         y = self.dispatch(flat, kept, routing.weights, self.experts, shape.experts, slots, self._shared_output(x)).view_as(x)
         if not self.training:
             return y, None
-        counts, loss = loads(experts, x.shape[0], shape.experts), None
+        by_row = x.shape[0] if rows is None else rows
+        counts, loss = loads(experts, by_row, shape.experts), None
         pooled_sums: list[Tensor] = []
         if shape.losses.any():
             before = self.load if shape.losses.global_batch else None
-            sums = probability_sums(routing, x.shape[0], mask)
+            sums = probability_sums(routing, by_row, mask)
             loss = weighted(shape.losses, routing, counts, sums, before, mask)
             y = attach(y, loss, self._scale)
             pooled_sums = [sums.sum(0).double()] if shape.losses.pooled else []

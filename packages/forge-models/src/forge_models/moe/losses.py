@@ -24,7 +24,7 @@ takes the loads of the step before, because those of this one are known only aft
 so it needs no exchange inside a forward, and is the same number in every layout.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,19 +33,40 @@ from forge_models.moe.routers import Routing
 from forge_models.shape import Losses
 
 
-def loads(experts: Tensor, rows: int, count: int) -> Tensor:
-    """(rows, count) int64: slots of each row of tokens that chose each expert; -1 counts nowhere. `experts` (N, top_k)."""
+class Rows(NamedTuple):
+    """The rows of tokens that were taken out of a batch, so that the shape no longer shows them.
+
+    Attributes:
+        of: (N,) int64, the row of each token.
+        total: rows of the batch, those without a token included.
+    """
+
+    of: Tensor
+    total: int
+
+
+def loads(experts: Tensor, rows: "int | Rows", count: int) -> Tensor:
+    """(rows, count) int64: slots of each row of tokens that chose each expert; -1 counts nowhere. `experts` (N, top_k); `rows`
+    is a number where rows of equal length follow each other."""
+    if isinstance(rows, Rows):
+        bins = rows.of.unsqueeze(1) * (count + 1) + experts.where(experts >= 0, count)
+        empty = experts.new_zeros(rows.total * (count + 1))
+        return empty.scatter_add_(0, bins.flatten(), torch.ones_like(bins).flatten()).view(rows.total, -1)[:, :count]
     slots = experts.view(rows, -1)
     counted = slots.where(slots >= 0, count)
     return slots.new_zeros(rows, count + 1).scatter_add_(1, counted, torch.ones_like(counted))[:, :count]
 
 
-def probability_sums(routing: Routing, rows: int, token_mask: Tensor | None) -> Tensor:
+def probability_sums(routing: Routing, rows: "int | Rows", token_mask: Tensor | None) -> Tensor:
     """(rows, E) with a graph: the probabilities of each row's tokens, added up. `token_mask` (N,) is False for padding."""
     assert routing.probabilities is not None
     probabilities = routing.probabilities
     if token_mask is not None:
         probabilities = probabilities.masked_fill(~token_mask.unsqueeze(1), 0)
+    if isinstance(rows, Rows):
+        # Row after row: an index_add would not add in the same order on every call, on a GPU.
+        each = [probabilities.masked_fill((rows.of != row).unsqueeze(1), 0).sum(0) for row in range(rows.total)]
+        return torch.stack(each)
     return probabilities.unflatten(0, (rows, -1)).sum(1)
 
 

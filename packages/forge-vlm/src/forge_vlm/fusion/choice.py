@@ -47,14 +47,14 @@ class ExpertChoice(ScoredExperts):
         self.foresight = unfilled(shape.experts, context.dim)
         self.foresight_bias = unfilled(shape.experts)
 
-    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See `ScoredExperts`; the loss is the cross-entropy of each foreseen decision."""
         foreseen = F.linear(x.detach().to(logits.dtype), self.foresight.to(logits.dtype), self.foresight_bias.to(logits.dtype))
         if not self.training:
-            return foreseen > 0, None, x.new_zeros(())
+            return foreseen > 0, None, None
         chosen = highest(logits.detach(), sequences)
         loss = F.binary_cross_entropy_with_logits(foreseen, chosen.to(foreseen.dtype), reduction="none")
-        return chosen, loss, ((foreseen > 0) == chosen).sum()
+        return chosen, loss, foreseen > 0
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """The matrices of scores and of foresight."""

@@ -16,7 +16,7 @@ from forge_vlm.modality import TEXT
 
 class ModalityExperts(nn.Module):
     """shared(x) + the experts of its modality for each token. `layers` are called as `forge_models.moe.layer.ExpertLayer` is,
-    with the tokens of their modality as one row, and `rows`, the number of each token's sequence."""
+    with the tokens of their modality as one row, and where the layers need them the rows or sequences that they come from."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class ModalityExperts(nn.Module):
         self.layers = nn.ModuleDict({name: experts(replace(shape, shared=0), mlp, context) for name in names})
         shared = shape.shared * shape.ffn_dim
         self.shared: nn.Module | None = mlp.build(replace(context, ffn_dim=shared)) if shared else None
+        self.balances_rows = bool(shape.losses.sequence)
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -50,10 +51,14 @@ class ModalityExperts(nn.Module):
         masks = [None] * len(parts) if token_mask is None else groups.apart(token_mask)
         ids = [None] * len(parts) if tokens is None else groups.apart(tokens)
         takes = any(hasattr(layer, "takes_sequences") for layer in self.layers.values())
-        sequences = groups.apart(_sequences(x, documents)) if takes else [None] * len(parts)
+        sources: list[Any] = [None] * len(parts)
+        if takes:
+            sources = groups.apart(_sequences(x, documents))
+        elif self.balances_rows:
+            sources = [groups.rows_of(place) for place in range(len(parts))]
         made, found = [], []
-        for (name, layer), part, mask, known, rows in zip(self.layers.items(), parts, masks, ids, sequences, strict=True):
-            more = () if rows is None else (rows,)
+        for (name, layer), part, mask, known, source in zip(self.layers.items(), parts, masks, ids, sources, strict=True):
+            more = () if source is None else (source,)
             y, router_stats = inside(f"{name}.", layer, part, mask, known, cached, *more)
             made.append(y)
             found.append(router_stats)

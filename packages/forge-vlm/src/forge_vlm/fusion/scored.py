@@ -59,7 +59,7 @@ class ScoredExperts(nn.Module):
         flat, count = x.flatten(0, -2), self.shape.experts
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = tap("router.logits", F.linear(flat.to(wide), self.weight.to(wide)))
-        chosen, loss, agree = self.choose(flat, logits, sequences.flatten())
+        chosen, loss, in_evaluation = self.choose(flat, logits, sequences.flatten())
         if token_mask is not None:
             chosen = chosen & token_mask.flatten().unsqueeze(1)
         every = torch.arange(count, device=x.device).expand_as(chosen)
@@ -73,12 +73,16 @@ class ScoredExperts(nn.Module):
         with torch.no_grad():
             load = chosen.sum(0).double()
             seen = load.new_full((1,), len(flat)) if token_mask is None else token_mask.sum().double().view(1)
-            rest = [agree.double().view(1), *self.counted(logits, token_mask)]
+            agree = seen * count
+            if in_evaluation is not None:
+                same = chosen == in_evaluation
+                agree = (same if token_mask is None else same & token_mask.flatten().unsqueeze(1)).sum().double().view(1)
+            rest = [agree, *self.counted(logits, token_mask)]
             return y, torch.cat([load, seen, *rest])
 
-    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(chosen (n, experts) bool, a loss (n, experts) with its graph or None, how many decisions agree with those in
-        evaluation)."""
+    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(chosen (n, experts) bool, a loss (n, experts) with its graph or None, what evaluation would choose (n, experts) bool,
+        None where that is `chosen`). Padding is masked by the caller."""
         raise NotImplementedError
 
     def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:

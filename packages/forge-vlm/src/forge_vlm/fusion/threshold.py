@@ -28,11 +28,11 @@ class Threshold(ScoredExperts):
         self.rate = rate
         self.register_buffer("threshold", torch.full((shape.experts,), torch.nan))
 
-    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def choose(self, x: Tensor, logits: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See `ScoredExperts`. The buffer holds the threshold less 1/2, where scores of an untrained router lie."""
         del x, sequences
         chosen = logits.detach().sigmoid() > self.threshold + 0.5
-        return chosen, None, logits.new_full((), chosen.numel())
+        return chosen, None, None
 
     def counted(self, logits: Tensor, token_mask: Tensor | None) -> list[Tensor]:
         """The histogram of each expert's scores."""

@@ -238,6 +238,12 @@ def model_of(values: Mapping[str, Any], folder: Path, where: str, ignore: Sequen
         raise Unsupported(f"{where}: vision_config.model_type {kind!r} is not implemented; only {', '.join(towers.READERS)} are")
     family = family_of(text, f"{where} text_config")
     decoder = decoder_of(family, {**(LLAMA if text["model_type"] == "llama" else {}), **text}, f"{where} text_config")
+    if decoder.soft_cap is not None:
+        keys.fault(
+            "text_config.final_logit_softcapping",
+            f"{decoder.soft_cap}: the text model caps its logits and {ARCHITECTURE} does not; which one the weights were trained "
+            "for is not clear. Write null there for what transformers computes of this folder",
+        )
     tied = keys.boolean("tie_word_embeddings")
     if "tie_word_embeddings" in values and tied and not decoder.tied_embeddings:
         keys.fault("tie_word_embeddings", "true, but text_config says otherwise; which holds is not clear")

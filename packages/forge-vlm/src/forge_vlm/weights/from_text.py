@@ -1,13 +1,14 @@
 """A vision-language model that starts from a text model: each modality begins as a copy, so text is read as it was before.
+One that starts from a joint decoder also reads images as that did.
 
     blocks.0.attention.q_proj.weight    a tensor of the text model's name is that tensor
     ...q_proj.image.weight              what a modality has for itself begins as the text model's (mixture of transformers)
     ...layers.image.experts.up_proj     every expert begins as the text model's feed-forward part (MoMa)
     embed.weight, head.weight           more ids than the text model has begin as the mean of its rows (Hewitt, 2021)
 
-What has no counterpart, such as encoder, adapter, cross blocks and routers, is not in these weights and begins as drawn. Gates of
-cross blocks are drawn as 0, so text has the logits of the text model; with experts it has them where the weights of a token add
-up to one number.
+What has no counterpart, such as encoder, adapter, cross blocks, routers and shared experts, is not in these weights and begins as
+drawn. Gates of cross blocks are drawn as 0, so text has the logits of the text model; with experts it has them where the weights
+of a token add up to one number and there is no shared expert.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class FromText:
     ) -> None:
         """
         Args:
-            text: weights of a decoder.
+            text: weights of a decoder, or of a vision-language model whose modalities have the same weights.
             model: the component of the vision-language model.
             shapes: of its tensors by name.
             names: of its modalities.
@@ -46,19 +47,24 @@ class FromText:
         self.tensors: Mapping[str, Stored] = {}
         copied = grown = 0
         for name, shape in shapes.items():
-            source = name if name in text.tensors else counterpart(name, names)
-            held = text.tensors.get(source)
-            if held is None:
+            source = next((each for each in (name, *counterparts(name, names)) if each in text.tensors), None)
+            if source is None:
                 continue
+            held = text.tensors[source]
             grows = name in TABLES and held.shape[1:] == shape[1:] and held.shape[0] < shape[0]
-            experts = _is_expert(name) and source != name
+            experts = _is_expert(name) and not _is_expert(source)
             self._sources[name] = source
             stored = (shape[0], *held.shape) if experts else shape if grows else held.shape
             self.tensors = {**self.tensors, name: Stored(stored, held.dtype)}
             copied, grown = copied + (source != name), grown + grows
+        # Nothing is hidden: what has no place is refused or named by whoever takes these weights.
+        known = {*self._sources, *self._sources.values()}
+        rest = [name for name in text.tensors if name not in known]
+        self._sources |= {name: name for name in rest}
+        self.tensors = {**self.tensors, **{name: text.tensors[name] for name in rest}}
         notes = []
         if copied:
-            notes.append(f"{copied} tensors begin as copies of the text model's")
+            notes.append(f"{copied} tensors begin as copies of those that all modalities had in common")
         if grown:
             notes.append(f"{grown} tables have more ids than the text model; those begin as the mean of its rows")
         self._scale = 1 / total
@@ -93,17 +99,16 @@ class FromText:
         return self._grown[name]
 
 
-def counterpart(name: str, modalities: Sequence[str]) -> str:
-    """The name in a text model of what a modality has for itself, experts included; another name stays as it is."""
+def counterparts(name: str, modalities: Sequence[str]) -> tuple[str, ...]:
+    """Names that what a modality has for itself may have in a text model, the likest first: experts are experts there, or one
+    feed-forward part. Of another tensor there is none."""
     parts = name.split(".")
     own = [place for place, part in enumerate(parts) if place > 1 and part in modalities]
     if parts[0] != "blocks" or not own:
-        return name
+        return ()
     kept = [part for place, part in enumerate(parts) if place not in own and part != "layers"]
-    if _is_expert(name):
-        kept = [part for part in kept if part != "experts"]
-        kept.append("weight")
-    return ".".join(kept)
+    dense = [".".join([*(part for part in kept if part != "experts"), "weight"])] if _is_expert(name) else []
+    return (".".join(kept), *dense)
 
 
 def _is_expert(name: str) -> bool:
@@ -111,8 +116,9 @@ def _is_expert(name: str) -> bool:
 
 
 def from_text(weights: Weights, model: Any, names: Sequence[str]) -> Weights:
-    """Weights that a model of these modalities starts from: those of another such model as they are."""
-    if type(weights.model) is type(model):
+    """Weights that a model of these modalities starts from: those of the same fusion as they are."""
+    source: Any = weights.model
+    if type(source) is type(model) and type(source.chosen_fusion) is type(model.chosen_fusion):
         return weights
     with torch.device("meta"):
         module = model.build()

@@ -88,6 +88,8 @@ def _show(found: dict[str, Any], console: "Console") -> None:
     console.text(f"intervals: {found['intervals']['level']:.0%}, {found['intervals']['resamples']} resamples of the runs")
     for name, item in law.items():
         console.text(f"  {name.replace('_', ' '):20} {measured(item)}")
+    for warning in found["warnings"]:
+        console.text(f"WARNING: {warning}")
     if "missing" in frontier:
         console.text(f"{frontier['formula']}: {frontier['missing']}")
     else:

@@ -43,10 +43,11 @@ def warm_start(
                 f"start.weights and the weights of model.{twice[0]} both have its tensors; leave them out with "
                 f"start.exclude = ['{twice[0]}.*'], or take a model.{twice[0]} without weights"
             )
-        check(taken, weights, model)
+        left = check(taken, weights, model)
+        drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in parts]
+        check_drawn(drawn, left, start, weights, len(model.specs.tensors))
         initialize(model, seed)
         copy(taken, weights, model)
-        drawn = [name for name in model.specs.tensors if name not in taken and name.partition(".")[0] not in parts]
         unused = sorted(set(weights.tensors) - set(taken.values()))
         report(f"{path}: {len(taken)} of {len(model.specs.tensors)} tensors are those of step {weights.facts.step}")
         if drawn:
@@ -88,13 +89,14 @@ def chosen(start: Start, stored: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def check(taken: dict[str, str], weights: Weights, model: ParallelModel) -> None:
-    """Compares what is to be taken with the model. What the model does not have is left out of `taken`.
+def check(taken: dict[str, str], weights: Weights, model: ParallelModel) -> list[str]:
+    """Compares what is to be taken with the model. What the model does not have is left out of `taken`, and returned.
 
     Raises:
         ForgeError: one error with every tensor of another shape or kind of number; or the model has none of them.
     """
-    for name in [name for name in taken if name not in model.specs.tensors]:
+    left = [name for name in taken if name not in model.specs.tensors]
+    for name in left:
         del taken[name]
     if not taken:
         raise ForgeError(f"the model has no tensor of {weights.facts.origin} under its name; see start.rename")
@@ -113,6 +115,52 @@ def check(taken: dict[str, str], weights: Weights, model: ParallelModel) -> None
             f"{weights.facts.origin} does not fit [model]; nothing was loaded. Leave these out with start.exclude, or change "
             f"[model]:\n  {listed}"
         )
+    return left
+
+
+def check_drawn(drawn: list[str], left: list[str], start: Start, weights: Weights, total: int) -> None:
+    """Refuses to draw what the weights have under another name, as those of another fusion or kind of layer do.
+
+    Args:
+        drawn: tensors of the model that begin as drawn.
+        left: names in the weights that are to be taken, and that the model does not have.
+        start: `start.draw` names tensors that may be drawn all the same.
+        weights: where they come from.
+        total: tensors of the model.
+
+    Raises:
+        ForgeError: with the numbers; or a pattern of `start.draw` fits nothing that is drawn.
+    """
+    if idle := [pattern for pattern in start.draw if not any(fnmatchcase(name, pattern) for name in drawn)]:
+        raise ForgeError(f"start.draw: {', '.join(map(repr, idle))} fits no tensor that is drawn; check the names")
+    by_block: dict[tuple[str, ...], list[str]] = {}
+    for name in left:
+        by_block.setdefault(_parts(name)[:2], []).append(name)
+    found = {}
+    for name in drawn:
+        other = next((other for other in by_block.get(_parts(name)[:2], ()) if _differ_by_parts(name, other)), None)
+        if other is not None and not any(fnmatchcase(name, pattern) for pattern in start.draw):
+            found[name] = other
+    if found:
+        name, other = next(iter(found.items()))
+        raise ForgeError(
+            f"start.weights: {len(drawn)} of {total} tensors would be drawn from job.seed, and {weights.facts.origin} has "
+            f"{len(found)} of them under other names, as of another fusion or another kind of layer: {name} is {other} there. "
+            "Take the model of the weights, give names with start.rename, or say by start.draw which tensors may be drawn, such "
+            f"as start.draw = ['{name}'], with * and ?"
+        )
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Of a name, without the end that every layer has: experts have one tensor where a linear layer has a `weight`."""
+    return tuple(name.removesuffix(".weight").split("."))
+
+
+def _differ_by_parts(one: str, other: str) -> bool:
+    """Whether the longer of two names is the shorter with further parts in between, such as a modality."""
+    few, many = sorted((_parts(one), _parts(other)), key=len)
+    rest = iter(many)
+    return all(part in rest for part in few)
 
 
 @torch.no_grad()

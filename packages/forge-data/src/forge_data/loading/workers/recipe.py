@@ -69,10 +69,12 @@ class WorkerRecipe:
         return cls(replace(order.spec, data=own), fingerprint_of(order.identity_at(None)))
 
     def dump(self) -> bytes:
-        """As the first message to a worker: where modules lie, the files of components that are not modules, and the recipe."""
+        """As the first message to a worker: where modules lie, the files of components that are not modules with
+        the content that ran here, and the recipe."""
         components = (*self.spec.data.sources, self.spec.data.tokenizer)
         modules = {type(component).__module__ for component in components if component is not None}
-        files = {name: sys.modules[name].__file__ for name in modules if name.startswith("forge_file_")}
+        loaders: Any = {name: sys.modules[name].__loader__ for name in modules if name.startswith("forge_file_")}
+        files = {name: (Path(loader.path), loader.content) for name, loader in loaders.items()}
         content = io.BytesIO()
         pickle.dump((sys.path, files), content)
         try:
