@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+import wave
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -13,7 +14,10 @@ import pytest
 from PIL import Image
 
 from forge_core.errors import DataError
+from forge_data.storage.files import find
+from forge_data.storage.fingerprints import digest_of
 from forge_vlm.components.sources import ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
+from forge_vlm.data.example_images import video
 from forge_vlm.data.readers.files import natural
 from forge_vlm.data.readers.video import VideoExamples
 from vlm.data.test_stores import EOS, GIVEN, documents, opened, square
@@ -71,9 +75,38 @@ def test_trials_b2_clips_of_several_directories_have_their_own_frames(tmp_path: 
     assert texts(source) == ["cats", "dogs"] and grays(source) == [10, 11, 200, 201]
 
 
+def test_names_of_stores_change_only_where_images_may(tmp_path: Path) -> None:
+    """Stores that an older Forge prepared are found where their images are the same."""
+    for name in ("a", "b"):
+        (tmp_path / "far" / name).mkdir(parents=True)
+        (tmp_path / "far" / name / "records.jsonl").write_text('{"text": "a"}\n')
+    one, both = tmp_path / "far" / "a" / "records.jsonl", tmp_path / "far"
+
+    def key(path: Path, folder: Path | None = None) -> str:
+        return ImageJsonl(path=str(path), folder=folder and str(folder)).read().fingerprint
+
+    files = {path: find(str(path), (".jsonl",), "JSON lines") for path in (one, both)}
+    assert key(one) == digest_of(files[one], f"jsonl {one.parent}")
+    assert key(both, tmp_path) == digest_of(files[both], f"jsonl {tmp_path}")
+    assert key(both) not in (digest_of(files[both], f"jsonl {directory}") for directory in (one.parent, both, tmp_path))
+
+
+def test_images_next_to_a_url_need_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "0.png").write_bytes(square(1))
+    for name in ("0.png", str(tmp_path / "0.png")):
+        (tmp_path / "records.jsonl").write_text(json.dumps({"image": name, "text": "a"}) + "\n")
+        component = ImageJsonl(path=f"file://{tmp_path}/records.jsonl", **GIVEN)
+        if name == "0.png":
+            with pytest.raises(DataError, match=r"0\.png has no directory: a URL names the records; set folder"):
+                opened(component, tmp_path / "w")
+            component = replace(component, folder=str(tmp_path))
+        assert grays(opened(component, tmp_path / "w")) == [1]
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(json.dumps({"image": "0.png", "text": "a"}) + "\n")
-    for component in (ImageJsonl, VideoFrames):
+    for component in (ImageJsonl, VideoFrames, VideoCsv):
         with pytest.raises(DataError, match='folder = "" names no directory'):
             component(path=str(tmp_path / "records.jsonl"), folder="", **GIVEN).read()
 
@@ -148,6 +181,7 @@ LINK.type, LINK.linkname = tarfile.LNKTYPE, "9.png"
         ),
         ([("d/README", b"x")], r"record d/README has the member d/README, and the kind '' is not known"),
         ([("0.png", square(1)), ("0.txt", b"a"), ("0.caption", b"b")], r"has several texts \(txt, caption\)"),
+        ([("0.pdf", b"%PDF"), ("0.txt", b"a")], r"0\.pdf, and the kind 'pdf' is not known"),
         ([("0.png", square(1))], "neither turns in 'messages' nor text in 'text'"),
         ([("0.png", b"not an image"), ("0.txt", b"a")], r"a\.tar, record 0: .*cannot be decoded"),
     ],
@@ -182,6 +216,27 @@ def test_kinds_that_are_named_are_left_out_and_text_is_taken_where_it_is_wanted(
     assert texts(source) == ["seen", "read"] and grays(source) == [7]
 
 
+def test_an_image_that_a_record_names_is_missing_also_where_text_is_taken(tmp_path: Path) -> None:
+    members = [("0.json", json.dumps({"text": "a", "image": "0.png"}).encode()), ("1.json", b'{"text": "b"}')]
+    component = ImageWebdataset(path=tar(tmp_path / "a.tar", members), text_records=True, **GIVEN)
+    with pytest.raises(DataError, match="record 0 has no image"):
+        opened(component, tmp_path / "w")
+    assert texts(opened(replace(component, skip=1), tmp_path / "w")) == ["b"]
+
+
+def test_a_sparse_member_is_not_read_from_its_offset(tmp_path: Path) -> None:
+    """Its bytes in the tar are not those of the file: holes are left out."""
+    sparse = tarfile.TarInfo("0.png")
+    sparse.type, sparse.size = tarfile.GNUTYPE_SPARSE, 0
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as content:
+        content.addfile(sparse)
+        text = tarfile.TarInfo("0.txt")
+        text.size = 1
+        content.addfile(text, BytesIO(b"a"))
+    with pytest.raises(DataError, match=r"0\.png, which is a link or another special file"):
+        opened(ImageWebdataset(path=str(tmp_path / "a.tar"), **GIVEN), tmp_path / "w")
+
+
 def test_a_directory_is_part_of_the_key(tmp_path: Path) -> None:
     members = [(f"v1.{part}/0.{kind}", data) for part in (0, 1) for kind, data in (("png", square(part)), ("txt", b"%d" % part))]
     source = opened(ImageWebdataset(path=tar(tmp_path / "a.tar", members), **GIVEN), tmp_path / "w")
@@ -199,6 +254,7 @@ def test_trials_h_compressed_shards_are_refused_by_name(tmp_path: Path, suffix: 
 
 def test_a_frame_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
     (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "0.png").mkdir()
     for name in ("1.png", "2.heic", "notes.txt", ".hidden"):
         (tmp_path / "clip" / name).write_bytes(square(1))
     (tmp_path / "clips.jsonl").write_text(json.dumps({"video": "clip", "text": "x"}) + "\n")
@@ -209,15 +265,16 @@ def test_a_frame_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
     assert grays(opened(component, tmp_path / "w")) == [1]
 
 
-def h264(path: Path, frames: int, start: float) -> None:
-    """A clip whose frame n has the gray 6 n at 10 frames a second, cut at `start` seconds without encoding it again."""
+def clip(path: Path, codec: str, frames: int, start: float, begin: float = 0.0, lost: tuple[int, ...] = ()) -> None:
+    """A clip whose frame n has the gray 6 n at 10 frames a second, cut at `start` seconds without encoding it again, so that this
+    moment is at `begin` seconds, and without the packets `lost`."""
     import av
 
-    whole = path.with_suffix(".whole.mp4")
+    whole = path.with_name("whole.mp4")
     with av.open(str(whole), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=10)
+        stream: Any = container.add_stream(codec, rate=10)
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = 64, 48, "yuv420p", 12
-        stream.options = {"bf": "3", "crf": "1"}
+        stream.options = {"bf": "3", "crf": "1"} if codec == "libx264" else {"bf": "2", "qscale": "1"}
         for number in range(frames):
             image = np.full((48, 64, 3), 6 * number, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
@@ -225,23 +282,36 @@ def h264(path: Path, frames: int, start: float) -> None:
     with av.open(str(whole)) as source, av.open(str(path), "w") as target:
         stream = source.streams.video[0]
         out = target.add_stream_from_template(stream)
-        offset = int(start / stream.time_base)
-        source.seek(offset, stream=stream)
-        for packet in source.demux(stream):
-            if packet.dts is not None:
+        source.seek(int(start / stream.time_base), stream=stream)
+        offset = int((start - begin) / stream.time_base)
+        for number, packet in enumerate(source.demux(stream)):
+            if packet.dts is not None and number not in lost:
                 packet.pts, packet.dts, packet.stream = packet.pts - offset, packet.dts - offset, out
                 target.mux(packet)
 
 
-@pytest.mark.parametrize("start", [0.0, 1.7])
-def test_trials_b7_frames_are_those_that_a_player_shows(tmp_path: Path, start: float) -> None:
-    """An edit list says which packets are not shown; times and frames are those of PyAV's decoder."""
+@pytest.mark.parametrize(
+    ("codec", "name", "start", "begin", "lost", "shown_frames"),
+    [
+        ("libx264", "cut.mp4", 0.0, 0.0, (), 40),
+        ("libx264", "cut.mp4", 1.7, 0.0, (), 23),
+        ("mpeg4", "cut.mkv", 1.7, 0.0, (), 22),
+        ("mpeg4", "cut.mkv", 1.7, 0.9, (), 22),
+        ("libx264", "cut.mkv", 0.0, 0.0, (0, 1, 2), 28),
+        ("mpeg4", "cut.mp4", 0.0, 0.0, (), 40),
+    ],
+)
+def test_trials_b7_frames_are_those_that_a_player_shows(
+    tmp_path: Path, codec: str, name: str, start: float, begin: float, lost: tuple[int, ...], shown_frames: int
+) -> None:
+    """An edit list says which packets are not shown, and frames that need others from before the cut are not. Times and frames
+    are those of PyAV's decoder."""
     av = pytest.importorskip("av")
-    h264(tmp_path / "cut.mp4", 40, start)
-    with av.open(str(tmp_path / "cut.mp4")) as container:
+    clip(tmp_path / name, codec, 40, start, begin, lost)
+    with av.open(str(tmp_path / name)) as container:
         shown = [(frame.time, float(frame.to_ndarray(format="rgb24").mean())) for frame in container.decode(video=0)]
-    assert len(shown) == (23 if start else 40)
-    (tmp_path / "clips.csv").write_text("file,name\ncut.mp4,x\n")
+    assert len(shown) == shown_frames
+    (tmp_path / "clips.csv").write_text(f"file,name\n{name},x\n")
     for count in (1, 2, 8, 64):
         examples = VideoExamples(str(tmp_path / "clips.csv"), None, "{file}", "name", "image", count, True)
         ((_, record),) = examples
@@ -255,6 +325,41 @@ def test_trials_b7_frames_are_those_that_a_player_shows(tmp_path: Path, start: f
     middle = shown[(len(shown) - 1) // 2][1]
     alone = opened(VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", frames=1, **GIVEN), tmp_path / "w")
     assert abs(grays(alone)[0] - middle) <= 3
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_clip_that_lost_packets_is_refused(tmp_path: Path, count: int) -> None:
+    """The decoder shows nothing for some packets that are there, so numbers of packets are not those of frames."""
+    pytest.importorskip("av")
+    clip(tmp_path / "lost.mkv", "mpeg4", 40, 0.0, lost=(7, 8, 20))
+    (tmp_path / "clips.csv").write_text("file,name\nlost.mkv,x\n")
+    component = VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", frames=count, **GIVEN)
+    with pytest.raises(DataError, match=r"row 1 \(line 2\): .*lost\.mkv has packets without a frame before"):
+        opened(component, tmp_path / "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (b"a.mp4,a cat, sitting", "has 3 columns, and the head 2; quote a text with commas"),
+        (b"a.mp4", "has 1 columns, and the head 2"),
+        (b"a.mp4,caf\xe9", "is not UTF-8"),
+        (b"gone.mp4,x", r"gone\.mp4 cannot be decoded"),
+        (b"sound.wav,x", r"sound\.wav has no video"),
+        (b"a.mp4,", "has no text to learn"),
+    ],
+)
+def test_rows_of_a_table_that_cannot_be_read_are_broken_records(tmp_path: Path, row: bytes, fault: str) -> None:
+    pytest.importorskip("av")
+    video(tmp_path / "a.mp4", [0, 40])
+    with wave.open(str(tmp_path / "sound.wav"), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(1600))
+    (tmp_path / "clips.csv").write_bytes(b'\xef\xbb\xbffile,name\n\na.mp4,"one,\ntwo"\n' + row + b"\n")
+    component = VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", timestamps=False, **GIVEN)
+    with pytest.raises(DataError, match=rf"clips\.csv, row 2 \(line 5\):? {fault}"):
+        opened(component, tmp_path / "w")
+    assert texts(opened(replace(component, skip=1), tmp_path / "w")) == ["one,\ntwo"]
 
 
 def test_packets_without_a_frame_that_is_shown_are_not_counted(tmp_path: Path) -> None:
