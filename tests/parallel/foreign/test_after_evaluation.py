@@ -281,6 +281,15 @@ def test_trials_d1_training_exchanges_what_fsdp_alone_does(world: World, layout:
         assert sum(found[0].values()) > 10
 
 
+def _loaded_inside() -> Tensor:
+    model = parallelize(Plain, "dp2", state="fp64", compute="fp64")
+    list(model.parameters())  # which are looked up once
+    with model.inference():
+        model(TOKENS)
+        model.load_state_dict(_state(7))
+        return model(TOKENS)
+
+
 def _gathers(layout: str) -> list[int]:
     model = parallelize(Plain, layout)
     found = []
@@ -297,3 +306,10 @@ def _gathers(layout: str) -> list[int]:
 def test_trials_d1_an_evaluation_inside_inference_gathers_once(world: World) -> None:
     """Each of three forwards gathers three blocks, and what is around them: inside of `inference` and `computing` once."""
     assert world.run(_gathers, 2, "dp2") == [[12, 10, 10]] * 2
+
+
+def test_trials_d1_a_state_may_be_loaded_inside_inference(world: World) -> None:
+    plain = Plain().double()
+    plain.load_state_dict(_state(7))
+    for found in world.run(_loaded_inside, 2):
+        torch.testing.assert_close(found, plain(TOKENS), rtol=0, atol=1e-12)

@@ -90,6 +90,10 @@ def _used(layout: str) -> list[tuple[Any, Any]]:
     assert dict(model.named_parameters(remove_duplicate=False)).keys() == every
     assert dict(model.named_buffers()).keys() == dict(plain.named_buffers()).keys()
     found = _averaged(model, _mine(model))
+    dict(model.named_parameters())["embed.weight"].requires_grad_(False)
+    other = deepcopy(model)
+    assert not any(part.training for part in other.modules()), "as the model, which was evaluated last"
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
     inner = deepcopy(model.module)
     with torch.no_grad():
         same = torch.equal(inner(TOKENS), model(TOKENS))
