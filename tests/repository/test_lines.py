@@ -16,6 +16,7 @@ MACHINES = {
     "what a template asks for, as str does it": ("traced.py",),
     "bytes, which are cut at ends of lines only": ("tiktoken.py",),
     "keeps every end of a line": ("redact.py",),
+    "the method of strings that a chat template calls": ("traced.py",),
 }
 """Files that cut other text, by what they cut."""
 

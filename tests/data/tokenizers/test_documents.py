@@ -17,6 +17,7 @@ from forge_data.preparation.streamed_text import StreamedRecords
 from forge_data.sources.records.text import text_files
 from forge_data.store.manifest import MANIFEST
 from forge_data.store.reader import StoreSource, open_store
+from forge_data.tokenizers.adapt import identity_of
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.stored import tokenizer_of
@@ -91,6 +92,7 @@ def test_another_rule_is_never_served_from_an_older_store(kinds: dict[str, Any],
     _, ours = kinds["llama2"]
     off = BpeTokenizer(ours.dump(), "</s>", add_special_tokens=False)
     context = SourceContext(tmp_path / "w", off, 8, lambda _: None)
+    assert identity_of(off) == off.fingerprint  # as before there was a rule: such runs find their data again
     old = prepared(corpus, context, "text")
     new = prepared(corpus, replace(context, tokenizer=ours), "text")
     assert Path(old.path) != Path(new.path) and documents(old) != documents(new)

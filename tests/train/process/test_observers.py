@@ -16,6 +16,7 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook
 from forge_train.process.stop import HOOK_FAILED, TrainingError
 from forge_train.resilience import rollback
+from forge_train.run.hook_states import states_of
 from forge_train.run.loop import fit
 from forge_train.run.observers import MOST
 from train.runs import TINY, Recorder, digest, prepared
@@ -161,6 +162,24 @@ def test_a_state_that_is_not_whole_or_not_good_is_not_saved(recipe: Path, tmp_pa
 @pytest.mark.parametrize("error", [TrainingError("bad numbers"), torch.distributed.DistNetworkError("gone")])
 def test_what_is_not_the_observers_fault_passes_through_it(error: Exception, recipe: Path, tmp_path: Path) -> None:
     ended(recipe, tmp_path / "run", Ends(error, observes=True))
+
+
+def test_an_observer_that_cannot_say_its_state_costs_no_checkpoint(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Silent(Hook):
+        def __init__(self, observes: bool) -> None:
+            self.observes = observes
+
+        def state(self) -> Any:
+            raise KeyError("nothing")
+
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}"])
+    run.hooks = [Silent(observes=True), *run.hooks]
+    fit(run)
+    assert "hook 'Silent' has no state in this checkpoint: KeyError" in caplog.text
+    with pytest.raises(KeyError):
+        states_of([Silent(observes=False)])
 
 
 FILE = '''

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 
 from forge_core.errors import DataError
+from forge_data.storage.files import find
+from forge_data.storage.fingerprints import digest_of
 from forge_vlm.components.sources import ImageJsonl, ImageWebdataset, VideoCsv, VideoFrames
 from forge_vlm.data.example_images import video
 from forge_vlm.data.readers.files import natural
@@ -71,6 +73,35 @@ def test_trials_b2_clips_of_several_directories_have_their_own_frames(tmp_path: 
         (tmp_path / name / "clips.jsonl").write_text(json.dumps({"video": "clip", "text": name}) + "\n")
     source = opened(VideoFrames(path=str(tmp_path), timestamps=False, **GIVEN), tmp_path / "w")
     assert texts(source) == ["cats", "dogs"] and grays(source) == [10, 11, 200, 201]
+
+
+def test_names_of_stores_change_only_where_images_may(tmp_path: Path) -> None:
+    """Stores that an older Forge prepared are found where their images are the same."""
+    for name in ("a", "b"):
+        (tmp_path / "far" / name).mkdir(parents=True)
+        (tmp_path / "far" / name / "records.jsonl").write_text('{"text": "a"}\n')
+    one, both = tmp_path / "far" / "a" / "records.jsonl", tmp_path / "far"
+
+    def key(path: Path, folder: Path | None = None) -> str:
+        return ImageJsonl(path=str(path), folder=folder and str(folder)).read().fingerprint
+
+    files = {path: find(str(path), (".jsonl",), "JSON lines") for path in (one, both)}
+    assert key(one) == digest_of(files[one], f"jsonl {one.parent}")
+    assert key(both, tmp_path) == digest_of(files[both], f"jsonl {tmp_path}")
+    assert key(both) not in (digest_of(files[both], f"jsonl {directory}") for directory in (one.parent, both, tmp_path))
+
+
+def test_images_next_to_a_url_need_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "0.png").write_bytes(square(1))
+    for name in ("0.png", str(tmp_path / "0.png")):
+        (tmp_path / "records.jsonl").write_text(json.dumps({"image": name, "text": "a"}) + "\n")
+        component = ImageJsonl(path=f"file://{tmp_path}/records.jsonl", **GIVEN)
+        if name == "0.png":
+            with pytest.raises(DataError, match=r"0\.png has no directory: a URL names the records; set folder"):
+                opened(component, tmp_path / "w")
+            component = replace(component, folder=str(tmp_path))
+        assert grays(opened(component, tmp_path / "w")) == [1]
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -150,6 +181,7 @@ LINK.type, LINK.linkname = tarfile.LNKTYPE, "9.png"
         ),
         ([("d/README", b"x")], r"record d/README has the member d/README, and the kind '' is not known"),
         ([("0.png", square(1)), ("0.txt", b"a"), ("0.caption", b"b")], r"has several texts \(txt, caption\)"),
+        ([("0.pdf", b"%PDF"), ("0.txt", b"a")], r"0\.pdf, and the kind 'pdf' is not known"),
         ([("0.png", square(1))], "neither turns in 'messages' nor text in 'text'"),
         ([("0.png", b"not an image"), ("0.txt", b"a")], r"a\.tar, record 0: .*cannot be decoded"),
     ],
@@ -184,6 +216,27 @@ def test_kinds_that_are_named_are_left_out_and_text_is_taken_where_it_is_wanted(
     assert texts(source) == ["seen", "read"] and grays(source) == [7]
 
 
+def test_an_image_that_a_record_names_is_missing_also_where_text_is_taken(tmp_path: Path) -> None:
+    members = [("0.json", json.dumps({"text": "a", "image": "0.png"}).encode()), ("1.json", b'{"text": "b"}')]
+    component = ImageWebdataset(path=tar(tmp_path / "a.tar", members), text_records=True, **GIVEN)
+    with pytest.raises(DataError, match="record 0 has no image"):
+        opened(component, tmp_path / "w")
+    assert texts(opened(replace(component, skip=1), tmp_path / "w")) == ["b"]
+
+
+def test_a_sparse_member_is_not_read_from_its_offset(tmp_path: Path) -> None:
+    """Its bytes in the tar are not those of the file: holes are left out."""
+    sparse = tarfile.TarInfo("0.png")
+    sparse.type, sparse.size = tarfile.GNUTYPE_SPARSE, 0
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as content:
+        content.addfile(sparse)
+        text = tarfile.TarInfo("0.txt")
+        text.size = 1
+        content.addfile(text, BytesIO(b"a"))
+    with pytest.raises(DataError, match=r"0\.png, which is a link or another special file"):
+        opened(ImageWebdataset(path=str(tmp_path / "a.tar"), **GIVEN), tmp_path / "w")
+
+
 def test_a_directory_is_part_of_the_key(tmp_path: Path) -> None:
     members = [(f"v1.{part}/0.{kind}", data) for part in (0, 1) for kind, data in (("png", square(part)), ("txt", b"%d" % part))]
     source = opened(ImageWebdataset(path=tar(tmp_path / "a.tar", members), **GIVEN), tmp_path / "w")
@@ -201,6 +254,7 @@ def test_trials_h_compressed_shards_are_refused_by_name(tmp_path: Path, suffix: 
 
 def test_a_frame_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
     (tmp_path / "clip").mkdir()
+    (tmp_path / "clip" / "0.png").mkdir()
     for name in ("1.png", "2.heic", "notes.txt", ".hidden"):
         (tmp_path / "clip" / name).write_bytes(square(1))
     (tmp_path / "clips.jsonl").write_text(json.dumps({"video": "clip", "text": "x"}) + "\n")
@@ -211,9 +265,9 @@ def test_a_frame_that_cannot_be_read_is_no_note(tmp_path: Path) -> None:
     assert grays(opened(component, tmp_path / "w")) == [1]
 
 
-def clip(path: Path, codec: str, frames: int, start: float, lost: tuple[int, ...] = ()) -> None:
-    """A clip whose frame n has the gray 6 n at 10 frames a second, cut at `start` seconds without encoding it again, without the
-    packets `lost`."""
+def clip(path: Path, codec: str, frames: int, start: float, begin: float = 0.0, lost: tuple[int, ...] = ()) -> None:
+    """A clip whose frame n has the gray 6 n at 10 frames a second, cut at `start` seconds without encoding it again, so that this
+    moment is at `begin` seconds, and without the packets `lost`."""
     import av
 
     whole = path.with_name("whole.mp4")
@@ -228,8 +282,8 @@ def clip(path: Path, codec: str, frames: int, start: float, lost: tuple[int, ...
     with av.open(str(whole)) as source, av.open(str(path), "w") as target:
         stream = source.streams.video[0]
         out = target.add_stream_from_template(stream)
-        offset = int(start / stream.time_base)
-        source.seek(offset, stream=stream)
+        source.seek(int(start / stream.time_base), stream=stream)
+        offset = int((start - begin) / stream.time_base)
         for number, packet in enumerate(source.demux(stream)):
             if packet.dts is not None and number not in lost:
                 packet.pts, packet.dts, packet.stream = packet.pts - offset, packet.dts - offset, out
@@ -237,21 +291,23 @@ def clip(path: Path, codec: str, frames: int, start: float, lost: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    ("codec", "name", "start", "shown_frames"),
+    ("codec", "name", "start", "begin", "lost", "shown_frames"),
     [
-        ("libx264", "cut.mp4", 0.0, 40),
-        ("libx264", "cut.mp4", 1.7, 23),
-        ("mpeg4", "cut.mkv", 1.7, 22),
-        ("mpeg4", "cut.mp4", 0, 40),
+        ("libx264", "cut.mp4", 0.0, 0.0, (), 40),
+        ("libx264", "cut.mp4", 1.7, 0.0, (), 23),
+        ("mpeg4", "cut.mkv", 1.7, 0.0, (), 22),
+        ("mpeg4", "cut.mkv", 1.7, 0.9, (), 22),
+        ("libx264", "cut.mkv", 0.0, 0.0, (0, 1, 2), 28),
+        ("mpeg4", "cut.mp4", 0.0, 0.0, (), 40),
     ],
 )
 def test_trials_b7_frames_are_those_that_a_player_shows(
-    tmp_path: Path, codec: str, name: str, start: float, shown_frames: int
+    tmp_path: Path, codec: str, name: str, start: float, begin: float, lost: tuple[int, ...], shown_frames: int
 ) -> None:
     """An edit list says which packets are not shown, and frames that need others from before the cut are not. Times and frames
     are those of PyAV's decoder."""
     av = pytest.importorskip("av")
-    clip(tmp_path / name, codec, 40, start)
+    clip(tmp_path / name, codec, 40, start, begin, lost)
     with av.open(str(tmp_path / name)) as container:
         shown = [(frame.time, float(frame.to_ndarray(format="rgb24").mean())) for frame in container.decode(video=0)]
     assert len(shown) == shown_frames
@@ -275,7 +331,7 @@ def test_trials_b7_frames_are_those_that_a_player_shows(
 def test_a_clip_that_lost_packets_is_refused(tmp_path: Path, count: int) -> None:
     """The decoder shows nothing for some packets that are there, so numbers of packets are not those of frames."""
     pytest.importorskip("av")
-    clip(tmp_path / "lost.mkv", "mpeg4", 40, 0, lost=(7, 8, 20))
+    clip(tmp_path / "lost.mkv", "mpeg4", 40, 0.0, lost=(7, 8, 20))
     (tmp_path / "clips.csv").write_text("file,name\nlost.mkv,x\n")
     component = VideoCsv(path=str(tmp_path / "clips.csv"), file="{file}", frames=count, **GIVEN)
     with pytest.raises(DataError, match=r"row 1 \(line 2\): .*lost\.mkv has packets without a frame before"):

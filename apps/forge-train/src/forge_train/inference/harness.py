@@ -263,6 +263,24 @@ def open_tasks(names: Iterable[str], folder: Path | None) -> TaskManager:
     return manager
 
 
+def new_tokens(names: Iterable[str], manager: TaskManager) -> Iterator[tuple[str, int]]:
+    """Name and new tokens of each task that generates text, those of groups and tags included. Tasks that only Python code
+    describes are left out, and no data set is loaded."""
+    left, seen = list(names), set[str]()
+    while left:
+        name = left.pop(0)
+        entry: Any = None if name in seen else manager.task_index.get(name)
+        seen.add(name)
+        config: dict[str, Any] = getattr(entry, "cfg", None) or {}
+        # Of a tag, which has no file, `tags` are its tasks; of a task, the tags that it has.
+        members: Any = config.get("task") if config else sorted(getattr(entry, "tags", ()))
+        inner = [each.get("task") if isinstance(each, dict) else each for each in members] if isinstance(members, list) else []
+        left += [each for each in inner if isinstance(each, str)]
+        if config.get("output_type") == "generate_until":
+            kwargs = config.get("generation_kwargs")
+            yield name, _Wanted.of(kwargs if isinstance(kwargs, Mapping) else {}).tokens
+
+
 def results_of(
     model: HarnessModel, names: Sequence[str], manager: TaskManager, shots: int | None = None, limit: int | None = None
 ) -> dict[str, dict[str, float]]:

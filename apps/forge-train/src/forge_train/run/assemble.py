@@ -27,6 +27,7 @@ from forge_core.redact import redacted_text
 from forge_core.registry import Registry
 from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream
+from forge_models.accelerator import has_flex
 from forge_parallel.accelerator import name
 from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
@@ -123,6 +124,11 @@ def assemble(
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 
+    with ranks.together("the kernels"):
+        core = getattr(getattr(job.model, "attention", None), "core", None)
+        if core in ("flex", "varlen") and not has_flex(device):
+            why = f"needs a CUDA device, and this is {name(device)}"
+            raise ForgeError(f"model.attention.core = {core!r} {why}; set it to 'auto' or 'sdpa'")
     asked = job.train.micro_batch
     with ranks.together("the micro-batch that fits", collective=True):
         job, fits = remembered(directory, job, world) if not fresh else (job, "")

@@ -95,6 +95,10 @@ class BpeTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`: the ids are those of transformers for the whole text."""
+        if self._words is not None and _are_apart(pieces, cuts):
+            parts = [self._words.encode(text) for text, _ in pieces]
+            numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            return np.concatenate([np.empty(0, dtype=np.int64), *parts]), np.stack([numbers, numbers], axis=1)
         return self._controlled().encode(Pieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -105,11 +109,30 @@ class BpeTokenizer:
         return self._content
 
 
+def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
+    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
+    parted = {0, *cuts}
+    joined = False
+    for number, (text, trusted) in enumerate(pieces):
+        joined = joined and number not in parted
+        if text and (trusted or joined):
+            return False
+        joined = joined or bool(text)
+    return True
+
+
 def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the library puts before and after a text."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    first, last = (places[0], places[-1] + 1) if places else (len(encoding.ids), len(encoding.ids))
+    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
+            continue
+        if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
+            break
+    else:
+        return (), ()
+    first, last = places[0], places[-1] + 1
     before, after = tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
     return before, after[:-1] if after[-1:] == (eos,) else after
 

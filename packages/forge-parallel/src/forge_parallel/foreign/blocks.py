@@ -8,12 +8,10 @@ So one forward without memory is watched, where that can be done.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_parallel.foreign.example import Example, call, computed, example_for, hollow
-from forge_parallel.foreign.recording import SeemingReal
+from forge_parallel.foreign.example import Example, called_hollow, computed, example_for, hollow
 from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
 
 Reads = dict[str, frozenset[str]]
@@ -49,8 +47,7 @@ def reads(module: nn.Module, example: Example | None) -> Reads | None:
     try:
         copy = hollow(module)
         watched = _Reading(copy)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), watched:
-            call(copy, example_for(module) if example is None else example)
+        called_hollow(copy, example_for(module) if example is None else example, watched)
     except Exception:  # noqa: BLE001 (whatever a module asks of values that it does not have)
         return None
     return watched.reads

@@ -1,6 +1,7 @@
 """What a foreign module is called with."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -23,6 +24,18 @@ def call(module: nn.Module, example: Example) -> Any:
     return module(**example) if isinstance(example, Mapping) else module(example)
 
 
+def called_hollow(module: nn.Module, example: Example, mode: AbstractContextManager[Any]) -> Any:
+    """The output of a module whose parameters have no memory, inside of `mode`, which has to compute. Floating-point inputs get
+    the format of its parameters: which one it will compute in is not known to it."""
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
+
+    def fitted(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), mode:
+        return call(module, tree_map(fitted, example))
+
+
 def hollow(module: nn.Module) -> nn.Module:
     """A copy whose parameters have no memory, in training."""
     parameters = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in module.parameters() if not p.is_meta}
@@ -39,7 +52,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 def example_for(module: nn.Module, rows: int = 2) -> Tensor:
     """A guess of an input: token ids (rows, 8) of an embedding, or features (rows, 8, in_features) of a linear layer; the first
-    one with which a forward without memory runs, or the first one.
+    one with which a forward without memory runs.
 
     Raises:
         PlanError: the module has neither.
@@ -49,7 +62,8 @@ def example_for(module: nn.Module, rows: int = 2) -> Tensor:
         raise PlanError(
             f"parallelize: {type(module).__name__} has no embedding and no linear layer to guess its input by; {how(module)}"
         )
-    return next((guess for guess in guesses if len(guesses) == 1 or _runs(module, guess)), guesses[0])
+    likely = next((guess for guess in guesses if not guess.is_floating_point()), guesses[0])
+    return next((guess for guess in guesses if len(guesses) > 1 and _runs(module, guess)), likely)
 
 
 def how(module: nn.Module) -> str:
@@ -64,7 +78,7 @@ def how(module: nn.Module) -> str:
 def guessed(module: nn.Module, example: Tensor) -> str:
     """What a refusal adds where a guess of `example_for` failed."""
     kind = "features" if example.is_floating_point() else "token ids"
-    return f"the input was a guess, {kind} of shape {tuple(example.shape)}: {how(module)}"
+    return f"the input was a guess, {kind} of shape {tuple(example.shape)}; {how(module)}"
 
 
 def _guesses(module: nn.Module, rows: int) -> Iterator[Tensor]:
@@ -88,8 +102,7 @@ class _WithoutMemory(TorchDispatchMode):
 
 def _runs(module: nn.Module, example: Example) -> bool:
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), _WithoutMemory():
-            call(hollow(module), example)
+        called_hollow(hollow(module), example, _WithoutMemory())
     except Exception:  # noqa: BLE001 (whatever a module does with what it is not meant for)
         return False
     return True

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import VIEWS, effect, is_elementwise, makes_alike, named_arguments, viewed
-from forge_parallel.foreign.example import Example, call, hollow
+from forge_parallel.foreign.example import Example, called_hollow, hollow
 from forge_parallel.foreign.forward import Forward, Step, Whole, like_the_first, place
-from forge_parallel.foreign.recording import SeemingReal, written
+from forge_parallel.foreign.recording import written
 from forge_parallel.placement.shares import chunk
 from forge_parallel.tensor.rules import Role, Rules
 from forge_parallel.torch_private import storage_key, tree_iter
@@ -213,7 +212,7 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
     copy = _copied(module)
     whole = Whole(copy, rules)
     try:
-        _run(whole, copy, example)
+        called_hollow(copy, example, whole)
     except PlanError:
         raise
     except Exception as cause:
@@ -235,7 +234,7 @@ def _of_rank(module: nn.Module, rules: Rules, example: Example, steps: Sequence[
     copy = _copied(module)
     share = Share(copy, rules, steps, ranks, rank)
     try:
-        out = _run(share, copy, example)
+        out = called_hollow(copy, example, share)
     except PlanError:
         raise
     except Exception as cause:
@@ -260,11 +259,6 @@ def _copied(module: nn.Module) -> nn.Module:
                     "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations outside of the plan, or set tp to 1"
                 )
     return hollow(module)
-
-
-def _run(forward: Forward, module: nn.Module, example: Example) -> Any:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), forward:
-        return call(module, example)
 
 
 def _judge(found: Share, rules: Rules) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import COPIES, VIEWS, is_elementwise, named_arguments
 from forge_parallel.foreign.example import computed
-from forge_parallel.foreign.known import must_be_known
+from forge_parallel.foreign.known import must_be_known, must_be_known_experts
 from forge_parallel.tensor.rules import Role, Rules
 from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
 
@@ -139,6 +139,7 @@ class Whole(Forward):
     def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:
         """Its own, if that is known."""
         if role is Role.EXPERTS:
+            must_be_known_experts(path, part)
             return like_the_first
         forward, replaced = part.forward, "forward" in vars(part)
 

@@ -71,12 +71,13 @@ def lay_out(
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
+    _lie_in_order(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
     specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, example))
     if layout.pp > 1:
-        _on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
+        on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
         specs = skeleton.module.specs()  # type: ignore[operator]
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
@@ -92,6 +93,17 @@ def lay_out(
 
     again = _copied(hollow)
     return Parallelized(realized(hollow, skeleton.fill), lambda fill: realized(deepcopy(again()), fill))
+
+
+def _lie_in_order(module: nn.Module) -> None:
+    """FSDP takes parameters only whose elements lie in memory in the order of their indices. Tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for slot, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_contiguous():
+                part._parameters[slot] = made.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
+                )
 
 
 def _blocks(
@@ -112,7 +124,7 @@ def _blocks(
     return blocks
 
 
-def _on_input(module: nn.Module, example: Example | None, follows: Callable[[Example], Any]) -> Any:
+def on_input(module: nn.Module, example: Example | None, follows: Callable[[Example], Any]) -> Any:
     """What `follows` gives for the example, or for a guess: then a refusal says so, if a forward failed."""
     if example is not None:
         return follows(example)
@@ -158,7 +170,7 @@ def _transforms(
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
         rules = rules_of(skeleton.module, plan)
-        found = _on_input(skeleton.module, example, lambda given: follow(skeleton.module, rules, given, layout.tp))
+        found = on_input(skeleton.module, example, lambda given: follow(skeleton.module, rules, given, layout.tp))
         rules = replace(rules, summed=rules.summed | found)
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built

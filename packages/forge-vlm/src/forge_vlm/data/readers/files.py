@@ -71,8 +71,6 @@ class ImageFiles:
             return path.read_bytes()
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:  # a NUL in the name
-            raise DataError(f"{str(path)!r} cannot be read: {error}") from error
 
 
 def is_image(name: str) -> bool:

@@ -55,6 +55,9 @@ class FrameExamples:
                     yield name, Broken(f"{place} {record}")
                     continue
                 named = record.get(self._video)
+                if record.get(self._images) is not None:
+                    yield name, Broken(f"{place}: has {self._images!r}, and this source reads clips alone; give images their own")
+                    continue
                 clip = None if named is None else Clip(partial(self._frames, file, dict(record)), self._told)
                 yield name, Record(record | {self._images: clip}, place)
 
@@ -80,10 +83,22 @@ class FrameExamples:
             raise Broken(f"{directory} has no frame")
         fps, times = record.get("fps", self._fps), record.get("times")
         if times is None:
-            if not isinstance(fps, int | float) or not isfinite(fps) or fps <= 0:
+            if not _is_number(fps) or fps <= 0:
                 raise Broken(f"{directory}: fps {fps!r} is not a positive number")
             times = [number / fps for number in range(len(files))]
-        numbers = isinstance(times, list) and all(isinstance(each, int | float) and isfinite(each) for each in times)
-        if not numbers or len(times) != len(files) or any(after <= before for before, after in pairwise(times)):
+        if (
+            not isinstance(times, list)
+            or not all(map(_is_number, times))
+            or len(times) != len(files)
+            or any(after <= before for before, after in pairwise(times))
+        ):
             raise Broken(f"{directory}: times must ascend, one for each of {len(files)} frames")
         return tuple((float(times[n]), f"{reference}/{files[n]}") for n in chosen(times, self._count))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number of fp64."""
+    try:
+        return isinstance(value, int | float) and isfinite(value)
+    except OverflowError:
+        return False
