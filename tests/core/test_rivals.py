@@ -88,7 +88,7 @@ def parts(*wanted: tuple[str, str]) -> str:
 
 @pytest.fixture
 def rival(site: Path) -> Registry:
-    """A wheel with an optimizer, a norm, a hook, a transform and a preset under names of Forge, and parts with names of its own."""
+    """A wheel with an optimizer, a norm, a hook, a transform and a preset under names of Forge, and others of its own."""
     wanted = [("Opt", "forge.optimizers"), ("Norm", "forge.norms"), ("Save", "forge.hooks"), ("Re", "forge.transforms")]
     presets = "PRESET = __import__('pathlib').Path(__file__).parent / 'rival.toml'\nOTHER = PRESET.with_name('rival2.toml')\n"
     (site / "rival.py").write_text(parts(*wanted) + HOLDER + presets)

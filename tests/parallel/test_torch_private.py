@@ -102,6 +102,42 @@ def test_what_fsdp_is_asked_for() -> None:
     private.forget_meshes()
 
 
+def test_forwards_that_an_error_ended_are_over() -> None:
+    with fake_world(2, 0):
+        module: Any = fully_shard(nn.Linear(4, 4))
+        with pytest.raises(RuntimeError):
+            module(torch.ones(2, 3))
+        state = module._get_fsdp_state()
+        assert state._training_state.name == "FORWARD"
+        private.end_forward(module)
+        assert state._training_state.name == "IDLE"
+        assert [group._training_state.name for group in state._fsdp_param_groups] == ["IDLE"]
+    private.forget_meshes()
+
+
+def test_a_backward_is_seen_while_it_runs() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(private.in_backward()))
+    y.backward()
+    assert seen == [True] and not private.in_backward()
+
+
+def test_clipping_of_a_part_is_refused_and_of_others_is_not() -> None:
+    part, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for _ in range(2):  # wrapped once
+        private.mark_as_partial(part.parameters(), ValueError("a part"))
+    for module in (part, other):
+        module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="a part"):
+        nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+    assert nn.utils.clip_grad_norm_(other.parameters(), 0.5).item() == pytest.approx(6**0.5)
+    norm = torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(0.5, rel=1e-4)
+    assert private.IncompatibleKeys([], []).missing_keys == []
+
+
 def test_switches_of_the_compiler() -> None:
     import torch._functorch.config as functorch  # the module that the switch is in
 

@@ -9,12 +9,14 @@ from forge_core.lines import lines_of
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {
-    "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "texts.py"),
+    "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "texts.py", "parts.py"),
     "files of the system": ("processor.py", "memory.py", "control_groups.py"),
     "what programs print": ("runner.py", "gpus.py", "cases.py"),
     "a docstring": ("explain.py",),
+    "what a template asks for, as str does it": ("traced.py",),
     "bytes, which are cut at ends of lines only": ("tiktoken.py",),
     "keeps every end of a line": ("redact.py",),
+    "the method of strings that a chat template calls": ("traced.py",),
 }
 """Files that cut other text, by what they cut."""
 

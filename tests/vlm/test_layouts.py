@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from forge_core.errors import ConfigError
+from forge_core.registry import Registry
 from forge_parallel.verify import proven
 from forge_parallel.verify.parity import share, synthetic
+from forge_train.recipe.load import load
 from harness.pool import World
 from parallel.compositions import generate
 from parallel.compositions.rows import FUSIONS, case_of
@@ -61,3 +64,12 @@ def test_rows_of_one_case_have_none_one_and_two_images() -> None:
             before[:, :-1] = here[:, 1:]
             assert (made.labels[before] == -100).all()
     assert {0, 1, 2} == set(counts)
+
+
+@pytest.mark.parametrize("preset", ["debug-joint", "debug-cross", "debug-mot"])
+def test_trials_h_what_check_says_of_a_fusion_under_tp_works(preset: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load(preset, ["--parallel.tp=2"], 2, Registry())
+    (fault,) = [fault for fault in refusal.value.faults if fault.key == "model.fusion"]
+    assert "remove it" not in str(fault) and "transforms.tensor.sequence_parallel = false" in str(fault)
+    assert load(preset, ["--parallel.tp=2", "--transforms.tensor.sequence_parallel=false"], 2, Registry()).layout

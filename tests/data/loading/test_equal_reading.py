@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from data.steps import steps_of
 from forge_core.protocols.data import SourceComponent, SourceContext
+from forge_data.packing.streamed import Streamed
 from forge_data.section import Data
 
 
@@ -137,3 +138,30 @@ def test_trials_b1_neighboring_documents_come_from_several_shards() -> None:
     assert {(token - 1) // 100 for token in one} == {0, 1, 2, 3}
     alone = [token for token in tokens_of(dataclasses.replace(data, readers=1), 4, 4) if token]
     assert len({(token - 1) // 100 for token in alone}) == 1
+
+
+def test_trials_b1_every_window_has_an_order_of_its_own() -> None:
+    source = Uneven(documents=(60,), lengths=(1,))
+    data = Data(sequence_length=20, sources=[source], shuffle_buffer=10, readers=1)
+    read = [token - 1 for token in tokens_of(data, 3, 2) if token]
+    orders = {tuple(number % 10 for number in read[first : first + 10]) for first in range(0, 60, 10)}
+    assert [number // 10 for number in read] == [window for window in range(6) for _ in range(10)] and len(orders) > 4
+
+
+def test_trials_b1_empty_documents_at_the_end_of_an_epoch_are_no_empty_stream() -> None:
+    class Rest(UnevenSource):
+        def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
+            every = [*super().stream(shard), *[np.empty(0, np.int64)] * 8]
+            return iter(every[start:])
+
+    stream = Streamed(Rest(Uneven(documents=(3,))), 1, 4, "seed", 2, shuffle=False)
+    found = stream.cut(np.arange(9), 4).windows[:, :4].flatten().tolist()
+    assert found == [1, 1, 1, 0, 2, 2, 2, 0, 3, 3, 3, 0] * 3
+
+
+def test_trials_b1_samples_that_were_passed_are_not_cut() -> None:
+    stream = Streamed(UnevenSource(Uneven(documents=(30,))), None, 4, "seed", 2, shuffle=True)
+    stream.cut(np.arange(2), 4)
+    stream.skip_to(5)
+    with pytest.raises(AssertionError, match="sample 4 of uneven was cut before"):
+        stream.cut(np.array([4]), 4)

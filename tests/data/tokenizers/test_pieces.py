@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, processors
 
-from data.tokenizers.kinds import CONTROLS, KINDS, content, fast
+from data.tokenizers.kinds import CONTROLS, KINDS, byte_level, content, fast, with_bos
 from forge_core.errors import DataError
-from forge_data.tokenizers.adapt import adapted
-from forge_data.tokenizers.bpe import BpeTokenizer
+from forge_data.tokenizers.adapt import adapted, identity_of
+from forge_data.tokenizers.bpe import BpeTokenizer, _are_apart
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 WORDS = [
@@ -162,6 +163,14 @@ def test_the_rule_of_a_tokenizer_is_what_its_library_adds() -> None:
         assert own.prefix == other.prefix and own.suffix == ()
         off = BpeTokenizer(content(tokenizer), "</s>", add_special_tokens=False)
         assert (off.prefix, off.suffix, off.fingerprint) == ((), (), own.fingerprint)
+    tokenizer = byte_level()
+    ids = [tokenizer.token_to_id(each) for each in ("<s>", "</s>")]
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", ids[1]), ("<s>", ids[0]))  # type: ignore[assignment]
+    roberta = BpeTokenizer(content(tokenizer), "<|im_end|>")
+    assert (roberta.prefix, roberta.suffix) == ((ids[0],), (ids[1],))
+    words = Tokenizer(models.WordLevel({"cat": 0, "</s>": 1}))
+    words.add_special_tokens(["</s>"])
+    assert BpeTokenizer(content(with_bos(words, "$A </s>")), "</s>").prefix == ()
 
 
 def test_bytes_know_no_control_tokens() -> None:
@@ -186,3 +195,38 @@ def test_a_tokenizer_of_an_older_plugin_encodes_text_and_refuses_conversations()
         tokenizer.encode_pieces([("<s>", True), ("a", False)])
     own = ByteTokenizer()
     assert adapted(own) is own
+
+
+def test_a_token_of_its_own_is_none_in_a_longer_word(kinds: dict[str, tuple[Any, Any]]) -> None:
+    theirs, ours = kinds["flagged"]
+    stop = theirs.convert_tokens_to_ids("STOP")
+    ordinary = ours.encode("STOPped </s>").tolist()
+    assert ours.encode_pieces([("STOP", True), ("ped </s>", False)])[0].tolist() == ordinary
+    ids = ours.encode_pieces([("STOP", True), ("ped </s>", False), (" STOP<s>", True)])[0].tolist()
+    assert ids[: len(ordinary)] == ordinary and ids.count(stop) == 1
+
+
+def test_tokenizers_that_made_control_tokens_of_text_have_data_of_another_name(kinds: dict[str, tuple[Any, Any]]) -> None:
+    names = {kind: identity_of(ours) == ours.fingerprint for kind, (_, ours) in kinds.items()}
+    assert names.pop("byte_level") and not any(names.values())  # the others have a rule, or are of that kind
+    assert identity_of(kinds["unigram"][1]).endswith(" 2") and identity_of(ByteTokenizer()) == ByteTokenizer().fingerprint
+
+
+def test_texts_that_images_part_are_encoded_fast_and_equally(
+    kinds: dict[str, tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = kinds["byte_level"]
+    image = theirs.convert_tokens_to_ids("<image>")
+    texts = ["The cat </s>", " sat\nöö ", "", "on"]
+    whole = [theirs(text, add_special_tokens=False).input_ids for text in ("The cat ", " sat\nöö <image><image>on")]
+    monkeypatch.setattr(ours, "_controlled", None)  # what takes longer
+    ids, places = ours.encode_pieces([(text, False) for text in texts], cuts=[1, 2, 3])
+    assert ids[: len(whole[0])].tolist() == whole[0]
+    assert ids[len(ours.encode(texts[0])) :].tolist() == [index for index in whole[1] if index != image]
+    lengths = [len(ours.encode(text)) for text in texts]
+    assert places.tolist() == [[number, number] for number, length in enumerate(lengths) for _ in range(length)]
+    assert [len(each) for each in ours.encode_pieces([])] == [0, 0]
+    assert not _are_apart([("a", False), ("b", False)], []) and not _are_apart([("a", True)], [])
+    assert _are_apart([("a", False), ("", False), ("b", False)], [1]) and not _are_apart(
+        [("", True), ("a", False), ("b", False)], [1]
+    )

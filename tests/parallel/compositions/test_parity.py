@@ -14,9 +14,10 @@ from forge_models.components.decoder import Decoder
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.shard import Shard
-from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
+from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic, within_rounding
 from harness.pool import World
 from harness.siblings import fast
+from parallel.compositions.rows import case_of, measured
 from parallel.one_process import alone
 from parallel.tiny import VOCAB, TiedTiny, Tiny, cross_entropy
 
@@ -150,3 +151,23 @@ def _averaging(case: Case) -> Measurement:
         return _measure(case, "dp2")
     finally:
         FSDPModule.set_gradient_divide_factor = original  # type: ignore[method-assign]
+
+
+def test_trials_c8_the_rounding_of_float8_is_the_bound_and_hides_no_wrong_sum() -> None:
+    """What rounding moved sets how far a layout may be; a gradient that is made twice, left out or of other tokens is farther."""
+    row = frozenset({"float8", "float8_experts", "experts"})
+    case = replace(case_of(row), compute="fp32", state="fp32", steps=2)
+    exact, rounded = measured(case, "1", frozenset({"experts"})), measured(case, "1", row)
+    assert not compare(exact, rounded).accepted("fp32")
+    assert within_rounding(exact, rounded, rounded)
+    noise = {name: gradient * (1 + 1e-6) for name, gradient in rounded.gradients.items()}
+    assert within_rounding(exact, rounded, replace(rounded, gradients=noise))
+    assert not within_rounding(exact, rounded, replace(rounded, tokens=[tokens + 1 for tokens in rounded.tokens]))
+    for wrong in (0.0, 0.5, 2.0, float("nan")):
+        for name, gradient in rounded.gradients.items():
+            changed = replace(rounded, gradients={**rounded.gradients, name: gradient * wrong})
+            assert not within_rounding(exact, rounded, changed), (name, wrong)
+        for field in ("loss", "norm"):
+            for step in range(2):
+                numbers = [value * (wrong if at == step else 1) for at, value in enumerate(getattr(rounded, field))]
+                assert not within_rounding(exact, rounded, replace(rounded, **{field: numbers})), (field, step, wrong)

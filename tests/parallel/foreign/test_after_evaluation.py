@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from forge_core.layout import Layout
 from forge_parallel import Parallelized, parallelize
@@ -104,19 +106,19 @@ LOOKS: dict[str, Callable[[Parallelized], Any]] = {
 
 
 def _written(layout: str, reshard: bool | None) -> dict[str, Tensor]:
-    """What the module gives after each way to look at it, each way to write it, and a forward with or without gradients."""
+    """What the module gives after each way to look at it, each way to write it, and a forward without and with gradients."""
     sharding = [] if reshard is None else [Shard(reshard=reshard)]
     model = parallelize(Plain, layout, sharding, tp_plan=PLAN, state="fp64", compute="fp64")
     found: dict[str, Tensor] = {}
     seed = 0
     for look, call in LOOKS.items():
         for write, change in WRITES.items():
-            for gradients in (False, True):
+            for span in (torch.no_grad, torch.enable_grad, model.computing):
                 call(model)
                 seed += 1
                 change(model, _state(seed))
-                with torch.set_grad_enabled(gradients):
-                    found[f"{seed}: {look}, {write}, gradients {gradients}"] = model.module(TOKENS).detach().clone()
+                with span():
+                    found[f"{seed}: {look}, {write}, {span.__name__}"] = model.module(TOKENS).detach().clone()
     return found
 
 
@@ -126,7 +128,7 @@ def _written(layout: str, reshard: bool | None) -> dict[str, Tensor]:
 def test_trials_d1_a_forward_computes_with_what_parameters_hold_now(world: World, layout: str, reshard: bool | None) -> None:
     plain = Plain().double()
     for found in world.run(_written, Layout.parse(layout).world, layout, reshard, timeout=300):
-        assert len(found) == len(LOOKS) * len(WRITES) * 2
+        assert len(found) == len(LOOKS) * len(WRITES) * 3
         for case, output in found.items():
             plain.load_state_dict(_state(int(case.split(":")[0])))
             torch.testing.assert_close(output, plain(TOKENS), rtol=0, atol=1e-12, msg=lambda text, case=case: f"{case}: {text}")
@@ -212,8 +214,36 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _with_schedulefree(foreach: bool) -> tuple[list[float], list[float]]:
+    model = parallelize(Plain, "dp2", state="fp64", compute="fp64")
+    plain = Plain().double()
+    plain.load_state_dict(model.state_dict(whole=True))
+    found: list[list[float]] = []
+    for module, tokens in ((model, TOKENS.chunk(2)[model.data_rank]), (plain, TOKENS)):
+        optimizer = AdamWScheduleFree(module.parameters(), lr=0.05, foreach=foreach)
+        losses = []
+        for _ in range(3):
+            optimizer.train()
+            _loss(module, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for change in (optimizer.eval, optimizer.train):
+                change()
+                with torch.no_grad():
+                    losses.append(_loss(module, TOKENS).item())
+        found.append(losses)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_trials_d1_schedulefree_swaps_weights_between_evaluations(world: World, foreach: bool) -> None:
+    for found, expected in world.run(_with_schedulefree, 2, foreach):
+        assert found == pytest.approx(expected, rel=1e-10)
+        assert len(set(expected)) == 5, "the first average is the weights themselves"
+
+
 def _counts(module: nn.Module, spanned: Callable[[], Any]) -> list[dict[str, int]]:
-    """Collectives of a step of two forwards and backwards, and of two forwards and one backward."""
+    """Collectives of a step of two forwards and backwards, of two forwards and one backward, and of a recomputed forward."""
 
     def alternating() -> None:
         for tokens in TOKENS.chunk(2):
@@ -223,8 +253,11 @@ def _counts(module: nn.Module, spanned: Callable[[], Any]) -> list[dict[str, int
         with spanned():
             sum(_loss(module, tokens) for tokens in TOKENS.chunk(2)).backward()  # type: ignore[union-attr]
 
+    def again() -> None:
+        _loss(lambda tokens: checkpoint(module, tokens, use_reentrant=False), TOKENS).backward()
+
     found = []
-    for run in (alternating, alternating, together, together):
+    for run in (alternating, alternating, together, together, again, again):
         with _Collectives() as collectives:
             run()
         found.append(dict(collectives.counts))
@@ -248,6 +281,15 @@ def test_trials_d1_training_exchanges_what_fsdp_alone_does(world: World, layout:
         assert sum(found[0].values()) > 10
 
 
+def _loaded_inside() -> Tensor:
+    model = parallelize(Plain, "dp2", state="fp64", compute="fp64")
+    list(model.parameters())  # which are looked up once
+    with model.inference():
+        model(TOKENS)
+        model.load_state_dict(_state(7))
+        return model(TOKENS)
+
+
 def _gathers(layout: str) -> list[int]:
     model = parallelize(Plain, layout)
     found = []
@@ -264,3 +306,10 @@ def _gathers(layout: str) -> list[int]:
 def test_trials_d1_an_evaluation_inside_inference_gathers_once(world: World) -> None:
     """Each of three forwards gathers three blocks, and what is around them: inside of `inference` and `computing` once."""
     assert world.run(_gathers, 2, "dp2") == [[12, 10, 10]] * 2
+
+
+def test_trials_d1_a_state_may_be_loaded_inside_inference(world: World) -> None:
+    plain = Plain().double()
+    plain.load_state_dict(_state(7))
+    for found in world.run(_loaded_inside, 2):
+        torch.testing.assert_close(found, plain(TOKENS), rtol=0, atol=1e-12)

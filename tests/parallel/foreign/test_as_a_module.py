@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import Parallelized, parallelize
+from forge_parallel.transforms.recompute import Recompute
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign_modules import BUILDERS, PLAN, VOCAB, Plain, llama_tied, tied
@@ -89,6 +90,10 @@ def _used(layout: str) -> list[tuple[Any, Any]]:
     assert dict(model.named_parameters(remove_duplicate=False)).keys() == every
     assert dict(model.named_buffers()).keys() == dict(plain.named_buffers()).keys()
     found = _averaged(model, _mine(model))
+    dict(model.named_parameters())["embed.weight"].requires_grad_(False)
+    other = deepcopy(model)
+    assert not any(part.training for part in other.modules()), "as the model, which was evaluated last"
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
     inner = deepcopy(model.module)
     with torch.no_grad():
         same = torch.equal(inner(TOKENS), model(TOKENS))
@@ -102,6 +107,37 @@ def test_trials_d11_a_loop_that_takes_a_module(world: World, layout: str) -> Non
         assert found[1:] == right[1:]
         assert same
         assert found[2].count(False) == 1
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"transforms": [Recompute(policy="full")]},
+    "bf16": {"compute": "bf16", "state": "fp32"},
+}
+
+
+def _copied(layout: str, named: str) -> list[tuple[float, float]]:
+    """The loss of a step of a model and of a copy: at first, and once the copy has other weights, of it and of its copy."""
+    model = parallelize(Plain, layout, tp_plan=PLAN if "tp" in layout else None, **OPTIONS.get(named, {}))
+    copy = deepcopy(model)
+
+    def loss(one: Parallelized) -> float:
+        return float(one.step([{"tokens": TOKENS[:2]}, {"tokens": TOKENS[2:]}], lambda out, _: out.float().square().mean()))
+
+    pairs = [(loss(copy), loss(model))]
+    for parameter in copy.parameters():
+        parameter.data.mul_(1.5)
+    pairs.append((loss(deepcopy(copy)), loss(copy)))
+    pairs.append((loss(model), pairs[0][1]))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"), fast(("pp2", ""), of=[("pp2", ""), *((layout, name) for layout in ("dp2", "tp2") for name in OPTIONS)])
+)
+def test_trials_d11_a_copy_has_weights_of_its_own(world: World, layout: str, named: str) -> None:
+    for pairs in world.run(_copied, 2, layout, named):
+        assert all(one == other for one, other in pairs), pairs
+        assert pairs[1][0] != pairs[0][0]
 
 
 def _moved(layout: str) -> dict[str, str]:

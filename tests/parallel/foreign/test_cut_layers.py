@@ -4,6 +4,7 @@ which a module can compute something else, against one process in fp64."""
 import copy
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
+from parallel.foreign_modules import mixtral
 
 WIDTH, HIDDEN, VOCAB = 8, 12, 20
 
@@ -267,6 +269,29 @@ def test_trials_d2_a_cut_layer_takes_one_argument_by_place() -> None:
     module.blocks[0] = Named(nn.Linear, nn.Linear)
     with pytest.raises(PlanError, match=r"blocks\.0\.down is given 'input' by name"):
         _followed(module)
+
+
+def _like_mixtral(replaced: bool) -> nn.Module:
+    module = mixtral()
+    for layer in module.model.layers:  # type: ignore[union-attr]
+        experts: Any = layer.mlp.experts  # type: ignore[union-attr]
+        original = type(experts).forward
+
+        def normed(self: Any, *args: Any, original: Any = original) -> Tensor:
+            return F.layer_norm(original(self, *args), (16,))
+
+        if replaced:
+            experts.forward = types.MethodType(normed, experts)
+        else:
+            experts.__class__ = type("NormedExperts", (type(experts),), {"forward": normed})
+    return module
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_trials_d2_experts_with_a_forward_of_their_own_are_refused(replaced: bool) -> None:
+    with pytest.raises(PlanError, match=r"model\.layers\.0\.mlp\.experts \(\w+\) would be cut as experts"):
+        module = _like_mixtral(replaced)
+        _followed(module, module._tp_plan)  # type: ignore[arg-type]
 
 
 def _padded(at: int) -> Callable[[int, int], nn.Module]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import Parallelized, parallelize
-from forge_parallel.foreign.describe import find_blocks
+from forge_parallel.foreign.blocks import find_blocks
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.transforms.compile import Compile

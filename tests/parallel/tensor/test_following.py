@@ -276,7 +276,7 @@ def test_a_module_that_cannot_be_run_without_memory_needs_an_example() -> None:
     module = Model(Attention).to("meta")
     with pytest.raises(PlanError, match="give example="):
         follow(module, rules_of(module, ATTENTION), {"ids": torch.zeros(2, 4)}, 2)
-    with pytest.raises(PlanError, match="does not begin with an embedding or a linear layer"):
+    with pytest.raises(PlanError, match="has no embedding and no linear layer to guess its input by"):
         example_for(nn.Conv1d(1, 1, 1))
 
 

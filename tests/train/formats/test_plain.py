@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.conformance.weights import InMemory, small
+from forge_models.hf.reader import read_model
 from forge_train.formats.plain import PlainConverter
 from forge_train.inference.forge_weights import ForgeConverter
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.open import format_of, load_model, open_weights
 from forge_train.run.loop import fit
 from models.hf.command_line import run
 from train.runs import TINY, prepared
@@ -188,3 +189,22 @@ def test_files_of_different_models_are_refused(given: InMemory, tmp_path: Path) 
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ForgeError, match="cannot be read as safetensors"):
         converter().read(tmp_path / "a.safetensors")
+
+
+def test_trials_e5_the_files_say_which_format_they_are(given: InMemory, tmp_path: Path) -> None:
+    registry = Registry()
+    for kind in registry.names("forge.converters"):
+        path = tmp_path / (f"{kind}.pt" if kind == "torch" else kind)
+        registry.load("forge.converters", kind)().build().write(path, given)
+        assert format_of(path) == kind
+        assert alike(tensors(open_weights(path, registry)), tensors(given))
+    assert run("convert", "--to", "forge", tmp_path / "hf", tmp_path / "again") == 0
+
+
+def test_trials_h_a_model_type_that_is_not_known_is_answered_with_all_that_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ForgeError, match=r"'mamba' is not implemented; implemented are .*\bllama\b.*\bllava\b"):
+        open_weights(tmp_path, Registry())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    with pytest.raises(ForgeError, match=r"'llava' is more than a decoder of text"):
+        read_model(tmp_path)

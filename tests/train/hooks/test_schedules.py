@@ -153,6 +153,15 @@ def test_multi_step_names_what_does_not_fit() -> None:
     assert MultiStep(warmup=5, at=(0.5,), factors=(0.1,)).faults(10) == []
 
 
+@pytest.mark.parametrize(
+    ("at", "steps", "piece"), [((0.01, 0.5), 10, 1), ((0.5, 0.51), 10, 2), ((0.8, 0.99), 10, 3), ((0.8, 0.9), 4, 3)]
+)
+def test_trials_h_multi_step_refuses_a_piece_that_never_runs(at: tuple[float, ...], steps: int, piece: int) -> None:
+    (fault,) = MultiStep(at=at, factors=(0.1,) * len(at)).faults(steps)
+    assert fault.key == "schedule.at" and f"piece {piece} of 3 would begin at step" in fault.message
+    assert MultiStep(at=at, factors=(0.1,) * len(at)).faults(1000) == []
+
+
 def test_every_schedule_but_one_has_a_warm_up() -> None:
     assert set(REGISTERED.values()) - set(EVERY) == {Unscheduled}
     assert [Unscheduled().build(5)(step) for step in range(6)] == [1.0] * 6

@@ -33,8 +33,8 @@ from train.runs import CPU, TINY, digest
 POLICY = ["--train.rollback_after=2"]
 
 
-class Crash(Exception):
-    """A process that ends."""
+class Crash(BaseException):
+    """A process that ends, as when it is killed: no handler of exceptions saves anything."""
 
 
 class Crashes(Hook):

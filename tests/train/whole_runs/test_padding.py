@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from forge_data.loading.loader import evaluation, open_stream
 from forge_data.section import Data
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
+from forge_parallel.context.cores import cut_rows
+from forge_parallel.context.row_order import SequenceOrder
+from forge_parallel.step.step_statistics import begin
 from forge_train.run.loop import fit
 from forge_train.speed.utilization import keys_met
 from models.conftest import fill
-from train.runs import TINY, prepared
+from train.runs import TINY, prepared, train
 
 LENGTH = 16
 LENGTHS = [5, 3, 16, 7, 1, 2, 9, 4, 12, 3, 6, 2]
@@ -114,6 +118,53 @@ def test_trials_b6_a_mask_travels_with_its_batch_and_reaches_only_models_that_ne
     assert targets.tokens[0].tolist() == [[6, IGNORE], [IGNORE] * 2, [IGNORE] * 2, [IGNORE] * 2]
 
 
+MOE = """
+[model.moe]
+experts = 4
+top_k = 2
+capacity = 0.75
+ffn_dim = 16
+losses = { sequence = 0.5, global_batch = 0.5, z = 0.1 }
+"""
+
+
+def test_trials_b6_a_run_with_one_document_a_row_learns_the_same_whether_documents_are_ignored(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Experts, their losses and what these are divided by: all of them count tokens."""
+    losses = []
+    for documents in ("mask", "ignore"):
+        path = recipe_of(corpus, tmp_path / f"{documents}.toml", MOE, f'documents = "{documents}"')
+        losses.append(train(path, [f"--job.dir={tmp_path / documents}", "--train.max_steps=4"])["losses"])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6) and losses[0][3] < losses[0][0]
+
+
+def recipe_of(corpus: Path, path: Path, tables: str = "", line: str = "") -> Path:
+    source = f'name = "tokens"\npath = "{corpus}"\neos = {EOS}\n'
+    recipe = TINY.replace('name = "random"\nvocab_size = 61\ntokens = 4000\ndocument = 23\n', source)
+    path.write_text(recipe.replace("[data]\n", f'{tables}\n[data]\npacking = "pad"\nshuffle = "none"\n{line}\n'))
+    return path
+
+
+def test_trials_b6_a_token_of_a_step_weighs_one_by_its_tokens(corpus: Path, tmp_path: Path) -> None:
+    for documents in ("mask", "ignore"):
+        (batches,) = steps_of(data(corpus, "pad", documents=documents), tmp_path, 1)
+        weights: list[float] = []
+        observer: Any = SimpleNamespace(before_step=lambda weight, kept=weights: kept.append(float(weight)))
+        topology = SimpleNamespace(device=torch.device("cpu"), coordinates={"tp": 0}, stage_sum=lambda count: count)
+        begin([observer], SimpleNamespace(topology=topology), batches)  # type: ignore[arg-type]
+        assert weights == [1 / sum(LENGTHS[:4])]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_trials_b6_ranks_that_share_rows_cut_the_mask_with_them(balanced: bool) -> None:
+    tokens = torch.arange(1, 17).view(2, 8)
+    batch = Batch(tokens, tokens, token_mask=tokens % 3 > 0)
+    for rank in range(2):
+        kept = cut_rows(batch, SequenceOrder(2, balanced), rank, "ring")
+        assert kept.real is not None and kept.real.equal(kept.tokens % 3 > 0)
+
+
 @pytest.mark.parametrize("documents", ["mask", "ignore"])
 @pytest.mark.parametrize("packing", ["pad", "best_fit", "concatenate"])
 def test_trials_c2_tokens_of_a_step_are_those_that_its_rows_hold(
@@ -131,11 +182,8 @@ def test_trials_c2_tokens_of_a_step_are_those_that_its_rows_hold(
 
 
 def test_trials_c2_a_run_counts_tokens_and_not_padding(corpus: Path, tmp_path: Path) -> None:
-    source = f'name = "tokens"\npath = "{corpus}"\neos = {EOS}\n'
-    recipe = TINY.replace('name = "random"\nvocab_size = 61\ntokens = 4000\ndocument = 23\n', source)
-    recipe = recipe.replace("[data]\n", '[data]\npacking = "pad"\nshuffle = "none"\n') + '\n[[hooks]]\nname = "log"\nevery = 1\n'
-    (tmp_path / "pad.toml").write_text(recipe)
-    run, _ = prepared(tmp_path / "pad.toml", [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3"])
+    path = recipe_of(corpus, tmp_path / "pad.toml", '[[hooks]]\nname = "log"\nevery = 1\n')
+    run, _ = prepared(path, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3"])
     lines: list[dict[str, float]] = []
     run.log = lambda values: lines.append(dict(values))  # type: ignore[method-assign]
     fit(run)

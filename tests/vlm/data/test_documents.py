@@ -57,6 +57,11 @@ def test_fields_have_names() -> None:
         ({"messages": [{"role": "user"}]}, "a turn without role or content"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "neither text nor an image"),
         ({"messages": [{"role": "user", "content": "only a question"}]}, "has no text to learn"),
+        ({"text": "half \ud83d"}, r"text that holds the lone surrogate U\+D83D at character 5"),
+        ({"messages": [{"role": "\udc00", "content": "a"}, {"role": "assistant", "content": "b"}]}, r"lone surrogate U\+DC00"),
+        ({"text": "a", "image": "\ud83d.png"}, r"names an image '\\ud83d\.png', which holds the lone surrogate"),
+        ({"text": "a", "image": ["a\0.png"]}, r"names an image 'a\\x00\.png', which holds a NUL"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "path": "\0"}]}]}, "which holds a NUL"),
     ],
 )
 def test_broken_records_say_why(record: dict[str, Any], fault: str) -> None:

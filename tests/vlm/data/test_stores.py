@@ -279,3 +279,14 @@ def test_a_tokenizer_can_be_trained_on_the_text(tmp_path: Path) -> None:
     texts = example.texts()
     wanted = [str(record["text"]).replace("<image>", "") for record in example_images.records()]
     assert [text for _, text in texts] == wanted and texts.fingerprint == example.texts().fingerprint
+
+
+def test_trials_a9_half_a_character_and_a_nul_are_faults_of_one_record(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(square(7))
+    broken = [{"text": "\ud83d"}, {"text": "x", "image": "a\0.png"}, {"text": "x", "image": "\udc00.png"}]
+    path = written(tmp_path, [{"text": "ok", "image": "a.png"}, *broken, {"text": "nul \0"}])
+    source = opened(ImageJsonl(path=path, skip=3, **GIVEN), tmp_path / "w", said=(said := []))
+    assert [ids for ids, _, _ in documents(source)] == [[HOLE, HOLE, *b"ok", EOS], [*b"nul \0", EOS]]
+    assert all(any(f"line {line})" in message for message in said) for line in (2, 3, 4))
+    with pytest.raises(DataError, match=r"line 2\): has text that holds the lone surrogate U\+D83D at character 0"):
+        opened(ImageJsonl(path=path, **GIVEN), tmp_path / "v")

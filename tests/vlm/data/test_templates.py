@@ -205,6 +205,10 @@ def test_template_folders_are_read_as_transformers_reads_them(tmp_path: Path) ->
     (old / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
     assert chat_of(str(old)).template == "of the processor"
     assert chat_of("{{ messages }}").template == "{{ messages }}"
+    assert chat_of(str(tmp_path / "one" / "tokenizer_config.json")).template == TEXT["zephyr"]
+    for name in ("\0", "x" * 5000, "no:where"):
+        with pytest.raises(DataError, match="is neither a file nor one of"):
+            chat_of(name)
     (old / "special_tokens_map.json").write_text("[")
     with pytest.raises(DataError, match=r"special_tokens_map\.json is not valid JSON"):
         chat_of(str(old))
@@ -214,3 +218,58 @@ def test_a_template_may_ask_for_the_date() -> None:
     from datetime import datetime
 
     assert Chat("{{ strftime_now('%Y') }}{{ tools is none }}").prompt([Turn("user", "x")]) == f"{datetime.now().year}True"
+
+
+@pytest.mark.parametrize("name", ["llava", "smolvlm"])
+def test_text_with_markers_is_given_in_pieces_to_templates_that_write_no_text(name: str, kinds: dict[str, Any]) -> None:
+    _, ours = kinds["byte_level"]
+    both = chat(IMAGES["qwen2vl"])
+    assert both.takes_pieces and both.takes_text and not chat(IMAGES[name]).takes_text
+    assert not chat(TEXT["qwen2.5"]).takes_pieces and chat(TEXT["qwen2.5"]).takes_text
+    pieces = [{"type": "image"}, {"type": "text", "text": "The cat </s>"}, {"type": "image"}]
+    say = [{"type": "text", "text": "on the mat"}]
+    listed = [{"role": "user", "content": pieces}, {"role": "assistant", "content": say}]
+    told = [{"from": "human", "value": "<image>The cat </s><image>"}, {"from": "gpt", "value": "on the mat"}]
+    one, other = (encoded({"messages": talk, "image": ["a", "b"]}, IMAGES[name], ours) for talk in (listed, told))
+    assert one.ids.tolist() == other.ids.tolist() and one.learned.tolist() == other.learned.tolist()
+    assert one.ids.tolist().count(10_000) == 6 and ours.eos not in one.ids[:-1]
+
+
+def test_a_token_that_holds_a_character_of_the_assistant_is_learned_as_in_transformers(kinds: dict[str, Any]) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}Say {% generation %}{{ m.content }}{% endgeneration %} "
+        "{% else %}{{ m.content }}: {% endif %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "the mat and"}]
+    joins = 0
+    for kind, (theirs, ours) in kinds.items():
+        wanted = theirs.apply_chat_template(talk, chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
+        assert encoded({"messages": talk}, template, ours).learned.tolist()[:-1] == list(map(bool, wanted["assistant_masks"])), (
+            kind
+        )
+        joins += " the" in theirs.decode(wanted["input_ids"][wanted["assistant_masks"].index(1)])
+    assert joins, "no tokenizer has a token that begins before the assistant's text"
+
+
+def test_an_image_behind_the_end_of_a_turn_is_not_the_end_of_the_document(kinds: dict[str, Any]) -> None:
+    _, ours = kinds["byte_level"]
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    talk = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "<image>"}]
+    found = encoded({"messages": talk, "image": "a"}, template, ours)
+    assert found.ids.tolist() == [*ours.encode("x"), ours.eos, 10_000, 10_000, 10_000, ours.eos]
+
+
+@pytest.mark.parametrize(
+    "assistant",
+    [
+        "{{ m.content }}{{ '?' if loop.length == 2 }}",
+        "{{ 'hm' if loop.last }}{{ m.content }}",
+        "{{ m.content }}{{ loop.revindex }}",
+    ],
+)
+def test_a_template_that_changes_the_assistants_words_later_is_refused(assistant: str) -> None:
+    opening = "{% if add_generation_prompt %}assistant: {% endif %}"
+    template = "{% for m in messages %}{{ m.role }}: " + assistant + "{% endfor %}" + opening
+    same = [Turn("user", "a"), Turn("assistant", "b"), Turn("user", "a"), Turn("assistant", "b")]
+    with pytest.raises(DataError, match=r"changes what it wrote before turn 2 \(assistant\) or in it"):
+        chat(template).spans(same)

@@ -34,11 +34,17 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Where a user sets the allocator of GPUs, under its names of today and before. torch reads them when it is imported."""
 
 
+NATIVE_LOG = "TORCH_CPP_LOG_LEVEL"
+"""What torch's C++ writes to the terminal, by its level; read when torch is imported. Its warnings of a lost connection are pages
+of native frames in front of the one line in which Forge says which rank has ended."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `forge-train`; a refusal is printed without a traceback and ends the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # less of a GPU's memory lies idle between tensors of odd sizes
+    os.environ.setdefault(NATIVE_LOG, "ERROR")
     try:
         options = (
             not given or given[0].startswith("-") or COMPLETE in os.environ

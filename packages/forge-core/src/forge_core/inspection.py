@@ -19,7 +19,7 @@ from forge_core.config.words import describe_shape
 from forge_core.config.write import to_toml, value_text
 from forge_core.errors import BrokenPlugin, UnknownComponent, did_you_mean
 from forge_core.groups import GROUPS
-from forge_core.registry import Entry, Registry
+from forge_core.registry import Entry, Registry, canonical
 from forge_core.trust import trust_name
 
 
@@ -68,7 +68,7 @@ class Report:
 
 
 def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entry]:
-    """Every plugin that `name` may mean, in one group or in all of them.
+    """Every plugin that `name` may mean, in one group or in all of them; the name of a distribution means all of its parts.
 
     Raises:
         UnknownComponent: there is none.
@@ -80,8 +80,9 @@ def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entr
         trust_name(name)
         return [registry.find(wanted, name)]
     found = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
+    found = found or [entry for entry in registry.entries if canonical(entry.distribution) == canonical(name)]
     if not found:
-        hint = did_you_mean(name, sorted({entry.name for entry in registry.entries}))
+        hint = did_you_mean(name, sorted({known for entry in registry.entries for known in (entry.name, entry.distribution)}))
         raise UnknownComponent(f"unknown plugin {name!r}" + (f"; {hint}" if hint else ""))
     return sorted(found, key=lambda entry: (entry.group, entry.distribution))
 

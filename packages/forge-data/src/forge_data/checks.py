@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from forge_core.errors import Absent, Caution, Fault
 from forge_core.layout import Layout
+from forge_core.protocols.data import TextComponent
 from forge_core.protocols.job import Job
 from forge_data.components import sources, tokenizers
 from forge_data.order.phases import batch_faults, faults_of
-from forge_data.order.source_keys import too_long_of
+from forge_data.order.source_keys import too_long_of, weight_of
 from forge_data.section import Data
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -43,6 +44,15 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     for index, pattern in enumerate(getattr(data.tokenizer, "files", ())):
         if not _there(pattern):
             yield Absent(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
+    used = [(index, source) for index, source in enumerate(data.sources) if weight_of(source) > 0]
+    learns = isinstance(data.tokenizer, tokenizers.Bpe) and data.tokenizer.path is None and not data.tokenizer.files
+    if learns and not any(isinstance(source, TextComponent) for _, source in used):
+        hint = "set it to a tokenizer.json, or set data.tokenizer.files, or add a source of text"
+        yield Fault("data.tokenizer.path", "is not set, and there is no text to train a tokenizer on", hint=hint)
+    for index, source in used:
+        if isinstance(source, sources.Random) and data.packing == "concatenate" and source.tokens <= data.sequence_length:
+            message = f"{source.tokens} tokens are fewer than the {data.sequence_length + 1} of one sample"
+            yield Fault(f"data.sources.{index}.tokens", message, hint="raise it, or lower data.sequence_length")
 
 
 def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)

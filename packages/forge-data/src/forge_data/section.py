@@ -38,8 +38,8 @@ class Data:
     """Tokens of one sample."""
     packing: Literal["concatenate", "best_fit", "pad"] = "concatenate"
     """How documents become rows: `concatenate` cuts the stream of documents every `sequence_length` tokens; `best_fit`
-    puts whole documents together so that they fill a row (only documents longer than a row are cut); `pad` gives each
-    document its own row."""
+    puts whole documents together so that they fill a row (only documents longer than a row are cut, unless the `too_long`
+    of their source says otherwise); `pad` gives each document its own row."""
     items_per_row: Annotated[int, Gt(0)] | None = None
     """Images, or other items of documents, that `best_fit` puts into one row at most; no limit by default."""
     documents: Annotated[Literal["mask", "ignore"], IDENTITY] = "mask"

@@ -15,6 +15,8 @@ from forge_parallel.context.transform import ContextParallel
 from forge_parallel.features import ParallelJob, features, is_ours, strategies
 from forge_parallel.verify.proven import unproven
 
+UNPROVEN = "no test proves that it equals one process"
+
 
 def batch_fits(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """The global batch is cut into whole micro-batches on every data rank."""
@@ -191,7 +193,7 @@ def compositions_are_proven(job: ParallelJob, layout: Layout) -> Iterator[Fault]
         if any(not is_ours(use.name) for use in uses):
             record = f"`forge-train parity RECIPE --layouts {layout} --record DIR`"
             hint = f"measure it with {record} and set parallel.proofs = ['DIR'], or {hint}{stale}"
-        yield Fault("parallel", f"{keys}: no test proves that it equals one process", hint=hint)
+        yield Fault("parallel", f"{keys}: {UNPROVEN}", hint=hint)
 
 
 def _without_receipts(job: ParallelJob, used: list[Use]) -> tuple[list[tuple[Use, ...]], str]:

@@ -33,8 +33,11 @@ def tensors_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
         if why := shares.rows_refusal(key, rows, layout.tp):
             yield Fault(key, why, hint=f"raise it, or set parallel.tp to at most {rows}")
     tensor = job.transforms.get("tensor", Tensor())
+    # Experts have to see different tokens on every rank of tp, so with them sequences are cut.
+    dense = getattr(job.model, "moe", None) is None
+    hint = "set transforms.tensor.sequence_parallel = false, or parallel.tp = 1" if dense else "remove it, or set parallel.tp = 1"
     for reason in model.whole_stream if getattr(tensor, "sequence_parallel", True) else ():
-        yield Fault(_key(reason), shares.stream_refusal([reason]) or "", hint="remove it, or set parallel.tp = 1")
+        yield Fault(_key(reason), shares.stream_refusal([reason]) or "", hint=hint)
 
 
 def rows_can_be_shared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:

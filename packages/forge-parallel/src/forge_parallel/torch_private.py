@@ -84,6 +84,9 @@ DisableTorchFunction: Callable[[], AbstractContextManager[Any]] = torch._C.Disab
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
+# What `load_state_dict` returns.
+IncompatibleKeys = nn.modules.module._IncompatibleKeys
+
 # Families of modules.
 BatchNorm = nn.modules.batchnorm._NormBase
 

@@ -167,7 +167,10 @@ def _train(
         _conclude(run, resolved, reason)
     process_group.stop()
     if reason != STOPPED:
-        return 0
+        if code := run.hook_calls.exit_code:
+            failed = ", ".join(sorted({*run.hook_calls.off, *run.hook_calls.failed_last}))
+            tell_launcher(f"{reason} after step {run.state.step}; these hooks failed: {failed}", code)
+        return code
     saved = "without the time to save it" if run.left_out else "and saved"
     tell_launcher(f"{reason} after step {run.state.step}, {saved}; start it again", REQUEUE)
     return REQUEUE

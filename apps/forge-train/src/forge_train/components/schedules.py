@@ -245,12 +245,17 @@ class MultiStep(Schedule):
         return tuple(round(part * steps) for part in self.at)
 
     def faults(self, steps: int) -> list[Fault]:
-        """Those of every schedule, and a piece that would begin inside the warm-up."""
+        """Those of every schedule, a piece that would begin inside the warm-up, and one that has no step of the run."""
         faults = super().faults(steps)
         starts = self.starts(steps)
         if not faults and starts and starts[0] < self.warmup:
             message = f"a piece begins at step {starts[0]}, within the warm-up of {self.warmup} steps (train.max_steps = {steps})"
             faults.append(Fault("schedule.at", message, hint="raise schedule.at or lower schedule.warmup"))
+        for number, (begin, end) in enumerate(pairwise((0, *starts, steps))):
+            if not faults and begin >= end:
+                text = f"piece {number + 1} of {len(starts) + 1} would begin at step {begin} and end there, so it never runs"
+                hint = "set schedule.at further apart, train longer, or leave the piece out"
+                faults.append(Fault("schedule.at", f"{text} (train.max_steps = {steps})", hint=hint))
         return faults
 
     def build(self, steps: int) -> Factor:

@@ -4,14 +4,15 @@ import base64
 import itertools
 import json
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 from forge_core.durable import replace_file
-from forge_core.errors import ForgeError, did_you_mean
+from forge_core.errors import DataError, ForgeError, did_you_mean
 from forge_core.protocols.run import Run
 from forge_data.loading.items.questions import Question, inputs_of, questions
-from forge_train.hooks.periodic import Periodic
+from forge_train.hooks.periodic import Periodic, length_limit
 from forge_train.run.directory import ANSWERS
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class AnswersHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(self, sets: tuple[str, ...], count: int, shown: int, every: int, max_tokens: int, weights: str) -> None:
         super().__init__(every)
@@ -50,8 +52,11 @@ class AnswersHook(Periodic):
                     f"hook 'answers': held-out set {name!r} does not exist; {did_you_mean(name, list(run.evaluations))}"
                 )
         for name in self.sets or run.evaluations:
-            found = list(questions(getattr(run.evaluations[name], "source", None), self.count))
+            source = getattr(run.evaluations[name], "source", None)
+            found = list(questions(source, self.count))
             if found:
+                self._refuse_long(run, name, found)
+                self._load(name, source, found)
                 self.asked[name] = found
             elif self.sets:
                 raise ForgeError(
@@ -63,6 +68,38 @@ class AnswersHook(Periodic):
                 "hook 'answers' needs a held-out set whose documents have a part that is given, such as images or questions; add "
                 "one to [data.evaluation], or remove the hook"
             )
+
+    def _refuse_long(self, run: Run, name: str, asked: list[Question]) -> None:
+        room = length_limit(run)
+        for question in asked:
+            given, new = len(question.prompt), min(self.max_tokens, len(question.answer))
+            if room is not None and given + new > room:
+                raise ForgeError(
+                    f"hook 'answers': a document of held-out set {name!r} has a prompt of {given} tokens and an answer of {new}, "
+                    f"and the model takes {room}; raise model.max_length, lower hooks.max_tokens, or leave the set out"
+                )
+
+    def _load(self, name: str, source: Any, asked: list[Question]) -> None:
+        """Loads every item once: one that is gone is said now, and not when training is over."""
+        for question in asked:
+            try:
+                inputs_of(source, [question])
+            except DataError as cause:
+                raise ForgeError(f"hook 'answers': held-out set {name!r}: {cause}") from cause
+
+    def _together(self, run: Run, asked: list[Question]) -> Iterator[list[Question]]:
+        """Portions that are answered at a time: of each, the longest prompt and the longest answer fit the model together."""
+        room, part = length_limit(run), list[Question]()
+        for question in asked:
+            longer = [*part, question]
+            new = min(self.max_tokens, max(len(each.answer) for each in longer))
+            fits = room is None or max(len(each.prompt) for each in longer) + new <= room
+            if part and (len(part) == _TOGETHER or not fits):
+                yield part
+                part = [question]
+            else:
+                part = longer
+        yield part
 
     def act(self, run: Run) -> None:
         """Answers, counts and keeps; a run that is asked to stop meanwhile leaves it."""
@@ -104,15 +141,14 @@ class AnswersHook(Periodic):
                 raise _Left
             return run.topology.from_first(tokens)
 
-        for start in range(0, len(asked), _TOGETHER):
-            part = asked[start : start + _TOGETHER]
+        for part in self._together(run, asked):
             inputs = {key: value.to(run.topology.device) for key, value in inputs_of(source, part).items()}  # type: ignore[arg-type]
             most = max(len(question.answer) for question in part)
             prompts = [question.prompt.tolist() for question in part]
             tokens = generate(
                 run.model.whole(),
                 prompts,
-                max_tokens=min(self.max_tokens, most + 1),
+                max_tokens=min(self.max_tokens, most),
                 eos=tokenizer.eos,
                 agree=agree,
                 inputs=inputs or None,

@@ -39,6 +39,7 @@ class InsideHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(self, every: int, statistics: Sequence[str], held_out: str | None, rows: int, tokens: int) -> None:
         super().__init__(every)

@@ -36,6 +36,8 @@ class LogHook(Hook):
     `memory/optimizer`, and on an accelerator `memory/rest`, what was held besides at the peak: activations and buffers.
     """
 
+    observes = True
+
     watch: Stopwatch
 
     def __init__(self, every: int = 10) -> None:

@@ -20,6 +20,8 @@ class NormsHook(Hook):
     measurement costs an all-reduce, one wait for the device, and, during the update, a copy of this rank's parameters.
     """
 
+    observes = True
+
     def __init__(self, every: int = 100, by: Literal["group", "tensor"] = "group") -> None:
         self.every, self.by = every, by
         self.before: dict[str, Tensor] = {}

@@ -10,6 +10,12 @@ from forge_train.process.stop import STOPPED
 _LOOK = 8
 
 
+def length_limit(run: Run) -> int | None:
+    """The most tokens, prompt and new ones together, that the model of a run generates within; None where it states no limit."""
+    limits = getattr(run.job.model, "max_length", None), getattr(run.model.parts[0], "cache_limit", None)
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
 class Periodic(Hook):
     """Acts every N steps (0 = never) and once more at the end; never twice at one step. All ranks act together.
 

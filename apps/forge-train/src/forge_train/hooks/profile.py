@@ -43,6 +43,8 @@ class ProfileHook(Hook):
     and `split/PART`, of which each is seconds of a step (`forge_train.profiling.split`): exposed communication and the host too.
     """
 
+    observes = True
+
     def __init__(
         self,
         at: Sequence[int] = (),

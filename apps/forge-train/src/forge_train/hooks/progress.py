@@ -22,6 +22,8 @@ class ProgressHook(Hook):
     The time left is that of the steps since this start, evaluation and saving included.
     """
 
+    observes = True
+
     watch: Stopwatch
     begun: tuple[float, int]
 

@@ -27,6 +27,8 @@ class RoutingHook(Periodic):
     The counts are those of the whole batch of all ranks; a measurement costs two all-gathers and waits for the device.
     """
 
+    observes = True
+
     world: World
     reports: bool
 

@@ -10,7 +10,7 @@ from typing import Any
 from forge_core.durable import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
-from forge_train.hooks.periodic import Periodic
+from forge_train.hooks.periodic import Periodic, length_limit
 from forge_train.run.directory import SAMPLES
 
 _log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class SampleHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(
         self,
@@ -46,9 +47,23 @@ class SampleHook(Periodic):
         self.repetition_penalty, self.weights = repetition_penalty, weights
 
     def check(self, run: Run) -> None:
-        """Refuses a run without a tokenizer."""
+        """Refuses a run without a tokenizer, and prompts that are empty or leave no room for the new tokens."""
         if run.data.tokenizer is None:
             raise ForgeError("hook 'sample' needs a tokenizer: add [data.tokenizer], or remove the hook")
+        room = length_limit(run)
+        for place, prompt in enumerate(self._prompts(run)):
+            if not prompt:
+                raise ForgeError(f"hook 'sample': prompt {place} is empty; a continuation needs a token to begin with")
+            if room is not None and len(prompt) + self.max_tokens > room:
+                raise ForgeError(
+                    f"hook 'sample': prompt {place} of {len(prompt)} tokens and max_tokens = {self.max_tokens} new ones are more "
+                    f"than the {room} that the model takes; shorten the prompt or lower max_tokens"
+                )
+
+    def _prompts(self, run: Run) -> list[list[int]]:
+        tokenizer = run.data.tokenizer
+        assert tokenizer is not None, "`check` refuses a run without a tokenizer"
+        return [[*tokenizer.prefix, *map(int, tokenizer.encode(prompt))] for prompt in self.prompts]
 
     def act(self, run: Run) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
@@ -66,7 +81,7 @@ class SampleHook(Periodic):
             min_p=self.min_p,
             seed=run.job.job.seed,
         )
-        prompts = [list(map(int, tokenizer.encode(prompt))) for prompt in self.prompts]
+        prompts = self._prompts(run)
         count = itertools.count()
 
         def agree(tokens: Any) -> Any:

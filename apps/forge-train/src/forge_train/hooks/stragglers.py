@@ -33,6 +33,8 @@ class StragglersHook(Hook):
     it waits, so a fixed piece of work is timed on it, which the host does not wait for.
     """
 
+    observes = True
+
     def __init__(self, every: int = 20, ratio: float = 1.5) -> None:
         self.every, self.ratio = every, ratio
         self.own: OwnTime | None = None

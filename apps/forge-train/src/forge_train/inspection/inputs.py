@@ -11,7 +11,7 @@ from forge_core.errors import ForgeError
 from forge_core.lines import lines_of
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
-from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
 
 def rows_of_text(
@@ -46,7 +46,7 @@ def rows_of_text(
         raise ForgeError(f"--length {wide}: an input of {weights.facts.origin} has 1 to {longest} tokens")
     coder = tokenizer_for(weights, tokenizer, registry, note)
     check_tokenizer(coder, weights, note)
-    begin = bos_tokens(weights, tokenizer)
+    begin = coder.prefix
     if lines:
         rows = [torch.tensor([*begin, *coder.encode(line).tolist()]) for line in lines_of(text) if line][:limit]
         if cut := [len(row) for row in rows if len(row) > wide]:

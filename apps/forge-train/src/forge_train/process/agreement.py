@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -38,6 +38,9 @@ _log = logging.getLogger(__name__)
 OWN_KEYS = frozenset({"train.threads", "parallel.patience"})
 """Keys that may differ between ranks: how many cores a node has, and after how long a rank says for whom it waits. They change no
 number, and no rank waits for another because of them."""
+
+REPORT = 30.0
+"""Seconds after which a rank that waits for the verdict of all says for whom."""
 
 LAST_WORDS = 5.0
 """Seconds that a rank which ends waits for the others: rank 0 until they have read why, they until it has said so."""
@@ -128,9 +131,16 @@ class Agreement:
             store.set(f"{key}/{self.rank}", json.dumps([text, code]))
             store.append(f"{key}/faulty", f"{self.rank} ")
         try:
+            store.set(f"{key}/here/{self.rank}", "1")
             if store.add(f"{key}/arrived", 1) == self.size:
                 store.set(f"{key}/all", "1")
-            _wait_for(store, f"{key}/all", patience)
+
+            def absent() -> str:
+                late = [str(rank) for rank in range(self.size) if not store.check([f"{key}/here/{rank}"])]
+                more = f" and {len(late) - 8} more" if len(late) > 8 else ""
+                return f"rank {', '.join(late[:8])}{more} has not reached {phase!r}" if late else f"{phase!r} is nearly done"
+
+            _wait_for(store, f"{key}/all", patience, absent)
             faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
             if not faulty:
                 return None
@@ -188,15 +198,20 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return f"sha256:{whole.hexdigest()[:12]}"
 
 
-def _wait_for(store: Any, key: str, patience: float) -> None:
-    """Until a key is there. It waits in Python, where signals are heard; `store.wait` would hold them back.
+def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] | None = None) -> None:
+    """Until a key is there. It waits in Python, where signals are heard; `store.wait` would hold them back. After `REPORT`
+    seconds, and again after twice as many, it says what `absent` says.
 
     Raises:
         RuntimeError: it is not there after `patience` seconds, or the store is gone.
     """
-    until, pause = time.monotonic() + patience, 0.001
+    began, pause, report = time.monotonic(), 0.001, REPORT
     while not store.check([key]):
-        if time.monotonic() > until:
+        passed = time.monotonic() - began
+        if passed > patience:
             raise RuntimeError(f"{key} did not arrive within {patience:g} s")
+        if passed > report and absent is not None:
+            report *= 2
+            _log.warning("waiting for %.0f s at the start: %s", passed, absent())
         time.sleep(pause)
         pause = min(1.5 * pause, 0.2)

@@ -22,6 +22,9 @@ STOPPED = "asked to stop"
 REQUEUE = 75
 """Exit code of a run that was asked to stop and can go on later: EX_TEMPFAIL, "try again later"."""
 
+HOOK_FAILED = 9
+"""Exit code of a run that trained to its end while a hook that observes was switched off, or failed at the end."""
+
 _NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TWICE = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 2.0

@@ -6,8 +6,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from forge_core.errors import Caution, Fault, did_you_mean
+from forge_core.errors import Absent, Caution, Fault, did_you_mean
 from forge_core.layout import Layout
+from forge_core.machine.processor import has_accelerator, hides_accelerators
 from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
 from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
 from forge_train.hooks.evaluation.results import metrics
@@ -182,12 +183,37 @@ def samples_can_be_made(job: Job, layout: Layout) -> Iterator[Fault]:  # noqa: A
     for index, hook in enumerate(job.hooks):
         if not isinstance(hook, Sample):
             continue
+        if empty := [place for place, prompt in enumerate(hook.prompts) if not prompt]:
+            yield Fault(
+                f"hooks.{index}.prompts.{empty[0]}", "is empty; a continuation needs a token to begin with", hint="leave it out"
+            )
+        counts = getattr(job.data.tokenizer, "tokens_of", None)  # of those that need neither training nor a file
+        lengths = [counts(prompt) for prompt in hook.prompts] if counts is not None else []
+        if longest is not None and hook.max_tokens < longest < max(lengths, default=0) + hook.max_tokens:
+            yield Fault(
+                f"hooks.{index}.prompts.{lengths.index(max(lengths))}",
+                f"{max(lengths)} tokens and hooks.{index}.max_tokens = {hook.max_tokens} new ones are more than "
+                f"model.max_length = {longest}",
+                hint="shorten the prompt, or lower max_tokens",
+            )
         if longest is not None and hook.max_tokens >= longest:
             yield Fault(
                 f"hooks.{index}.max_tokens",
                 f"{hook.max_tokens} new tokens leave no room for a prompt within model.max_length = {longest}",
                 hint=f"lower it, to {max(longest // 2, 1)} for example",
             )
+
+
+def kernels_fit_the_machine(job: Job, environment: Mapping[str, str]) -> Iterator[Fault]:
+    """A kernel for GPUs where work runs on the CPU: a fault where the environment hides GPUs, else of a run that starts here."""
+    core = getattr(getattr(job.model, "attention", None), "core", None)
+    if core not in ("flex", "varlen"):
+        return
+    text, hint = f"{core!r} needs a CUDA device, and ", "set it to 'auto' or 'sdpa'"
+    if hides_accelerators(environment):
+        yield Fault("model.attention.core", f"{text}the environment hides all of them (CUDA_VISIBLE_DEVICES)", hint=hint)
+    elif not has_accelerator():
+        yield Absent("model.attention.core", f"{text}this machine shows none", hint=hint)
 
 
 def profiles_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:

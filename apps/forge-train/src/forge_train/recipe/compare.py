@@ -40,10 +40,9 @@ def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Outcom
 def _recorded(path: Path, registry: Registry) -> Outcome:
     """The recipe that a checkpoint carries."""
     from forge_ckpt.saving.locate import locate
-    from forge_ckpt.store.verify import open_manifest
 
     place = locate(path)
-    tree = build(open_manifest(place.store, place.name)[0].meta.get("config", {}), (), lambda _: place.name, Path.cwd())
+    tree = build(place.manifest().meta.get("config", {}), (), lambda _: f"{place.store.root}/{place.name}", Path.cwd())
     if not isinstance(tree, Table) or not tree.items:
         raise CheckpointError(f"{place.store.root}/{place.name} has no recipe")
     return walk(Job, tree, registry)

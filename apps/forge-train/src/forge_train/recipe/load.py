@@ -1,22 +1,26 @@
 """A recipe, read: layers merged, typed, laid out on a world and checked. The one way in for every command."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forge_core.component import fields_of
 from forge_core.config.checks import Parts, run_checks
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
 from forge_core.config.validate import Outcome, walk
 from forge_core.config.write import to_toml
-from forge_core.errors import ConfigError, Fault, LayoutError
+from forge_core.errors import Absent, ConfigError, Fault, LayoutError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
+from forge_parallel.components.sections import Parallel
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 
+_AXES = {info.name for info in fields_of(Parallel)}
 _HEADER = "# The resolved recipe: every key with the value that it had. It is complete and loads to the same run.\n\n"
 
 
@@ -90,6 +94,15 @@ def load(
         job = outcome.value if not outcome.faults else Parts(outcome.parts)
         found, warnings = run_checks(job, layout, registry, outcome.tree, outcome.used, here)
         faults += found
+        if not outcome.faults:
+            from forge_train.recipe.checks import kernels_fit_the_machine
+
+            for fault in kernels_fit_the_machine(outcome.value, os.environ):
+                placed = replace(fault, origin=origin_at(outcome.tree, fault.key))
+                if isinstance(fault, Absent) and not here:
+                    warnings.append(str(placed))
+                else:
+                    faults.append(placed)
     if faults:
         raise ConfigError(_once(faults))
     used = tuple(dict.fromkeys(outcome.used))
@@ -99,10 +112,11 @@ def load(
 def _layout(outcome: Outcome, world: int | None) -> tuple[Layout | None, list[Fault]]:
     """The layout of `[parallel]`, whose keys are named as the sizes of a layout; found even when other sections are wrong."""
     parallel = outcome.parts.get("parallel")
-    if world is None or parallel is None:
+    axes = [axis for axis in SIZES if axis in _AXES]
+    if world is None or parallel is None or (isinstance(parallel, Parts) and not parallel.has(axes)):
         return None, []
     try:
-        return Layout.of({axis: getattr(parallel, axis) for axis in SIZES if hasattr(parallel, axis)}, world), []
+        return Layout.of({axis: getattr(parallel, axis) for axis in axes}, world), []
     except LayoutError as error:
         message = str(error)
         named = re.match(r"(parallel\.\w+)( = -?\d+)?: ", message)

@@ -26,8 +26,8 @@ class JobSection:
     """Fixes the initial weights and, unless `data.seed` is set, the order of the data."""
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError("name is one path component: not empty, no '/', no leading '.'")
+        if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:
+            raise ValueError("name is one path component: not empty, no '/', no leading '.', at most 200 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from forge_core.protocols.data import Cursor
 from forge_train.process.stop import RolledBackTooOften, TrainingError
 from forge_train.run.health import RollBack
 from forge_train.run.loop import fit
+from forge_train.run.observers import rescue
 from forge_train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -55,9 +56,11 @@ def train(build: Callable[[Back | None], Run]) -> tuple[Run, str]:
             return run, fit(run)
         except RollBack as wish:
             back = way_back(run, str(wish))
-            for hook in run.hooks:
-                hook.leave(run)
+            run.hook_calls(run, "leave")
             run.close()
+        except Exception as error:
+            rescue(run, error)
+            raise
         finally:
             for tracker in run.trackers:
                 tracker.close()  # also after a failure: what was written last says most about it

@@ -27,6 +27,7 @@ from forge_core.redact import redacted_text
 from forge_core.registry import Registry
 from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream
+from forge_models.accelerator import has_flex
 from forge_parallel.accelerator import name
 from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
@@ -56,6 +57,7 @@ from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
 from forge_train.run.takeover import elsewhere, forget, prepare_directory, refuse_fresh, remind
 from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.run.weights.origin import carried, origin
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
@@ -122,6 +124,11 @@ def assemble(
     if device.type == "cpu" and job.precision.compute == "bf16" and console is not None and (remark := bf16_remark()):
         say(remark)
 
+    with ranks.together("the kernels"):
+        core = getattr(getattr(job.model, "attention", None), "core", None)
+        if core in ("flex", "varlen") and not has_flex(device):
+            why = f"needs a CUDA device, and this is {name(device)}"
+            raise ForgeError(f"model.attention.core = {core!r} {why}; set it to 'auto' or 'sdpa'")
     asked = job.train.micro_batch
     with ranks.together("the micro-batch that fits", collective=True):
         job, fits = remembered(directory, job, world) if not fresh else (job, "")
@@ -152,6 +159,9 @@ def assemble(
     with ranks.together("the progress"):
         if topology.rank == 0:
             refuse_without_progress(directory, found.step if found else 0, automatic)
+    with ranks.together("the weights to start from"):
+        checkpoints.origin = carried(found.meta) if found else origin(job, registry, data.tokenizer)
+        checkpoints.tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)

@@ -4,6 +4,7 @@ A checkpoint keeps pairs [key, state] in the order of the hooks. A key is the re
 does not touch. Checkpoints of earlier versions have the class's name as the key.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_train.recipe.load import Resolved
 
 State = tuple[str, Any]
+
+_log = logging.getLogger(__name__)
 
 
 def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
@@ -27,8 +30,19 @@ def build_hooks(resolved: Resolved, registry: Registry) -> list[Hook]:
 
 
 def states_of(hooks: Sequence[Hook]) -> list[State]:
-    """What a checkpoint keeps of the hooks: JSON."""
-    return [(hook.state_key or type(hook).__name__, dict(hook.state())) for hook in hooks]
+    """What a checkpoint keeps of the hooks: JSON. One that only observes and cannot say its state has none, and a warning."""
+    return [(hook.state_key or type(hook).__name__, _state_of(hook)) for hook in hooks]
+
+
+def _state_of(hook: Hook) -> dict[str, Any]:
+    try:
+        return dict(hook.state())
+    except Exception as cause:
+        if not hook.observes:
+            raise
+        name = hook.state_key or type(hook).__name__
+        _log.warning("hook %r has no state in this checkpoint: %s: %s", name, type(cause).__name__, cause)
+        return {}
 
 
 def kept_by(hooks: Sequence[Hook], model: ParallelModel) -> Iterator[tuple[str, str, Piece]]:

@@ -17,32 +17,27 @@ def fit(run: Run) -> str:
         OutOfMemory: a step did not fit; the next start takes smaller micro-batches.
         Superseded: another job has started in the run's directory.
     """
-    for hook in run.hooks:
-        hook.start(run)
+    run.hook_calls(run, "start")
     with same_bits(run.job.train.deterministic), planned(run.job.train.collect_every) as collect:
         for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break
             run.begin_step(batches)
-            for hook in run.hooks:
-                hook.before_step(run)
+            run.hook_calls(run, "before_step")
             with noted_when_full(run):
                 result = run.step(batches, stop=run.stop.wanted(), trace=run.wants_trace)
-            for hook in run.hooks:
-                hook.before_update(run, result)
+            run.hook_calls(run, "before_update", result)
             with run.phases("optimizer"):
                 run.update(result)
             run.state.advance(cursor, run.tokens_per_step)
             run.conclude(result)
-            for hook in run.hooks:
-                hook.after_step(run, result)
+            run.hook_calls(run, "after_step", result)
             run.settle()
             collect(run.state.step)
     run.judge()
     run.stop.check()
     run.check()
-    for hook in run.hooks:
-        hook.finish(run)
+    run.hook_calls(run, "finish")
     return run.stop.reason(run.state) or "data exhausted"
 
 

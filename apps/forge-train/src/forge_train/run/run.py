@@ -27,6 +27,7 @@ from forge_parallel.step.step import Step, StepResult
 from forge_train.process.stop import Stop
 from forge_train.recipe.schema import Job
 from forge_train.run.health import Health
+from forge_train.run.observers import Calls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +60,9 @@ class Run:
             that a verdict decides is ahead of it, since a step that is not finite changes nothing by itself, and what is
             written, evaluated or ended waits for all verdicts first (`judge`).
         batches: of the current step, on the host.
+        hook_calls: makes all calls of `hooks`.
         settled: whether a step of this start is complete.
+        complete: whether weights, optimizer and data position are those of one step; not while the next one is made.
         unjudged: the newest steps, each with its number.
         elapsed: seconds of training that earlier starts of the run took.
         resumed: whether the state is that of a checkpoint.
@@ -104,11 +107,13 @@ class Run:
     watch: Watch = field(default_factory=Watch)
     health: Health = field(default_factory=Health)
     hooks: Sequence[Hook] = ()
+    hook_calls: Calls = field(default_factory=Calls)
     trackers: Sequence[Tracker] = ()
     phases: Phases = field(default_factory=Phases)
     batches: Sequence[Batch] = ()
     lag: int = 0
     settled: bool = False
+    complete: bool = True
     unjudged: "deque[tuple[int, StepResult]]" = field(default_factory=deque)
 
     @property
@@ -132,8 +137,10 @@ class Run:
         # Steps of another size take another time, and the first one of a start compiles.
         places = sum(batch.tokens.numel() for batch in batches)
         section = f"step of {places} places" if self.settled else "first step"
+        # A rank that failed in a hook has passed fewer marks than the others; from here on they count alike again.
+        self.watch.passed = max(self.watch.passed, (self.state.step + 1) << 20)
         self.watch.enter(f"step {self.state.step + 1}", section)
-        self.batches = batches
+        self.batches, self.complete = batches, False
         key = f"{self.job.job.seed}/{self.state.step}/{self.topology.data_rank}".encode()
         torch.manual_seed(int.from_bytes(blake2b(key, digest_size=7).digest(), "little"))
         self.model.at_step(self.state.step, self.job.train.max_steps)
@@ -156,6 +163,7 @@ class Run:
         Raises:
             TrainingError: see `judge`.
         """
+        self.complete = True
         result.send()
         self.unjudged.append((self.state.step, result))
         self.judge(but=self.lag)

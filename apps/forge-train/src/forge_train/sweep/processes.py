@@ -13,7 +13,7 @@ from forge_ckpt.resilience.local_ranks import FOLLOWS
 from forge_ckpt.resilience.progress import NoProgress
 from forge_ckpt.resilience.restarts import FAULTY, FULL
 from forge_core.lines import lines_of
-from forge_train.process.stop import REQUEUE, RolledBackTooOften, TrainingError
+from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
 """Lines of a run's output that are shown where it failed."""
@@ -84,7 +84,7 @@ def command_of(arguments: Sequence[str], processes: int = 1) -> list[str]:
 def meaning(code: int, asked: bool) -> str:
     """What the end of a run means: `finished`, `stopped`, `diverged`, `refused`, `lost`, which goes on at another start, or
     `failed`, which is worth a try. What was asked to stop has stopped."""
-    if code == 0:
+    if code in (0, HOOK_FAILED):
         return "finished"
     if code == REQUEUE or asked:
         return "stopped"

@@ -19,10 +19,14 @@ class _Missing(Exception):
 
 
 class Parts:
-    """A recipe of which some sections are right: a check that asks for another one ends there."""
+    """A recipe, or a section, of which some fields are right: a check that asks for another one ends there."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether all of these fields are right."""
+        return set(names) <= self._parts.keys()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -84,7 +88,9 @@ def _run(entry: Entry, job: Job | Parts, layout: Layout | None, registry: Regist
         return found
     except _Missing:
         return found
-    except Exception as cause:  # a plugin's rule may raise anything; the caller decides what it stops
+    except Exception as cause:
+        if isinstance(job, Parts):  # it met a section of which a part is missing; it runs again when the recipe is whole
+            return found  # a plugin's rule may raise anything; the caller decides what it stops
         whose = f"check {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
         raise BrokenPlugin(f"{whose} failed: {type(cause).__name__}: {cause}") from cause
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from forge_core.config.merge import merge
 from forge_core.config.overrides import parse_overrides
 from forge_core.config.scan import key_lines, repeated_key
-from forge_core.config.tree import DEFAULT, Leaf, Table, build, plugin_files
+from forge_core.config.tree import DEFAULT, TOO_DEEP, Leaf, Table, build, is_too_deep, plugin_files
 from forge_core.errors import ConfigError, Fault, PluginError
 from forge_core.lines import lines_of
 from forge_core.registry import Registry
@@ -98,6 +98,10 @@ def read(path: Path) -> Table:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_syntax(shown, text, error)]) from error
+    except RecursionError:
+        raise ConfigError([Fault(shown, TOO_DEEP)]) from None
+    if is_too_deep(parsed):
+        raise ConfigError([Fault(shown, TOO_DEEP)])
     lines = key_lines(text)
 
     def origin(at: tuple[str | int, ...]) -> str:

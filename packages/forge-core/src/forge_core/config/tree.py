@@ -42,8 +42,28 @@ class Array:
     origin: str
 
 
+DEEPEST = 60
+"""Tables and arrays inside each other, at most; those of a recipe are a handful."""
+
+TOO_DEEP = f"tables and arrays stand more than {DEEPEST} deep in each other"
+
 Node = Leaf | Table | Array
 Keys = tuple[str | int, ...]
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a parsed document goes deeper than what is walked by functions that call themselves."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def build(value: Any, path: Keys, origin_of: Callable[[Keys], str], folder: Path) -> Node:

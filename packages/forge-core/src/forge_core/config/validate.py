@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from forge_core.component import Component, FieldInfo
-from forge_core.config.leaf import read_leaf, written
+from forge_core.config.checks import Parts
+from forge_core.config.leaf import bad_letter, read_leaf, written
 from forge_core.config.merge import merge_node
 from forge_core.config.shape import Shape, shapes_in
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
@@ -35,7 +36,7 @@ class Outcome:
 
     Attributes:
         value: instance of the schema, or `INVALID` when there are faults.
-        parts: fields of the schema by name: those that are right, even when others are not.
+        parts: fields of the schema by name: those that are right, even when others are not; of a section that is not, `Parts`.
         tree: every key with its value and origin, defaults and chosen names included; loads again to an equal value.
         chosen: per dotted key of a component's table, its (group, name).
         fields: per dotted key, the field behind it.
@@ -98,6 +99,8 @@ class _Walker:
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    right: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of a section that is wrong, the fields that are right."""
     owner: str = ""
     """The distribution of the component whose defaults are filled in; names in them mean its own parts first."""
 
@@ -115,7 +118,6 @@ class _Walker:
             if component and name == "name":
                 continue
             at = join(key, name)
-            before = len(self.faults)
             self.fields[at] = info
             given = node.items.get(name)
             if given is None:
@@ -126,10 +128,16 @@ class _Walker:
             values[name] = value
             if made is not None:
                 resolved[name] = made
-            if not key and len(self.faults) == before:
-                self.parts[name] = value
+            if not key and value is not INVALID:
+                self.parts[name] = value  # with an unknown key in it, the rest is what it is
+            elif not key and at in self.right:
+                self.parts[name] = Parts(self.right[at])
         whole = Table(resolved, node.origin)
         if any(value is INVALID for value in values.values()):
+            if not component:
+                self.right[key] = {name: value for name, value in values.items() if value is not INVALID}
+            if broken := _rule_of_the_rest(cls, values):
+                self.rule(key, cls, whole, broken)
             return INVALID, whole
         try:
             return cls(**values), whole
@@ -221,6 +229,9 @@ class _Walker:
             return self.section(key, node, shape.type, component=False)
         if shape.kind == "component":
             return self.component(key, node, shape)
+        for name, item in node.items.items():
+            if wrong := bad_letter(name, is_name=True):
+                self.fault(join(key, name), f"a key that {wrong}", item.origin)
         made = {name: self.entry(join(key, name), name, item, shape) for name, item in node.items.items()}
         made = {name: pair for name, pair in made.items() if pair is not None}
         whole = Table({name: pair[1] for name, pair in made.items()}, node.origin)
@@ -278,6 +289,28 @@ class _Walker:
 
     def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:
         self.faults.append(Fault(key, message, origin, hint))
+
+
+def _rule_of_the_rest(cls: type, values: Mapping[str, Any]) -> str:
+    """What `__post_init__` refuses although some fields are wrong; "" where it refuses nothing, or asks for one of these."""
+    check = getattr(cls, "__post_init__", None)
+    if check is None:
+        return ""
+
+    def is_wrong(_: Any) -> Any:
+        raise LookupError
+
+    wrong = {name: property(is_wrong) for name, value in values.items() if value is INVALID}
+    instance = object.__new__(type(cls.__name__, (cls,), wrong))
+    for name in values.keys() - wrong.keys():
+        object.__setattr__(instance, name, values[name])
+    try:
+        check(instance)
+    except ValueError as error:
+        return str(error) or f"refused by {cls.__name__}"
+    except Exception:  # noqa: BLE001 (it asked for what is wrong, or met what is not there without it)
+        return ""
+    return ""
 
 
 def _leaf(value: Any) -> Node:

@@ -36,10 +36,14 @@ def has_accelerator(root: Path = Path("/")) -> bool:
     return any((root / file).exists() for file in ACCELERATORS)
 
 
+def hides_accelerators(environment: Mapping[str, str]) -> bool:
+    """Whether the environment says that no GPU is to be used, so that work runs on the CPU."""
+    return any(environment.get(name, "0") in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+
+
 def idle_accelerator(device: str, environment: Mapping[str, str], root: Path = Path("/")) -> str | None:
     """A sentence where a GPU is shown and work runs on another `device` type, unless the environment hides GPUs; else None."""
-    hidden = any(environment.get(name, "0") in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
-    if device != "cpu" or hidden or not has_accelerator(root):
+    if device != "cpu" or hides_accelerators(environment) or not has_accelerator(root):
         return None
     return (
         "this machine shows a GPU, but torch cannot use it, and all work runs on the CPU: `forge-train doctor` says why and what "

@@ -230,9 +230,12 @@ class Hook:
     Attributes:
         state_key: finds the hook's state in a checkpoint. A run sets the registered name of a hook of its recipe, such as
             `forge-train:evaluate`; a hook without one goes by the name of its class. Hooks with the same key keep their order.
+        observes: the hook only looks, and training is the same without it. An exception in it is said and counted, and the run
+            goes on; after three it is switched off. One of a hook that acts on training ends the run.
     """
 
     state_key: str = ""
+    observes: bool = False
 
     def check(self, run: Run) -> None:
         """Once, before the run takes over its directory: raises a ForgeError when the hook cannot work with this run."""

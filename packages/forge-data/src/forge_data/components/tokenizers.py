@@ -23,6 +23,10 @@ class Bytes(Component):
 
         return ByteTokenizer()
 
+    def tokens_of(self, text: str) -> int:
+        """How many tokens a text is, without building the tokenizer."""
+        return len(text.encode("utf-8", "replace"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bpe(Component):

@@ -23,6 +23,7 @@ from forge_data.storage.workspace_lock import locked
 from forge_data.store.manifest import MANIFEST, VERSION
 from forge_data.store.reader import StoreSource, open_store
 from forge_data.store.writer import SHARD_TOKENS, StoreWriter, dtype_for
+from forge_data.tokenizers.adapt import identity_of
 
 SMALLEST_PART, LARGEST_PART = 4 << 20, 128 << 20
 """Bytes of input in one part: small ones spread well over workers, large ones keep their number in the thousands."""
@@ -47,7 +48,7 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
     tokenizer = context.tokenizer
     if tokenizer is None and not _holds_ids(texts):
         raise DataError(f"source {name!r} is text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
-    made_with = tokenizer.fingerprint if tokenizer else f"ids {eos}"
+    made_with = _made_with(texts, tokenizer) if tokenizer else f"ids {eos}"
     key = sha256(f"{VERSION} {texts.fingerprint} {made_with} {eos}".encode()).hexdigest()[:16]
     path = context.workspace / "stores" / f"{name}-{key}"
     if not (path / MANIFEST).exists():
@@ -142,6 +143,7 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Job:
         dtype=dtype_for(vocabulary or 1 << 32),
         eos=eos,
         tokenizer_eos=tokenizer.eos if tokenizer else None,
+        add_special_tokens=tokenizer is not None and bool(tokenizer.prefix or tokenizer.suffix),
         vocab_size=vocabulary,
         skip=records.skip if records else 0,
     )
@@ -151,11 +153,16 @@ def _holds_ids(texts: Texts) -> bool:
     return isinstance(texts, Records) and texts.wanted.ids
 
 
+def _made_with(texts: Texts, tokenizer: Tokenizer) -> str:
+    """What the ids of documents depend on besides them; ids that they hold are copied."""
+    return tokenizer.fingerprint if _holds_ids(texts) else identity_of(tokenizer)
+
+
 def _work_directory(path: Path, texts: Texts, job: Job, tokenizer: Tokenizer | None) -> Path:
     """Where the parts of this very job are kept: of the same corpus, cut the same way, for the same tokenizer."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} exists and is not empty; choose another directory or remove this one")
-    made_with = tokenizer.fingerprint if tokenizer else ""
+    made_with = _made_with(texts, tokenizer) if tokenizer else ""
     # The fingerprint knows the content of the files; their times say nothing about it.
     parts = [(part.start, part.stop, *(file.name for file in part.files)) for part in job.parts]
     key = sha256(f"{replace(job, skip=0, parts=())} {parts} {texts.fingerprint} {made_with}".encode()).hexdigest()[:16]
@@ -201,7 +208,8 @@ def _restorable(tokenizer: Tokenizer | None, job: Job) -> bool:
     if job.wanted.ids or tokenizer is None:
         return True
     try:
-        return restore(tokenizer.dump(), tokenizer.eos, tokenizer.name).fingerprint == tokenizer.fingerprint
+        again = restore(tokenizer.dump(), tokenizer.eos, tokenizer.name, job.add_special_tokens)
+        return identity_of(again) == identity_of(tokenizer)
     except DataError:
         return False
 

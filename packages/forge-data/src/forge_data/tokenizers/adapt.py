@@ -1,12 +1,13 @@
 """Tokenizers of plugins that were written before `encode_pieces`, `prefix` and `suffix` became part of the protocol."""
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ADDED = ("encode_pieces", "prefix", "suffix", "special_tokens")
 """What tokenizers of older plugins lack."""
@@ -40,12 +41,14 @@ class _Older:
         self.suffix = tuple(getattr(tokenizer, "suffix", ()))
         self.special_tokens = dict(getattr(tokenizer, "special_tokens", {}))
 
-    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> "tuple[np.ndarray, np.ndarray]":
         """See `forge_core.protocols.data.Tokenizer`.
 
         Raises:
             DataError: there are several pieces, or trusted ones.
         """
+        import numpy as np
+
         if len(pieces) > 1 or any(trusted for _, trusted in pieces):
             raise DataError(
                 f"tokenizer {self._tokenizer.name!r} cannot encode conversations or text around images: it has no encode_pieces; "

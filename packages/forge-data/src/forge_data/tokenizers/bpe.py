@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.sources.records.text import text_files
 from forge_data.storage.workspace_lock import locked
-from forge_data.tokenizers.cached_bpe import Words, cuts_into_words
+from forge_data.tokenizers.cached_bpe import PARTING, Words, cuts_into_words
 from forge_data.tokenizers.control import Controlled, load_backend, text_makes_controls
 from forge_data.tokenizers.pieces import Pieces
 
@@ -47,6 +47,7 @@ class BpeTokenizer:
 
     Attributes:
         prefix, suffix: what the post-processor of its file puts around a text; `suffix` is without the end of a document.
+        parting: where a text can be cut so that no id changes; None where nothing says.
         revision: 2 where `encode` made control tokens of ordinary text before.
     """
 
@@ -80,6 +81,7 @@ class BpeTokenizer:
         self.special_tokens: Mapping[str, str] = {"eos_token": eos}
         self.revision = 2 if self._makes_controls else 1
         self._words = Words(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
+        self.parting = PARTING if self._words is not None else None
         self._controlled = cache(lambda: Controlled(content, eos, where))
 
     def encode(self, text: str) -> np.ndarray:
@@ -93,6 +95,10 @@ class BpeTokenizer:
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """See `forge_core.protocols.data.Tokenizer`: the ids are those of transformers for the whole text."""
+        if self._words is not None and _are_apart(pieces, cuts):
+            parts = [self._words.encode(text) for text, _ in pieces]
+            numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            return np.concatenate([np.empty(0, dtype=np.int64), *parts]), np.stack([numbers, numbers], axis=1)
         return self._controlled().encode(Pieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -103,11 +109,30 @@ class BpeTokenizer:
         return self._content
 
 
+def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
+    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
+    parted = {0, *cuts}
+    joined = False
+    for number, (text, trusted) in enumerate(pieces):
+        joined = joined and number not in parted
+        if text and (trusted or joined):
+            return False
+        joined = joined or bool(text)
+    return True
+
+
 def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the library puts before and after a text."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    places = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-    first, last = (places[0], places[-1] + 1) if places else (len(encoding.ids), len(encoding.ids))
+    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
+            continue
+        if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
+            break
+    else:
+        return (), ()
+    first, last = places[0], places[-1] + 1
     before, after = tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
     return before, after[:-1] if after[-1:] == (eos,) else after
 

@@ -1,6 +1,7 @@
 """UTF-8 bytes as tokens."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from types import MappingProxyType
@@ -20,6 +21,8 @@ class ByteTokenizer:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = MappingProxyType({})
+    parting = re.compile("")
+    """A text can be cut anywhere."""
 
     def __init__(self) -> None:
         self.fingerprint = sha256(self.dump()).hexdigest()

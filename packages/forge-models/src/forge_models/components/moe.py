@@ -31,7 +31,8 @@ class MoE:
     """Hidden width of one expert; the model's `ffn_dim` when absent. Fine-grained experts have less."""
     capacity: Annotated[float, Gt(0)] | None = None
     """An expert takes at most capacity * tokens * top_k / experts slots of one forward, those with the largest weights; the
-    others are dropped and cost nothing. Generation with a cache drops none. When absent nothing is ever dropped."""
+    others are dropped and cost nothing. So later tokens, and those of other rows, may change an earlier one, in evaluation too.
+    Generation with a cache drops none. When absent nothing is ever dropped."""
     kernel: Annotated[ExpertKernel, FREE] = "auto"
     """`grouped`: one product for all experts; `loop`: one after the other, any precision and width; or what fits."""
     router: Annotated[Component, Slot("forge.routers", default="softmax_topk")] = Slot.unset()

@@ -103,7 +103,7 @@ def _steps(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = max(len(prompt) for prompt in prompts)
     cache = model.new_cache(len(prompts), longest + max_tokens)
-    cache.lengths = [len(prompt) for prompt in prompts]
+    _tell(cache, known := [len(prompt) for prompt in prompts])
     # A shorter row is filled up with token 0; the cache's rule "slot = position" keeps these out of every result.
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     logits = _prefill(model, tokens, lengths, cache, prefill or longest, inputs)
@@ -126,8 +126,14 @@ def _steps(
         running = [runs and not ends(index, row) for index, (row, runs) in enumerate(zip(rows, running, strict=True))]
         if not any(running) or step + 1 == max_tokens:
             return
-        cache.lengths = [length + runs for length, runs in zip(cache.lengths, running, strict=True)]
+        _tell(cache, known := [length + runs for length, runs in zip(known, running, strict=True)])
         logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
+
+
+def _tell(cache: KVCache | Mapping[int, KVCache], lengths: list[int]) -> None:
+    """Tells the cache, or those of the stages of a pipeline, which tokens of each row are no padding."""
+    for part in cache.values() if isinstance(cache, Mapping) else (cache,):
+        part.lengths = lengths
 
 
 def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int, inputs: Mapping[str, Tensor]) -> Tensor:

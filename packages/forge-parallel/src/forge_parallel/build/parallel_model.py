@@ -143,19 +143,24 @@ class ParallelModel:
         With `whole_sequences` every rank has the whole residual stream, so that forwards may have any length.
         """
         training = [module for part in self.parts for module in part.modules() if module.training]
-        for part in self.parts:
-            part.eval()
-        self._whole_sequences(whole_sequences)
         with self.averaged():
             try:
+                for part in self.parts:
+                    part.eval()
+                self._whole_sequences(whole_sequences)
                 if self.cut is not None:
                     refresh(self.cut, self.everything, self.topology)
                 with torch.no_grad(), self.computing():
                     yield
             finally:
-                self._whole_sequences(False)
                 for module in training:
                     module.training = True
+                self.leave_inference()
+
+    def leave_inference(self) -> None:
+        """Ends what `inference` begins besides modes of modules; does nothing outside of it."""
+        self._whole_sequences(False)
+        self.reshard()
 
     def _whole_sequences(self, on: bool) -> None:
         for transform in self.plan.transforms:

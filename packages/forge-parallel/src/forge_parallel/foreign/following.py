@@ -7,18 +7,16 @@ same operators, and of each result a rank has to get the whole, or a share along
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import VIEWS, effect, is_elementwise, makes_alike, named_arguments, viewed
-from forge_parallel.foreign.example import Example, call
+from forge_parallel.foreign.example import Example, called_hollow, hollow
 from forge_parallel.foreign.forward import Forward, Step, Whole, like_the_first, place
-from forge_parallel.foreign.recording import SeemingReal, written
+from forge_parallel.foreign.recording import written
 from forge_parallel.placement.shares import chunk
 from forge_parallel.tensor.rules import Role, Rules
 from forge_parallel.torch_private import storage_key, tree_iter
@@ -211,10 +209,10 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
         PlanError: it draws random numbers, looks across what is split, uses one parameter on both sides, names a number of heads,
             cuts a layer that computes something else, or cannot be run without memory.
     """
-    hollow = _copied(module)
-    whole = Whole(hollow, rules)
+    copy = _copied(module)
+    whole = Whole(copy, rules)
     try:
-        _run(whole, hollow, example)
+        called_hollow(copy, example, whole)
     except PlanError:
         raise
     except Exception as cause:
@@ -233,10 +231,10 @@ def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> fro
 
 
 def _of_rank(module: nn.Module, rules: Rules, example: Example, steps: Sequence[Step], ranks: int, rank: int) -> frozenset[str]:
-    hollow = _copied(module)
-    share = Share(hollow, rules, steps, ranks, rank)
+    copy = _copied(module)
+    share = Share(copy, rules, steps, ranks, rank)
     try:
-        out = _run(share, hollow, example)
+        out = called_hollow(copy, example, share)
     except PlanError:
         raise
     except Exception as cause:
@@ -260,12 +258,7 @@ def _copied(module: nn.Module) -> nn.Module:
                     f"tensor: {path} holds {name!r}, which is computed from parameters before its forward, as the hooks of "
                     "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations outside of the plan, or set tp to 1"
                 )
-    return deepcopy(module).train()
-
-
-def _run(forward: Forward, module: nn.Module, example: Example) -> Any:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), forward:
-        return call(module, example)
+    return hollow(module)
 
 
 def _judge(found: Share, rules: Rules) -> None:

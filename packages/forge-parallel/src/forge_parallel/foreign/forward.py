@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.dimensions import COPIES, VIEWS, is_elementwise, named_arguments
-from forge_parallel.foreign.known import must_be_known
-from forge_parallel.foreign.recording import without_memory
+from forge_parallel.foreign.example import computed
+from forge_parallel.foreign.known import must_be_known, must_be_known_experts
 from forge_parallel.tensor.rules import Role, Rules
-from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter, tree_map
+from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
 
 CUT = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
 """Roles that change what is split. Their modules' own operators are the layout's business."""
@@ -87,7 +87,7 @@ class Forward(TorchDispatchMode):
         """Runs an operator and follows what it does."""
         with DisableTorchFunction():
             kwargs = kwargs or {}
-            out = self._compute(func, args, kwargs)
+            out = computed(func, args, kwargs)
             self._kept.append(out)
             if not self._inside:
                 self._draw(func, args, kwargs, out)
@@ -96,13 +96,6 @@ class Forward(TorchDispatchMode):
                 else:
                     self.take(func, args, kwargs, out)
             return out
-
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """With values where all arguments have them."""
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter((args, kwargs))):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        return func(*args, **without_memory(kwargs))
 
     def _draw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Follows random numbers. Those that are only asked whether they are below a rate are the lowest in one forward and the
@@ -146,6 +139,7 @@ class Whole(Forward):
     def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:
         """Its own, if that is known."""
         if role is Role.EXPERTS:
+            must_be_known_experts(path, part)
             return like_the_first
         forward, replaced = part.forward, "forward" in vars(part)
 

@@ -81,3 +81,16 @@ def _operators(part: nn.Module, x: Tensor, compute: Callable[[Tensor], Any]) -> 
     with torch.no_grad(), _Operators(part, x) as seen:
         out = compute(x)
     return seen.steps, tree_map(seen.name, out)
+
+
+def must_be_known_experts(path: str, part: nn.Module) -> None:
+    """Refuses experts whose forward, which asks for values and so cannot be followed, is not one of transformers.
+
+    Raises:
+        PlanError: its class, or the instance, has another forward.
+    """
+    if "forward" in vars(part) or type(part).forward.__module__.partition(".")[0] != "transformers":
+        raise PlanError(
+            f"tensor: {path} ({type(part).__name__}) would be cut as experts of transformers, but has a forward of its own, and "
+            "what that computes with a part of the features is not known; take it out of the plan, or set tp to 1"
+        )

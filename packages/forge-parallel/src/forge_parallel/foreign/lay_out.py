@@ -15,11 +15,12 @@ from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
+from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
+from forge_parallel.foreign.blocks import find_blocks, reads, refuse_blocks
 from forge_parallel.foreign.describe import describe
-from forge_parallel.foreign.example import Example, example_for
+from forge_parallel.foreign.example import Example, example_for, guessed
 from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.parallelized import Parallelized
 from forge_parallel.foreign.staged import stage
@@ -70,12 +71,13 @@ def lay_out(
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
+    _lie_in_order(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    specs = describe(skeleton.module, blocks)
+    specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, example))
     if layout.pp > 1:
-        stage(skeleton.module, list(specs.blocks), example_for(skeleton.module) if example is None else example)
+        on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
         specs = skeleton.module.specs()  # type: ignore[operator]
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
@@ -91,6 +93,48 @@ def lay_out(
 
     again = _copied(hollow)
     return Parallelized(realized(hollow, skeleton.fill), lambda fill: realized(deepcopy(again()), fill))
+
+
+def _lie_in_order(module: nn.Module) -> None:
+    """FSDP takes parameters only whose elements lie in memory in the order of their indices. Tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for slot, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_contiguous():
+                part._parameters[slot] = made.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
+                )
+
+
+def _blocks(
+    module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, example: Example | None
+) -> Sequence[str]:
+    """The blocks in the order of their use. Without any, the whole module is sharded as one."""
+    sharded = layout.data > 1
+    seen = reads(module, example) if sharded else None
+    blocks = find_blocks(module, seen) if given is None else given
+    refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
+    needing = [one.name for one in transforms if one.phase in (Phase.RECOMPUTE, Phase.COMPILE)]
+    needing += ["pp"] if layout.pp > 1 else []
+    if needing and not blocks:
+        raise PlanError(
+            f"parallelize: {needing[0]} works on blocks, and there is no list of two or more modules of one class to take as "
+            "such; give their paths in the order of their use, blocks=[...]"
+        )
+    return blocks
+
+
+def on_input(module: nn.Module, example: Example | None, follows: Callable[[Example], Any]) -> Any:
+    """What `follows` gives for the example, or for a guess: then a refusal says so, if a forward failed."""
+    if example is not None:
+        return follows(example)
+    guess = example_for(module)
+    try:
+        return follows(guess)
+    except PlanError as refusal:
+        if refusal.__cause__ is None:
+            raise
+        raise PlanError(f"{refusal}; {guessed(module, guess)}") from refusal.__cause__
 
 
 def _copied(hollow: nn.Module) -> Callable[[], nn.Module]:
@@ -126,8 +170,8 @@ def _transforms(
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
         rules = rules_of(skeleton.module, plan)
-        sample = example_for(skeleton.module) if example is None else example
-        rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample, layout.tp))
+        found = on_input(skeleton.module, example, lambda given: follow(skeleton.module, rules, given, layout.tp))
+        rules = replace(rules, summed=rules.summed | found)
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
 

@@ -20,7 +20,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.reduce import squared_norm, world_sum
 from forge_parallel.step.strategies import after_backward, before_micro_batch, refresh
-from forge_parallel.torch_private import mark_as_partial, tree_map_only
+from forge_parallel.torch_private import IncompatibleKeys, mark_as_partial, tree_map_only
 from forge_parallel.verify.gather import gathered
 
 Inputs = Mapping[str, Any]
@@ -296,7 +296,7 @@ class Parallelized(ParallelModel, nn.Module):
             box = local_box(mine[name])
             value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
             box.local.copy_(box.within(value.reshape(box.shape)))
-        return nn.modules.module._IncompatibleKeys(missing, unknown)
+        return IncompatibleKeys(missing, unknown)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import nn
 
 from forge_core.errors import PlanError
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.foreign.recording import recorded
+from forge_parallel.foreign.recording import recorded, refuse_lazy
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.torch_private import BatchNorm
 
@@ -75,6 +75,8 @@ def of_module(module: nn.Module, device: torch.device) -> Skeleton:
     Raises:
         PlanError: the module has tensors without memory, or ranks hold different weights; names the first such tensor.
     """
+    for name, parameter in module.named_parameters():
+        refuse_lazy(parameter, name)
     truth = {name: parameter.detach() for name, parameter in module.named_parameters()}
     if hollow := [name for name, tensor in truth.items() if tensor.is_meta]:
         raise PlanError(f"parallelize: {hollow[0]} has no memory; give the function that builds the module instead")
@@ -91,7 +93,11 @@ def of_builder(build: Callable[[], nn.Module], seed: int) -> Skeleton:
         PlanError: a buffer has no memory, or nothing says what a parameter holds at first.
     """
     module, recording = recorded(build, seed)
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    buffers = {
+        # Those without memory are made of parameters, such as the vectors of a spectral norm.
+        name: recording.replay(buffer) if buffer.is_meta and recording.starts(buffer) else buffer.detach().clone()
+        for name, buffer in module.named_buffers()
+    }
     if hollow := [name for name, buffer in buffers.items() if buffer.is_meta]:
         raise PlanError(f"parallelize: the builder gave {hollow[0]} no memory; let it create buffers on a real device")
     wanted = {name: parameter.detach() for name, parameter in module.named_parameters()}

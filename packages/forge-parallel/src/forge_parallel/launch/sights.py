@@ -36,6 +36,7 @@ class Sight(NamedTuple):
         held: seconds since the newest mark.
         limit: seconds that it may take until the next one; None while nothing is known.
         stack: where it was called from, the outermost last.
+        calls: of hooks that observe, that it has come past.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Sight(NamedTuple):
     held: float = 0.0
     limit: float | None = None
     stack: Sequence[str] = ()
+    calls: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.who}; {self.doing}, {self.where}, {self.seconds:.0f} s)"

@@ -96,6 +96,9 @@ class Watch:
 
     A process that was stopped and goes on has not used up its time: seconds count only while the thread runs.
 
+    Attributes:
+        calls: of hooks that observe, that this rank has come past; all ranks make the same ones.
+
     Args:
         patience: seconds after which a rank that waits says for whom.
         timeout: seconds after which a rank that waits gives up, where the group's own limit has not ended it.
@@ -118,6 +121,7 @@ class Watch:
         self.hosts, self.limits = hosts, limits or _Unlimited()
         self.rank, self.size, self.patience, self.timeout = rank, size, patience, timeout
         self.passed, self.doing, self.section = 0, "the start", ""
+        self.calls = 0
         self._store, self._log = store, log
         self._file: TextIO | None = None
         self._folder: Path | None = None
@@ -178,6 +182,39 @@ class Watch:
             self.limits.took(self.section, now - self._began)
         self._began = now
         self.passed, self.doing, self.section = self.passed + 1, doing, section
+
+    def failed_in(self, call: int) -> bool | None:
+        """Says that this rank failed in a call that all ranks make, number `call` of `calls`, and waits until it is known how the
+        others fared: True where all failed in it, False where the others have come past it or failed, None where one waits in a
+        collective inside of it, or cannot be asked, so that this rank must not go on.
+        """
+        if self._store is None or not self._thread.is_alive():
+            return None
+        self._store.set(f"call/{call}/{self.rank}", "")
+        left, past = set(range(self.size)) - {self.rank}, False
+        while True:
+            left = {rank for rank in left if not self._store.check([f"call/{call}/{rank}"])}
+            seen = self._sights() if left else {}
+            beyond = {rank for rank in left if rank in seen and seen[rank].calls > call}
+            left, past = left - beyond, past or bool(beyond)
+            if not left:
+                return not past
+            stuck = [sight for rank, sight in seen.items() if rank in left and sight.waits and sight.seconds > self.patience]
+            if stuck or self._note() is not None:
+                return None
+            time.sleep(self._interval / 20)
+
+    def all_fail(self, step: int, seconds: float) -> bool:
+        """Says that this rank is about to end after a step, and waits for the others: whether all of them say so."""
+        if self._store is None or not self._thread.is_alive():
+            return False
+        self._store.set(f"fails/{step}/{self.rank}", "")
+        keys, until = [f"fails/{step}/{rank}" for rank in range(self.size)], time.monotonic() + seconds
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                return False
+            time.sleep(self._interval / 20)
+        return True
 
     def failed(self, message: str, exit_code: int) -> None:
         """Tells the others that this rank ends, and why. Only the first note of all ranks counts."""
@@ -396,4 +433,4 @@ class Watch:
             self._mark, self._since, self._told = mark, self._awake, 0.0
         limit = self.limits.of(section, self.timeout) if section and not sights.is_debugged(stack) else None
         here = sights.place(stack), self._awake - self._since, sights.is_waiting(stack)
-        return Sight(self.rank, self._who, self._beat, passed, doing, *here, held, limit, sights.places(stack))
+        return Sight(self.rank, self._who, self._beat, passed, doing, *here, held, limit, sights.places(stack), self.calls)

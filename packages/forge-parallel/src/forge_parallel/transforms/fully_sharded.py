@@ -46,7 +46,7 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     experts_apart = apart(context.specs, layout)
     if layout.dp_shard * layout.dp_replicate * layout.cp == 1 and not experts_apart and not offload:
         return
-    if not context.specs.blocks:
+    if not context.specs.blocks and not average:  # without any, a module of somebody else is one unit
         raise PlanError("shard: the model's specs name no blocks to shard one by one; list them in Specs.blocks")
     where = _host(part, context) if offload else OffloadPolicy()
     mesh = context.topology.data_mesh

@@ -6,6 +6,7 @@ parameter after updates. In fp64 the tolerance is 1e-10; in fp32 only loss, norm
 parameter's largest, since Adam turns a tiny g / |g| into a whole step.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from forge_parallel.placement.topology import Topology
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.step import Step
 from forge_parallel.verify.gather import gathered
-from forge_parallel.verify.tolerance import within
+from forge_parallel.verify.tolerance import TOLERANCE, within
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,41 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
         initial=same,
         worst=worst_gradient if gradients >= weights else worst_weight,
     )
+
+
+def within_rounding(exact: Measurement, alone: Measurement, found: Measurement) -> bool:
+    """Whether a layout in a narrow format is as near to one process as that format's rounding lets it be.
+
+    A sum in another order differs in its last bit, and where it is then rounded to float8 it may become the neighboring number:
+    1/8 away, not 2^-24. So the format sets the bound: no gradient may be farther from the exact one than twice the distance of
+    one process in that format (2-norms), and no loss or norm farther from one process's than twice what rounding moved it until
+    then. The tolerance of fp32 holds where rounding moved less. A sum that is missing, or made twice, is far outside.
+
+    Args:
+        exact: one process without the narrow format.
+        alone: one process with it.
+        found: the layout with it.
+    """
+    if not (alone.tokens == found.tokens == exact.tokens and alone.gradients.keys() == found.gradients.keys()):
+        return False
+    least = TOLERANCE["fp32"]
+    for wanted, rounded, other in ((exact.loss, alone.loss, found.loss), (exact.norm, alone.norm, found.norm)):
+        moved = 0.0
+        for a, b, c in zip(wanted, rounded, other, strict=True):
+            moved = max(moved, _scalars([a], [b]))
+            if not _scalars([b], [c]) <= max(least, 2 * moved):
+                return False
+    return all(
+        _distance(gradient, found.gradients[name]) <= max(least, 2 * _distance(gradient, alone.gradients[name]))
+        for name, gradient in exact.gradients.items()
+    )
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """2-norm of the difference relative to that of `a`; infinite where a number is not finite."""
+    difference, whole = float((a.double() - b.double()).norm()), float(a.double().norm())
+    found = difference / whole if whole else difference
+    return found if math.isfinite(found) else math.inf
 
 
 def _scalars(reference: Sequence[float], other: Sequence[float]) -> float:

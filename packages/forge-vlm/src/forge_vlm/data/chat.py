@@ -7,6 +7,7 @@ that changes earlier turns is refused.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ TEMPLATES = {
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that transformers gives to templates, where the tokenizer has them."""
 CONFIG = "tokenizer_config.json"
+_PROBE = "a probe of content"
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,16 @@ class Chat:
         learned = [bool(flag & LEARNED) for flag in whole.flags]
         for number, turn in enumerate(turns, 1):
             if turn.role == ASSISTANT and not self._compiled.marks:
-                begin = len(opened := joined(self._parts(turns[: number - 1], tools, opening=True)))
-                end = len(whole) if number == len(turns) else _shared(self._parts(turns[:number], tools), parts)
+                opened = joined(self._parts(turns[: number - 1], tools, opening=True))
+                after = parts if number == len(turns) else self._parts(turns[:number], tools)
+                begin, end = len(opened), _shared(after, parts)
                 if not whole.startswith(opened) or end <= begin:
-                    wrote, then = (str.__repr__(text[-40:]) for text in (opened, whole[:begin]))
+                    wrote = joined(after) if whole.startswith(opened) else opened
+                    place = next((place for place, pair in enumerate(zip(wrote, whole, strict=False)) if pair[0] != pair[1]), 0)
+                    was, now = (str.__repr__(str(text)[max(place - 20, 0) : place + 20]) for text in (wrote, whole))
                     raise DataError(
                         f"the chat template changes what it wrote before turn {number} ({turn.role}) or in it, so the "
-                        f"assistant's words cannot be told apart; it wrote {wrote}, then {then}; mark them in the template by "
+                        f"assistant's words cannot be told apart; it wrote {was}, then {now}; mark them in the template by "
                         "{% generation %} and {% endgeneration %}"
                     )
                 learned[begin:end] = [True] * (end - begin)
@@ -154,12 +159,19 @@ class Chat:
 
         Others are given the text of such a list, with a marker in the place of each image.
         """
-        probe = "a probe of pieces"
+        return self._writes([{"type": "text", "text": _PROBE}])
+
+    @cached_property
+    def takes_text(self) -> bool:
+        """Whether the template writes contents that are text. Some templates of models of images write pieces only."""
+        return self._writes(_PROBE)
+
+    def _writes(self, content: Any) -> bool:
         try:
-            text = self._text([Turn("user", [{"type": "text", "text": probe}])])
+            text = self._text([Turn("user", content)])
         except DataError:
             return False
-        return probe in text and "'type'" not in text and '"type"' not in text
+        return _PROBE in text and "'type'" not in text and '"type"' not in text
 
     def _text(self, turns: Sequence[Turn], tools: Any = None, opening: bool = False) -> Traced:
         return joined(self._parts(turns, tools, opening))
@@ -208,10 +220,12 @@ def chat_of(name: str) -> Chat:
     if "{{" in name or "{%" in name:
         return Chat(name)
     path, wanted = Path(name), "default"
-    if not path.exists() and ":" in name:
+    if ":" in name and not os.path.exists(name):  # noqa: PTH110 (which refuses no text)
         place, wanted = name.rsplit(":", 1)
         path = Path(place)
     found = _templates(path)
+    if not found and path.name == CONFIG:  # newer folders keep the template in a file of its own
+        found = _templates(path.parent)
     if wanted not in found:
         if not found:
             raise DataError(f"{path} has no chat_template as text; give the file of a template in Jinja")
@@ -224,7 +238,7 @@ def chat_of(name: str) -> Chat:
 
 def _templates(path: Path) -> dict[str, str]:
     """Templates of a file or folder by name; `default` is the one that has none."""
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 (which refuses no text)
         files = (path / "chat_template.jinja", path / "chat_template.json", path / CONFIG)
         found: dict[str, str] = {}
         for file in reversed([file for file in files if file.is_file()]):
@@ -249,7 +263,7 @@ def _templates(path: Path) -> dict[str, str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also a name that no file can have
         raise DataError(
             f"template {str(path)!r} is neither a file nor one of {', '.join(TEMPLATES)}, nor the folder of a tokenizer"
         ) from error

@@ -184,11 +184,22 @@ def _conversation(
                 content = "".join(MARKER if isinstance(each, Picture) else each for each in pieces)
         elif isinstance(content, str):
             placed += islice(left, content.count(MARKER))
+            if chat.takes_pieces and not chat.takes_text:
+                content = _as_pieces(content)
         turns.append(replace(turn, content=content))
     tools = record.get("tools")
     words = [Words(*span) for span in chat.spans(turns, tools if isinstance(tools, list) else None)]
     tokens = bool(placed) and not any(MARKER in each.text for each in words)
     return words, [*placed, *left], tokens
+
+
+def _as_pieces(text: str) -> list[dict[str, str]]:
+    """Text with markers as the list of pieces that some templates need."""
+    found: list[dict[str, str]] = []
+    for place, part in enumerate(text.split(MARKER)):
+        found += [{"type": "image"}] if place else []
+        found += [{"type": "text", "text": part}] if part else []
+    return found
 
 
 def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words | Picture]:

@@ -142,7 +142,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`%`, which formats a string."""
         if isinstance(left, str):
-            return traced(lambda text, rest: text % rest, (left, right), {})
+            return traced(lambda text, rest: str.__mod__(text, rest), (left, right), {})
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:

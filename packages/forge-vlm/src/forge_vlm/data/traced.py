@@ -62,10 +62,10 @@ class Traced(str):
         return (self[place] for place in range(len(self)))
 
     def __mod__(self, other: Any) -> str:
-        return traced(lambda text, rest: text % rest, (self, other), {})
+        return traced(lambda text, rest: str.__mod__(text, rest), (self, other), {})
 
     def __format__(self, spec: str) -> str:
-        return traced(lambda text: format(text, spec), (self,), {})
+        return traced(lambda text: str.__format__(text, spec), (self,), {})
 
     def strip(self, characters: Any = None, /) -> "Traced":
         return self.lstrip(characters).rstrip(characters)
@@ -77,10 +77,10 @@ class Traced(str):
         return self[: len(_plain(self).rstrip(characters))]
 
     def removeprefix(self, prefix: str, /) -> "Traced":
-        return self.removeprefix(prefix)
+        return self[len(self) - len(_plain(self).removeprefix(prefix)) :]
 
     def removesuffix(self, suffix: str, /) -> "Traced":
-        return self[: len(self) - len(suffix)] if suffix and self.endswith(suffix) else self
+        return self[: len(_plain(self).removesuffix(suffix))]
 
     def split(self, sep: Any = None, maxsplit: Any = -1) -> list["Traced"]:  # type: ignore[override]
         return self._found(_plain(self).split(sep, maxsplit), len(sep or ""))

@@ -29,6 +29,8 @@ class ModalitiesHook(Hook):
     vision-language one nothing is measured.
     """
 
+    observes = True
+
     def __init__(self, every: int = 500, batches: int = 8) -> None:
         self.every, self.batches = every, batches
         self.acted = -1

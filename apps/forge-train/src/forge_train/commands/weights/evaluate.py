@@ -52,7 +52,7 @@ def evaluate(
     def asked() -> None:
         from forge_train.hooks.evaluation.tasks import harness
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
-        from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+        from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
         names = [name for name in (tasks or "").split(",") if name]
         index = harness().open_tasks(names, folder)
@@ -62,9 +62,11 @@ def evaluate(
         check_tokenizer(coder, opened, note)
         resolved = recipe_to_generate(opened, context.args, where.size, registry)
         device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
-        begin, prefix = bos_tokens(opened, tokenizer), opened.facts.special_tokens.get("bos_token_id")
         model = harness().HarnessModel(
-            laid_out(opened, resolved, device, registry), coder, batch=batch or 8, begin=begin, prefix=next(iter(begin), prefix)
+            laid_out(opened, resolved, device, registry),
+            coder,
+            batch=batch or 8,
+            before_all=opened.facts.special_tokens.get("bos_token_id"),
         )
         results = harness().results_of(model, names, index, shots, limit)
         for name, metrics in results.items() if first and not as_json else ():

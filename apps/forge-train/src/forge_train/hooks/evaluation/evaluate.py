@@ -22,6 +22,7 @@ class EvaluateHook(Periodic):
     """
 
     leisurely = True
+    observes = True
 
     def __init__(self, every: int = 500, at_start: bool = False, weights: str = "model") -> None:
         super().__init__(every)

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
-from forge_train.hooks.periodic import Periodic
+from forge_train.hooks.periodic import Periodic, length_limit
 
 
 def harness() -> Any:
@@ -34,6 +34,7 @@ class TasksHook(Periodic):
     run that is asked to stop meanwhile leaves it, without a result."""
 
     leisurely = True
+    observes = True
 
     def __init__(
         self,
@@ -51,10 +52,19 @@ class TasksHook(Periodic):
         self._index: Any = None
 
     def check(self, run: Run) -> None:
-        """Refuses a run without a tokenizer, without the library, and names that are none of its tasks."""
+        """Refuses a run without a tokenizer, without the library, names that are none of its tasks, and tasks that ask for more
+        new tokens than the model takes."""
         if run.data.tokenizer is None:
             raise ForgeError("hook 'tasks' needs a tokenizer: add [data.tokenizer], or remove the hook")
-        self._index = harness().open_tasks(self.tasks, self.folder)
+        found = harness()
+        self._index = found.open_tasks(self.tasks, self.folder)
+        room = length_limit(run)
+        for name, tokens in found.new_tokens(self.tasks, self._index) if room is not None else ():
+            if tokens >= room:
+                raise ForgeError(
+                    f"hook 'tasks': task {name!r} asks for {tokens} new tokens, and the model takes {room} with the question; "
+                    "set max_gen_toks in its generation_kwargs, raise model.max_length, or leave the task out"
+                )
 
     def act(self, run: Run) -> None:
         """Asks all of them."""
