@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from forge_core.errors import DataError
+from forge_data.sources.records import parts
 from forge_vlm.components.sources import ImageJsonl, ImageSource, VideoFrames
 from forge_vlm.data import prepare
+from forge_vlm.data.inputs import ImageInputs
+from forge_vlm.images.native_shape import Native
+from forge_vlm.images.processing import Processing
 from forge_vlm.images.tiling import Tiling
 from vlm.data.test_readers import texts
 from vlm.data.test_stores import EOS, GIVEN, HOLE, documents, opened, square, written
@@ -181,3 +185,31 @@ def test_trials_h_each_record_that_is_left_out_is_named(tmp_path: Path) -> None:
     assert said[10] == f"all that were left out are named in {file}"
     with pytest.raises(DataError, match=rf"20 records of .* are broken, and `skip` allows 19; {file} names them"):
         opened(ImageJsonl(path=str(tmp_path / "records.jsonl"), skip=19, **GIVEN), tmp_path / "w")
+
+
+@pytest.mark.parametrize(("native", "fewest"), [(None, 4), (Native(16, 20, each=True), 1), (Native(16, 20, each=False), 4)])
+def test_no_image_has_fewer_placeholders_than_the_fewest(native: Native | None, fewest: int) -> None:
+    """Else a document that fits would be refused before its images are looked at."""
+    half = (0.5, 0.5, 0.5)
+    inputs = ImageInputs(300, 4, Processing(size=8, mean=half, std=half), 3, Tiling(), native)
+    found = [sum(inputs.placeholders(width, height)) for width, height in ((3, 3), (1, 15), (400, 300))]
+    assert inputs.fewest == fewest <= min(found) and inputs.varies == (len({*found}) > 1)
+
+
+def test_the_longest_document_of_an_older_store_may_be_its_first(tmp_path: Path) -> None:
+    source = opened(ImageJsonl(path=written(tmp_path, [{"text": "x" * 30}, {"text": "y"}]), **GIVEN), tmp_path / "w")
+    facts = json.loads((source.path / "images.json").read_text())
+    del facts["longest"]
+    (source.path / "images.json").write_text(json.dumps(facts))
+    assert opened(ImageJsonl(path=str(tmp_path / "records.jsonl"), **GIVEN), tmp_path / "w").longest == 31
+
+
+def test_the_file_of_names_is_bounded_and_takes_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LISTED", 3)
+    skips = parts.Skips(budget=10)
+    for number in range(6):
+        skips.broken(f"record {number}: half of a pair \ud83d\nand a second line")
+    assert skips.count == 6 and len(skips.messages) == 3
+    parts.name_skipped("6 broken records", skips.messages, tmp_path / "store", lambda _: None)
+    named = (tmp_path / "store.skipped.txt").read_text().splitlines()
+    assert named == [f"record {number}: half of a pair ? and a second line" for number in range(3)]
