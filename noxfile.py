@@ -6,6 +6,7 @@ is most of the time of a first run. It is brought up to date only when a require
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,30 @@ def newest(session: nox.Session) -> None:
     session.run(python, "-c", "import sys, torch; print('Python', sys.version, 'torch', torch.__version__)", external=True)
     _pytest(session, "not gpu and not slow and not rehearsal", "-n", "2", "--dist", "worksteal", python=python)
     _isolated(session, PROJECTS, interpreter)
+
+
+@nox.session(venv_backend="none")
+def install(session: nox.Session) -> None:
+    """What the README tells users to install, unpinned, in a fresh environment; then the page that they read first."""
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs" / "getting-started.md").read_text()
+    line = re.search(r"^pip install (\./packages/.*)$", readme, re.MULTILINE)
+    if line is None or line[0] not in page:
+        session.error("README.md and docs/getting-started.md do not install Forge with the same line")
+    with tempfile.TemporaryDirectory(prefix="forge-install-") as directory:
+        place = Path(directory)
+        python = _new_environment(session, place / "env", _interpreter(session))
+        projects = [str(path) for pattern in line[1].split() for path in sorted(ROOT.glob(pattern.removeprefix("./")))]
+        session.run(python, "-m", "pip", "install", "-qq", *projects, external=True)
+        session.run(python, "-m", "pip", "check", external=True, silent=True)
+        variables = {"PATH": f"{place / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        blocks = [
+            *re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL),
+            "forge-train parity debug --layouts dp2,tp2\n",
+            "torchrun --nproc-per-node 2 -m forge_train run debug --job.name=debug-2 --train.max_steps=20\n",
+        ]
+        with session.chdir(place):
+            session.run(python, ROOT / "tests" / "repository" / "isolation" / "newest.py", external=True)
+            session.run("bash", "-euc", "\n".join(blocks), external=True, env=variables)
 
 
 @nox.session(reuse_venv=True)

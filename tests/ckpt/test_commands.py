@@ -46,6 +46,25 @@ def test_list_show_verify(root: Path) -> None:
     assert result.exit_code == 0 and "step-00000002 is verified" in result.stdout
 
 
+@pytest.mark.parametrize("wrong", ["manifest", "length", "content"])
+def test_trials_f8_what_is_damaged_is_named(root: Path, wrong: str) -> None:
+    """Also where no step was given, so that the newest was looked for."""
+    folder = root / "step-00000002"
+    file = next(path for path in folder.iterdir() if path.name != "manifest.json")
+    if wrong == "manifest":
+        (folder / "manifest.json").write_bytes(b"{}")
+    else:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] if wrong == "length" else content[:-64] + bytes(64 * [7]))
+    for arguments in ((root,), (root, "2"), (folder,)):
+        result = run("verify", *arguments)
+        assert result.exit_code == 1 and result.stderr.startswith(f"{folder} is damaged: ")
+        assert json.loads(run("verify", *arguments, "--json").stdout)["name"] == "step-00000002"
+        if wrong != "content":  # which `show` does not read
+            result = run("show", *arguments)
+            assert result.exit_code == 2 and f"{folder} is damaged: " in result.stderr
+
+
 @pytest.mark.parametrize("form", ["run", "store", "checkpoint"])
 def test_m8_a_run_its_checkpoints_or_one_of_them(root: Path, form: str) -> None:
     run_directory = root.parent / "run"

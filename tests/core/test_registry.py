@@ -13,6 +13,7 @@ from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent
 from forge_core.groups import GROUPS, HOMES
 from forge_core.inspection import describe_plugin, diagnose, find_everywhere
 from forge_core.registry import Entry, Registry
+from forge_core.trust import trust_file
 
 GOOD = """
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def test_a_file_is_a_plugin_of_every_group_with_build(tmp_path: Path) -> None:
     for number, group in enumerate(group for group in GROUPS.values() if group.build is not None):
         path = tmp_path / f"mine{number}.py"
         path.write_text(GOOD.replace("self, model", ", ".join(("self", *(group.build or ())))))
+        trust_file(path)
         registry = Registry([])
         cls = registry.load(group.name, f"{path}:Mine")
         assert cls(rate=2.0).rate == 2.0
@@ -142,6 +144,7 @@ def test_a_file_is_a_plugin_of_every_group_with_build(tmp_path: Path) -> None:
 def test_files_that_hold_no_plugin(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(GOOD)
+    trust_file(path)
     registry = Registry([])
     with pytest.raises(BrokenPlugin, match=r"has no 'Mein'; did you mean 'Mine'\?"):
         registry.load("forge.optimizers", f"{path}:Mein")

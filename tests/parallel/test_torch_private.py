@@ -79,7 +79,6 @@ def test_tensors_without_memory() -> None:
 
 
 def test_families_of_modules() -> None:
-    assert isinstance(nn.Dropout1d(), private.Dropout) and isinstance(nn.Dropout(), private.Dropout)
     assert isinstance(nn.BatchNorm2d(1), private.BatchNorm) and isinstance(nn.SyncBatchNorm(1), private.BatchNorm)
 
 
@@ -101,6 +100,42 @@ def test_what_fsdp_is_asked_for() -> None:
         assert callable(private.before_backward(module))
         assert module._get_fsdp_state() is not None
     private.forget_meshes()
+
+
+def test_forwards_that_an_error_ended_are_over() -> None:
+    with fake_world(2, 0):
+        module: Any = fully_shard(nn.Linear(4, 4))
+        with pytest.raises(RuntimeError):
+            module(torch.ones(2, 3))
+        state = module._get_fsdp_state()
+        assert state._training_state.name == "FORWARD"
+        private.end_forward(module)
+        assert state._training_state.name == "IDLE"
+        assert [group._training_state.name for group in state._fsdp_param_groups] == ["IDLE"]
+    private.forget_meshes()
+
+
+def test_a_backward_is_seen_while_it_runs() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(private.in_backward()))
+    y.backward()
+    assert seen == [True] and not private.in_backward()
+
+
+def test_clipping_of_a_part_is_refused_and_of_others_is_not() -> None:
+    part, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for _ in range(2):  # wrapped once
+        private.mark_as_partial(part.parameters(), ValueError("a part"))
+    for module in (part, other):
+        module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="a part"):
+        nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+    assert nn.utils.clip_grad_norm_(other.parameters(), 0.5).item() == pytest.approx(6**0.5)
+    norm = torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(0.5, rel=1e-4)
+    assert private.IncompatibleKeys([], []).missing_keys == []
 
 
 def test_switches_of_the_compiler() -> None:
@@ -138,6 +173,17 @@ def test_limits_of_open_groups() -> None:
         assert found.options._timeout == timedelta(seconds=7)  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
+
+
+def test_trials_f3_a_gloo_group_takes_the_arguments_that_newer_versions_of_torch_pass() -> None:
+    """torch 2.14 added `enable_reconfigure`; an argument that no option of the group has the name of is refused by name."""
+    store, limit = dist.HashStore(), timedelta(seconds=9)
+    with private.one_gloo_thread():
+        opened = dist.distributed_c10d.ProcessGroupGloo(store, 0, 1, timeout=limit, group_name="of a later torch")  # type: ignore[call-arg]
+        assert opened.options.group_name == "of a later torch" and opened.options._timeout == limit  # type: ignore[attr-defined]
+        assert opened.options._threads == 1  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match=r"enable_everything=True.*pip install 'torch"):
+            dist.distributed_c10d.ProcessGroupGloo(store, 0, 1, timeout=limit, enable_everything=True)  # type: ignore[call-arg]
 
 
 def test_a_profiler_is_seen_while_it_records() -> None:

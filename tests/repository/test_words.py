@@ -33,4 +33,3 @@ def test_pages_are_spelled_as_in_american_english(page: str) -> None:
 def _lines_with(words: re.Pattern[str], file: Path) -> list[str]:
     text = file.read_text()
     return [f"{file.relative_to(ROOT)}:{text.count(chr(10), 0, at.start()) + 1}: {at[0]!r}" for at in words.finditer(text)]
-

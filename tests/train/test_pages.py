@@ -6,17 +6,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from forge_core.conformance import conforms
+from forge_core.groups import GROUPS
+from forge_core.inspection import find_everywhere
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Registry
+from forge_core.trust import trust_file
 from forge_models.hf.families import FAMILIES
-from forge_parallel.build.plan import Plan
+from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_train.recipe.load import load
@@ -64,20 +71,26 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
+def mine(group: str, name: str) -> Any:
+    """A component of a file that this test names itself."""
+    trust_file(name.partition(":")[0])
+    return Registry().load(group, name)
+
+
 def test_the_readme_and_the_page_show_the_same_schedule() -> None:
     shown = [dict(files_of(ROOT / page))["rsqrt.py"] for page in ("README.md", "docs/writing-a-plugin.md")]
     assert shown[0] == shown[1]
 
 
 def test_the_schedule_of_the_page(plugins) -> None:
-    factor = Registry().load("forge.schedules", "./rsqrt.py:InverseSquareRoot")(warmup=4).build(100)
+    factor = mine("forge.schedules", "./rsqrt.py:InverseSquareRoot")(warmup=4).build(100)
     assert [factor(s) for s in (0, 1, 3, 15, 99)] == pytest.approx([0.25, 0.5, 1.0, 0.5, 0.2])
 
 
 def test_the_optimizer_of_the_page(plugins) -> None:
     weight, unused = torch.tensor([1.0, -0.0, 2.0], requires_grad=True), torch.zeros(2, requires_grad=True)
     model = SimpleNamespace(trainable=lambda: [NamedTensor("w", weight, "vector"), NamedTensor("u", unused, "vector")])
-    optimizer = Registry().load("forge.optimizers", "./sign.py:Sign")(lr=0.5).build(model)
+    optimizer = mine("forge.optimizers", "./sign.py:Sign")(lr=0.5).build(model)
     weight.grad = torch.tensor([3.0, 0.0, -1e-9])
     optimizer.set_factor(0.5)
     optimizer.step(torch.tensor(0.0))
@@ -90,11 +103,46 @@ def test_the_optimizer_of_the_page(plugins) -> None:
     assert weight.grad is None and unused.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("part", "group"),
+    [
+        ("rsqrt.py:InverseSquareRoot", "forge.schedules"),
+        ("sign.py:Sign", "forge.optimizers"),
+        ("normalized.py:Normalized", "forge.optimizers"),
+        ("largest.py:Largest", "forge.hooks"),
+    ],
+)
+def test_trials_h_every_part_of_the_page_passes_the_line_that_the_page_gives(plugins: Path, part: str, group: str) -> None:
+    conforms(f"./{part}", group)
+
+
+def test_trials_h_the_page_has_every_group_with_its_arguments_and_every_phase() -> None:
+    page = (ROOT / "docs/writing-a-plugin.md").read_text()
+    rows = dict(re.findall(r"^\| `(forge\.\w+)` \|[^|]*\| *([^|]*?) *\|", page, flags=re.MULTILINE))
+    assert {name: tuple(re.findall(r"`(\w+)`", given)) for name, given in rows.items()} == {
+        group.name: group.build for group in GROUPS.values() if group.build is not None
+    }
+    assert all(f"`{name}`" in page for name, group in GROUPS.items() if group.build is None)
+    phases = dict(re.findall(r"^\| (\d) \|[^|]*\| `(\w+)` \|", page, flags=re.MULTILINE))
+    registry = Registry()
+    parts = {entry.name: registry.load_entry(entry) for entry in registry.of("forge.transforms") if entry.is_forge}
+    assert {int(number): name for number, name in phases.items()} == {int(part.phase): name for name, part in parts.items()}
+    assert len(phases) == len(Phase)
+    for module, attribute in re.findall(r"`(forge_\w+(?:\.\w+)+)\.(\w+)", page):
+        assert hasattr(import_module(module), attribute) or find_spec(f"{module}.{attribute}"), (module, attribute)
+
+
+def test_trials_h_the_doctor_takes_the_name_of_a_distribution() -> None:
+    found = find_everywhere(Registry(), "Forge_Ckpt")
+    assert found and {entry.distribution for entry in found} == {"forge-ckpt"}
+    assert {entry.group for entry in found} > {"forge.stores"}
+
+
 def test_the_hook_of_the_page(plugins) -> None:
     logged: list[dict[str, float]] = []
     model = SimpleNamespace(trainable=lambda: [NamedTensor("w", torch.tensor([1.0, -7.0]), "vector")])
     run = SimpleNamespace(model=model, log=logged.append, state=SimpleNamespace(step=5))
-    hook = Registry().load("forge.hooks", "./largest.py:Largest")(every=5).build()
+    hook = mine("forge.hooks", "./largest.py:Largest")(every=5).build()
     hook.after_step(run, None)
     run.state.step = 6
     hook.after_step(run, None)

@@ -82,6 +82,22 @@ def test_text_has_the_logits_of_the_text_model(name: str) -> None:
     assert all(part.startswith(("encoder.", "adapter.")) or ".cross." in part or ".router." in part for part in drawn)
 
 
+def test_trials_h_shared_experts_have_no_counterpart_and_change_the_logits() -> None:
+    """As the page on images says; every other tensor of the blocks is as it would be without them."""
+    moe = MoE(experts=4, kernel="loop", shared=1)
+    text = Text(40)
+    module, drawn = started(replace(MODELS["moma"], moe=moe), text)
+    shared = {name for name, _ in module.named_parameters() if ".shared." in name}
+    assert shared and shared <= drawn
+    tokens = torch.arange(30).reshape(2, 15) % 39
+    with torch.no_grad():
+        assert (module(tokens) - text.module.eval()(tokens)).abs().max() > 1e-6
+        for name, tensor in module.named_parameters():
+            if name.endswith("shared.down_proj.weight"):
+                tensor.zero_()
+        assert (module(tokens) - text.module.eval()(tokens)).abs().max() < 1e-12
+
+
 def test_images_are_read_by_a_copy_of_the_text_model() -> None:
     """Of a mixture of transformers: as by a joint decoder, whose weights are those of all modalities."""
     text = Text(40)

@@ -34,6 +34,22 @@ def special(text):
     return np.concatenate([[256], ByteTokenizer().encode(text)]) if "<|endoftext|>" in text else ByteTokenizer().encode(text)
 
 
+def whole(pieces):
+    return ByteTokenizer().encode_pieces(pieces)
+
+
+def apart(pieces):
+    """Puts a token before each piece, as when pieces are encoded one by one."""
+    ids, places = whole(pieces)
+    return np.concatenate([[0], ids]), np.concatenate([[[0, 0]], places])
+
+
+class Older:
+    """What a tokenizer was before it had pieces."""
+
+    vocab_size = 257
+
+
 builds = []
 
 
@@ -74,6 +90,15 @@ BAD = {
     "check_special": [
         (made(eos=300), "eos is 300, but vocab_size is 257"),
         (made(encode=special), "gives the id of the end of a document"),
+    ],
+    "check_pieces": [
+        (made(encode_pieces=apart), "are not encoded as one text"),
+        (made(encode_pieces=lambda pieces: (whole(pieces)[0], whole(pieces)[1][:, 0])), r"not \(0, 2\)"),
+        (made(encode_pieces=lambda pieces: (whole(pieces)[0], whole(pieces)[1] + 1)), "are not numbers of pieces"),
+        (made(encode_pieces=lambda pieces: (whole(pieces)[0], whole(pieces)[1][::-1])), "are not in order"),
+        (made(prefix=(300,)), "has the id 300"),
+        (made(suffix=(256,)), "suffix ends with eos"),
+        (Part(make=lambda context: Older()), "has no encode_pieces"),
     ],
     "check_dump": [
         (made(fingerprint="same"), "not the sha256"),

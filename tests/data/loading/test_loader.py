@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge_core.batch import IGNORE, Batch
-from forge_core.errors import DataError
+from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Random, Store, Tokens
 from forge_data.loading.loader import TrainingStream, evaluation, open_stream
@@ -239,7 +239,7 @@ def test_bad_sizes_are_refused(recipe: Data) -> None:
         stream(Data())
     with pytest.raises(DataError, match="has 801 tokens, fewer than the 1025"):
         stream(dataclasses.replace(recipe, sequence_length=1024))
-    with pytest.raises(DataError, match="every source has weight 0"):
+    with pytest.raises(ConfigError, match="no source has a weight above 0"):
         stream(dataclasses.replace(recipe, sources=recipe.sources[2:]))
 
 

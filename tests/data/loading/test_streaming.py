@@ -1,8 +1,7 @@
-"""Streams: every document once an epoch, buffers rebuilt from five integers, worlds that share the readers or are refused."""
+"""Streams: every document once an epoch, buffers that are read again from a position, the same rows in every world."""
 
 import dataclasses
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,89 +15,98 @@ from forge_core.batch import IGNORE
 from forge_core.errors import DataError
 from forge_data.components.sources import Random
 from forge_data.loading.loader import evaluation
-from forge_data.order.cursor import merged
-from forge_data.packing.streamed import Reader, readers_for
-from forge_data.section import Data, Phase
+from forge_data.packing.streamed import Streamed
+from forge_data.section import Data
 
 LENGTH, G = 8, 8
 
 
-def reader(source: Any, number: int = 0, readers: int = 1, buffer: int = 4, shuffle: bool = True) -> Reader:
-    return Reader(source, number, readers, "seed", buffer, shuffle)
+def rows(source: Any, buffer: int = 4, shuffle: bool = True, readers: int | None = None, unit: int = LENGTH) -> Streamed:
+    return Streamed(source, readers, unit, "seed", buffer, shuffle)
 
 
-def documents_of(made: Reader, length: int, tokens: int) -> list[tuple[int, ...]]:
-    """The first documents that a reader gives, at least so many tokens, put together from its rows."""
-    stream: list[int] = []
+def cut(stream: Streamed, sample: int) -> tuple[list[int], list[int]]:
+    """Ids and document ends of a sample as one row."""
+    found = stream.cut(np.array([sample]), stream.unit)
+    return found.windows[0].tolist(), found.columns.tolist()
+
+
+def documents_of(stream: Streamed, tokens: int) -> list[tuple[int, ...]]:
+    """The first documents of a stream, at least so many tokens, put together from its rows."""
+    ids: list[int] = []
     ends: list[int] = []
     following = None
-    while len(stream) < tokens:
-        window, columns = made.next(length)
-        assert len(window) == length + 1 and all(1 <= column <= length for column in columns.tolist())
+    for sample in range(-(-tokens // stream.unit)):
+        window, columns = cut(stream, sample)
+        assert len(window) == stream.unit + 1 and all(1 <= column <= stream.unit for column in columns)
         assert following in (None, window[0])  # the last label of a row is the first token of the next
         following = window[-1]
-        ends += [len(stream) + column for column in columns.tolist()]
-        stream += window[:-1].tolist()
-    return [tuple(stream[first:after]) for first, after in zip([0, *ends], ends, strict=False)]
+        ends += [len(ids) + column for column in columns]
+        ids += window[:-1]
+    return [tuple(ids[first:after]) for first, after in zip([0, *ends], ends, strict=False)]
 
 
 @given(
     shards=st.integers(1, 7),
     documents=st.integers(6, 12),
-    readers=st.sampled_from([1, 2, 4]),
+    readers=st.sampled_from([None, 1, 2, 4]),
     buffer=st.integers(1, 12),
     shuffle=st.booleans(),
     length=st.integers(1, 20),
 )
 @settings(max_examples=30, deadline=None)
-def test_each_epoch_of_the_readers_has_every_document_once(
-    shards: int, documents: int, readers: int, buffer: int, shuffle: bool, length: int
+def test_each_epoch_has_every_document_once(
+    shards: int, documents: int, readers: int | None, buffer: int, shuffle: bool, length: int
 ) -> None:
     source = DripSource(Drip(shards=shards, documents=documents, longest=60))
-    held = Counter(
-        tuple(source.document(shard, number).tolist()) for shard in range(shards) for number in range(documents + shard % 3)
-    )
-    total = sum(len(document) * count for document, count in held.items())
-    alone = {document for document, count in held.items() if count == 1}  # the others cannot be told apart
-    read: list[tuple[int, ...]] = []
-    for number in range(readers):
-        made = documents_of(reader(source, number, readers, buffer, shuffle), length, 3 * total)
-        found = [document for document in made if document in alone]
-        own = set(found)
-        assert len(found) > len(own)
-        for start in range(0, len(found) - len(own) + 1, max(1, len(own))):
-            assert set(found[start : start + len(own)]) == own  # no document a second time before all came once
-        read += own
-    assert sorted(read) == sorted(alone - {()})
+    numbers = [(shard, number) for shard in range(shards) for number in range(documents + shard % 3)]
+    held = sorted(tuple(ids) for shard, number in numbers if (ids := source.document(shard, number).tolist()))
+    found = documents_of(rows(source, buffer, shuffle, readers, length), 3 * sum(map(len, held)))
+    for epoch in range(2):
+        assert sorted(found[epoch * len(held) : (epoch + 1) * len(held)]) == held
 
 
 @given(
-    rows=st.integers(0, 60),
+    samples=st.integers(0, 60),
     length=st.integers(1, 15),
     buffer=st.integers(1, 9),
-    readers=st.sampled_from([1, 3, 8]),
+    readers=st.sampled_from([None, 1, 3, 8]),
     shuffle=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_a_position_brings_back_the_same_rows_and_reads_no_more_than_the_buffer(
-    rows: int, length: int, buffer: int, readers: int, shuffle: bool
+    samples: int, length: int, buffer: int, readers: int | None, shuffle: bool
 ) -> None:
     source = Counting(DripSource(Drip(shards=3, longest=7)))
-    made = reader(source, 1 % readers, readers, buffer, shuffle)
-    for _ in range(rows):
-        made.next(length)
-    position = json.loads(json.dumps(made.position()))
-    assert len(position) == 5
-    again = reader(source, 1 % readers, readers, buffer, shuffle)
+    stream = rows(source, buffer, shuffle, readers, length)
+    for sample in range(samples):
+        cut(stream, sample)
+    position = json.loads(json.dumps(stream.position()))
+    again = rows(source, buffer, shuffle, readers, length)
     source.given = 0
-    again.seek(position)
+    again.seek(samples, position)
     assert again.position() == position and source.given == 0
-    expected = [made.next(length) for _ in range(12)]
-    source.given = 0
-    for window, columns in expected:
-        found, ends = again.next(length)
-        assert found.tolist() == window.tolist() and ends.tolist() == columns.tolist()
-    assert again.position() == made.position()
+    for sample in range(samples, samples + 12):
+        assert cut(again, sample) == cut(stream, sample)
+    assert again.position() == stream.position()
+
+
+@given(taken=st.lists(st.integers(1, 5), max_size=12), pieces=st.sampled_from([1, 2, 4]), buffer=st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_rows_that_are_skipped_change_no_other(taken: list[int], pieces: int, buffer: int) -> None:
+    """As where other ranks read them, also in the middle of a sample that is cut into several rows."""
+    source = DripSource(Drip(shards=3, longest=7))
+    whole, some = rows(source, buffer, unit=8), rows(source, buffer, unit=8)
+    row, length = 0, 8 // pieces
+    for step in taken:
+        row += step
+        alone = some.cut(np.array([row]), length)
+        expected = whole.cut(np.arange(row + 1 - step, row + 1), length)
+        assert alone.windows[0].tolist() == expected.windows[-1].tolist()
+        assert alone.columns.tolist() == expected.columns[expected.rows == step - 1].tolist()
+    some.skip_to(row // pieces + 3)
+    whole.skip_to(row // pieces + 3)
+    assert some.position() == whole.position()
 
 
 class Counting:
@@ -118,29 +126,44 @@ class Counting:
 
 
 def test_a_seek_reads_one_window_again_however_far_it_goes() -> None:
-    source = Counting(DripSource(Drip(shards=1, documents=4000, longest=6)))
-    made = reader(source, buffer=50)
-    for _ in range(900):
-        made.next(8)
-    position = made.position()
-    expected = made.next(8)[0].tolist()
+    source = Counting(DripSource(Drip(shards=2, documents=2000, longest=6)))
+    stream = rows(source, buffer=50)
+    stream.skip_to(900)
+    position = stream.position()
+    expected = cut(stream, 900)
     source.given = 0
-    again = reader(source, buffer=50)
-    again.seek(position)
-    assert again.next(8)[0].tolist() == expected
+    again = rows(source, buffer=50)
+    again.seek(900, position)
+    assert cut(again, 900) == expected
     assert source.given <= 100  # the window, and the next where the row reaches into it; those before are skipped
+
+
+def test_a_stream_holds_one_buffer_of_documents_at_a_time() -> None:
+    stream = rows(DripSource(Drip(shards=5, documents=3000, longest=6)), buffer=50)
+    most = 0
+    for sample in range(0, 4000, 7):
+        stream.skip_to(sample)
+        most = max(most, len(stream._ahead))
+    assert 40 < most <= 50 + LENGTH
 
 
 def test_shuffling_mixes_within_the_buffer_and_shards_between_epochs() -> None:
     source = DripSource(Drip(shards=3, documents=40, longest=6))
-    plain = documents_of(reader(source, shuffle=False), 16, 400)
-    mixed = documents_of(reader(source, buffer=200), 16, 400)
-    assert plain[:20] == [tuple(document) for n in range(25) if len(document := source.document(0, n).tolist())][:20]
-    shard = mixed[0][0] // 1000
-    assert mixed[:20] != plain[:20] and all(document[0] // 1000 in (shard, 0) for document in mixed[:20])
-    later = [document[0] // 1000 for document in documents_of(reader(source, buffer=5), 16, 6000) if document[0]]
-    order = [shard for shard, before in zip(later, [0, *later], strict=False) if shard != before]
+    plain = documents_of(rows(source, shuffle=False), 400)
+    stored = [tuple(ids) for number in range(40) if len(ids := source.document(0, number).tolist())]
+    assert plain[:20] == stored[:20]
+    mixed = documents_of(rows(source, buffer=20, readers=1), 4000)
+    shards = [document[0] // 1000 for document in mixed if document[0]]
+    assert len(set(shards[:15])) == 1 and sorted(mixed[:15]) != mixed[:15]
+    order = [shard for shard, before in zip(shards, [0, *shards], strict=False) if shard != before]
     assert len({tuple(order[start : start + 3]) for start in range(0, len(order) - 3, 3)}) > 1  # another order in other epochs
+
+
+def test_a_position_beyond_the_shards_that_are_left_is_refused() -> None:
+    stream = rows(DripSource(Drip(shards=5)), readers=4)
+    stream.skip_to(30)
+    with pytest.raises(DataError, match=r"stream of [45] shards or more, but drip has 2 now"):
+        rows(DripSource(Drip(shards=2))).seek(30, stream.position())
 
 
 def data(**more: Any) -> Data:
@@ -155,51 +178,34 @@ def test_labels_of_a_stream_cross_no_document() -> None:
     assert sum(label == 0 for _, label in labels) > 50  # the end of a document is the label of the token before it
 
 
-@pytest.mark.parametrize(("ranks", "legal"), [(8, "1, 2, 4"), (3, "1, 2, 4")])
-def test_a_world_that_cannot_share_the_readers_is_refused_with_the_legal_ones(ranks: int, legal: str) -> None:
-    with pytest.raises(DataError, match=f"4 virtual readers, which cannot be divided among {ranks} data ranks; .* are {legal}$"):
-        opened(data(readers=4), batch=24, ranks=ranks)
-    for fits in (1, 2, 4):
-        opened(data(readers=4), batch=24, ranks=fits)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 12])
+def test_any_number_of_ranks_shares_a_stream_and_every_cursor_is_whole(ranks: int) -> None:
+    expected, cursor = steps_of(data(), 5, batch=12)
+    assert steps_of(data(), 5, batch=12, ranks=ranks)[0] == expected
+    stream = opened(data(), batch=12, ranks=ranks, rank=ranks - 1)
+    reading = stream.from_cursor(stream.start())
+    own = [after for _, (_, after) in zip(range(5), reading, strict=False)][-1]
+    assert own == cursor and len(json.dumps(own)) < 1500
 
 
-def test_readers_divide_the_samples_of_every_step() -> None:
-    assert readers_for(None, [256]) == 64 and readers_for(None, [24, 16]) == 8 and readers_for(6, [24]) == 6
-    with pytest.raises(DataError, match=r"data\.readers = 5 does not divide the 24 samples"):
-        opened(data(readers=5), batch=24)
-    with pytest.raises(DataError, match="does not divide the 2 samples"):
-        opened(data(readers=4, phases=[Phase(start=4, global_batch=2)]), batch=8)
+def test_a_cursor_without_the_position_of_a_stream_is_refused() -> None:
+    cursor = steps_of(data(), 2, batch=G)[1]
+    with pytest.raises(DataError, match="no position of the stream 'drip'"):
+        opened(data(), batch=G).from_cursor({key: value for key, value in cursor.items() if key != "streams"})
 
 
-def test_each_rank_reads_only_the_shards_of_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: set[int] = set()
-    real = DripSource.stream
-
-    def noted(self: DripSource, shard: int, start: int = 0) -> Any:
-        asked.add(shard)
-        return real(self, shard, start)
-
-    monkeypatch.setattr(DripSource, "stream", noted)
-    stream = opened(data(sources=[Drip(shards=8, documents=50)], readers=4), batch=8, ranks=2, rank=1)
-    for _ in zip(range(30), stream.from_cursor(stream.start()), strict=False):
-        pass
-    assert asked == {2, 3, 6, 7}
-
-
-def test_a_cursor_of_one_rank_of_several_is_refused_and_of_all_is_taken() -> None:
-    recipe = data(readers=4)
-    cursors = []
-    for rank in range(2):
-        stream = opened(recipe, batch=G, ranks=2, rank=rank)
-        reading = stream.from_cursor(stream.start())
-        cursors.append([after for _, (_, after) in zip(range(5), reading, strict=False)])
-    lone = opened(recipe, batch=G)
-    with pytest.raises(DataError, match=r"no position for readers 2, 3 of the stream 'drip'.*merged"):
-        lone.from_cursor(cursors[0][-1])
-    lone.from_cursor(merged([cursors[0][-1], cursors[1][-1]]))
-    with pytest.raises(DataError, match="different steps"):
-        merged([cursors[0][-1], cursors[1][-2]])
-    assert len(json.dumps(merged([cursors[0][-1], cursors[1][-1]]))) < 1500
+def test_a_checkpoint_of_version_1_is_refused_or_begins_its_streams_again(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = data(sources=[Drip(label="drip")])
+    steps, cursor = steps_of(recipe, 2, batch=G)
+    identity = {key: value for key, value in cursor["identity"].items() if key != "streams"} | {"readers": 8}
+    old = {key: value for key, value in cursor.items() if key != "streams"} | {"identity": identity, "fingerprint": "0" * 32}
+    old["readers"] = {"drip": {str(number): [0, 0, 0, 3, 1] for number in range(8)}}
+    with pytest.raises(DataError, match=r"streams was version 1, .* is version 2.*; a run that an older Forge began") as refused:
+        opened(recipe, batch=G).from_cursor(old)
+    assert "readers was" not in str(refused.value)
+    allowed, _ = steps_of(dataclasses.replace(recipe, changed=("streams",)), 1, batch=G, cursor=old)
+    assert [row[1:] for row in allowed[0]] == [row[1:] for row in steps[0]] and allowed[0][0][0] == 2 * G
+    assert "'drip', which is read from its first document on" in caplog.text
 
 
 def test_a_second_iterator_takes_over_and_the_first_says_so() -> None:
@@ -229,7 +235,7 @@ def test_what_needs_the_length_of_a_stream_is_refused() -> None:
 
 def test_streams_without_a_token_are_refused() -> None:
     for empty in (Drip(longest=0), Drip(shards=1, documents=0)):
-        with pytest.raises(DataError, match="have no tokens"):
+        with pytest.raises(DataError, match="has no tokens"):
             steps_of(data(sources=[empty]), 1, batch=G)
     with pytest.raises(DataError, match="has no shard"):
         steps_of(data(sources=[Drip(shards=0)]), 1, batch=G)

@@ -200,6 +200,15 @@ def test_floors_are_exact(start: int, step: int, divisor: int, count: int) -> No
         assert floors(start, step, divisor, count).tolist() == [(start + j * step) // divisor for j in range(count)]
 
 
+@pytest.mark.parametrize("bits", [31, 32, 64, 96])
+def test_trials_i_floors_are_exact_where_only_the_last_is_close_to_a_whole_number(bits: int) -> None:
+    """Rounding errors add up over `count` results, so the fraction must have room for them beyond that of the divisor."""
+    divisor, count = 2**bits - 5, 16_384
+    step = divisor * 7 // 10
+    start = (divisor - 1 - (count - 1) * step) % divisor  # the last fraction is (divisor - 1) / divisor
+    assert floors(start, step, divisor, count).tolist() == [(start + j * step) // divisor for j in range(count)]
+
+
 @pytest.mark.parametrize("count", [0, 1, 5000])
 def test_floors_are_exact_where_the_quotient_is_whole(count: int) -> None:
     divisor = 3**50

@@ -120,8 +120,7 @@ def recipes(draw: Any) -> Callable[[dict[str, Any]], Data]:
     phases = []
     for start in sorted(draw(st.sets(st.integers(1, 9), max_size=2))):
         changed = draw(st.dictionaries(st.sampled_from(names), WEIGHT.filter(bool), max_size=2)) if len(names) > 1 else {}
-        lengths = [8, 16] if streamed else [4, 8, 16]  # four readers share the samples of every step
-        length = draw(st.none() | st.sampled_from(lengths)) if packing == "concatenate" else None
+        length = draw(st.none() | st.sampled_from([4, 8, 16])) if packing == "concatenate" else None
         batch = draw(st.none() | st.sampled_from([8, 16]))
         ramping = bool(phases) and start < phases[-1].start + phases[-1].ramp  # nothing may begin inside a ramp
         if (changed or length or batch) and not ramping:
@@ -167,8 +166,6 @@ def test_fault_20_killed_anywhere_and_resumed_anywhere_equals_the_uninterrupted_
     corpora: dict[str, Any], recipe: Any, before: tuple[int, int], after: tuple[int, int], kill: int
 ) -> None:
     data, workspace = recipe(corpora), corpora["workspace"]
-    if any(source.label in STREAMED for source in data.sources):  # type: ignore[attr-defined]  # eight ranks cannot share four readers
-        before, after = ((min(ranks, 4), micro) for ranks, micro in (before, after))
     expected, end = steps_of(data, 13, batch=G, workspace=workspace)
     first, cursor = steps_of(data, kill, batch=G, ranks=before[0], micro=before[1], workspace=workspace)
     assert first == expected[:kill]
@@ -212,8 +209,7 @@ def test_fault_20_a_resume_at_every_end_of_an_epoch_and_switch_of_a_phase(corpor
 @pytest.mark.parametrize("kind", [*COUNTED, "stdlib", *STREAMED])
 def test_fault_18_and_20_a_run_over_every_kind_of_source_moves_between_worlds(corpora: dict[str, Any], kind: str) -> None:
     most = 2 if kind == "streamed_huggingface" else 8  # whose library takes a second to import and to open a data set
-    readers = most if kind in STREAMED else None
-    data = Data(sequence_length=LENGTH, sources=[corpora[kind]], readers=readers, shuffle_buffer=4, tokenizer=Bytes())
+    data = Data(sequence_length=LENGTH, sources=[corpora[kind]], shuffle_buffer=4, tokenizer=Bytes())
     expected, end = steps_of(data, 6, batch=G, workspace=corpora["workspace"])
     workers = 2 if kind in ("llmc", "raw", "text", *STREAMED) else 0
     found, cursor = [], None

@@ -72,7 +72,7 @@ def test_rows_reconstruct_the_corpus_byte_for_byte(
     store = StoreSource(make_store(folder.name, documents, shard_tokens=50))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "PORTION", portion)
-        patch.setattr(plan.pieces_of, "__defaults__", (portion,))
+        patch.setattr(plan.pieces_of, "__defaults__", (portion, None))
         patch.setattr(plan, "_WINDOW", 7)
         packing = planned(store, length, mode, folder / "work", "corpus")
     stream = store.read(0, store.tokens)

@@ -1,6 +1,7 @@
 """Text to stores: tokenizers, splits, and the same bytes for any number of workers."""
 
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -153,12 +154,12 @@ def test_half_written_stores_are_never_used(corpus: Path, tmp_path: Path, monkey
     assert [path.name for path in (tmp_path / "w" / "stores").iterdir()] == [Path(store.name).name]
 
 
-def test_long_documents_are_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_encoded_in_pieces_where_that_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LONGEST_PIECE", 10)
     text = "line\nline two\n" + "x" * 25 + "\nend"
-    assert "".join(parts.pieces(text)) == text
-    assert all(len(piece) <= 10 for piece in parts.pieces(text))
-    assert next(iter(parts.pieces(text))) == "line\n"
+    assert list(parts.pieces(text, re.compile(""))) == [text[start : start + 10] for start in range(0, len(text), 10)]
+    assert list(parts.pieces(text, re.compile(r"(?<=\n)"))) == ["line\nline two\n", "x" * 25 + "\n", "end"]
+    assert list(parts.pieces(text, None)) == [text]
 
 
 def test_splits_share_no_file_and_leave_none_out(corpus: Path) -> None:

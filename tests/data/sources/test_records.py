@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,8 @@ def test_fault_41_broken_records_are_named_or_skipped_by_choice_and_counted(tmp_
     assert (store.read(0, store.tokens) % 256).astype(np.uint8).tobytes() == b"a\0c\0"
     assert any(message_.startswith("left out 1 broken records; the first: ") for message_ in said)
     assert store.manifest.source == "jsonl, 1 broken records left out"  # type: ignore[attr-defined]
+    (named,) = Path(f"{store.name}.skipped.txt").read_text().splitlines()
+    assert re.search(message, named) and f"all that were left out are named in {store.name}.skipped.txt" in said
     (tmp_path / "b.jsonl").write_bytes(b"{\n")
     with pytest.raises(DataError, match=r"2 records are broken, and `skip` allows 1; the first: .*a\.jsonl at byte 14"):
         Jsonl(path=str(tmp_path), skip=1).build(told)

@@ -143,6 +143,50 @@ def test_a_damaged_copy_is_refused(content: bytes, message: str) -> None:
         restore(content, 1, "tokenizer.json")
 
 
+def test_pieces_of_tiktoken_are_those_of_its_library(ranks: tuple[Path, dict[bytes, int]]) -> None:
+    path, found = ranks
+    special = {"<|endoftext|>": 264, "<|im|>": 270, "<|im|><|x|>": 271}
+    reference = tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=found, special_tokens=special)
+    tokenizer = built(Tiktoken(path=str(path), pattern=PATTERN, special_tokens=special))
+    pieces = [("<|im|>the", True), (" cat läuft", False), ("<|endoftext|>the 漢", True), ("字 cat", False)]
+    whole = "".join(text for text, _ in pieces)
+    ids, places = tokenizer.encode_pieces(pieces)
+    assert ids.tolist() == reference.encode(whole, allowed_special="all")
+    starts = reference.decode_with_offsets(ids.tolist())[1]
+    of_character = [number for number, (text, _) in enumerate(pieces) for _ in text]
+    assert places[:, 0].tolist() == [of_character[start] for start in starts]
+    spelled = tokenizer.encode_pieces([("<|im|><|x|>", True), ("<|im|><|x|> the", False), ("<|x|>", True)])[0].tolist()
+    assert spelled == [271, *reference.encode_ordinary("<|im|><|x|> the<|x|>")]
+    parted = tokenizer.encode_pieces([("the", True), ("", True), ("cat", True)], cuts=[2])[0].tolist()
+    assert parted == [*reference.encode_ordinary("the"), *reference.encode_ordinary("cat")]
+
+
+def test_pieces_of_sentencepiece_are_those_of_its_library(tmp_path: Path, model: bytes) -> None:
+    (tmp_path / "m.model").write_bytes(model)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model)
+    tokenizer = built(SentencePiece(path=str(tmp_path / "m.model")))
+    pieces = [("the ca", False), ("t sat on", True), ("  the mat", False)]
+    ids, places = tokenizer.encode_pieces(pieces)
+    assert ids.tolist() == reference.encode("the cat sat on  the mat")
+    lengths = [len(piece.surface) for piece in reference.encode("the cat sat on  the mat", return_type="proto").pieces]
+    assert sum(lengths) == 23 and places[0].tolist() == [0, 0] and places[-1].tolist() == [2, 2]
+    ids = tokenizer.encode_pieces([("<s>", True), ("the cat</s>", False), ("</s>", True)])[0].tolist()
+    assert ids == [reference.bos_id(), *reference.encode("the cat</s>"), reference.eos_id()]
+
+
+def test_what_stands_around_a_text_of_sentencepiece_is_set_next_to_the_model(tmp_path: Path, model: bytes) -> None:
+    path = tmp_path / "m.model"
+    path.write_bytes(model)
+    bare = built(SentencePiece(path=str(path)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "add_eos_token": True}))
+    full, off = built(SentencePiece(path=str(path))), built(SentencePiece(path=str(path), add_special_tokens=False))
+    assert (bare.prefix, bare.suffix, off.prefix) == ((), (), ()) and off.fingerprint == bare.fingerprint
+    assert (full.prefix, full.suffix) == ((1,), ()) and full.fingerprint != bare.fingerprint
+    assert built(SentencePiece(path=str(path), eos="<s>")).suffix == (2,)
+    again = restore(full.dump(), None, "tokenizer.json")
+    assert (again.prefix, again.fingerprint) == (full.prefix, full.fingerprint)
+
+
 def test_dumps_are_json(ranks: tuple[Path, dict[bytes, int]]) -> None:
     content = json.loads(built(Tiktoken(path=str(ranks[0]), pattern=PATTERN)).dump())
     assert content["pattern"] == PATTERN and len(content["ranks"]) == 264

@@ -20,7 +20,7 @@ from forge_models.hf.family import decoder_of, misfits
 from forge_models.hf.reader import Folder
 from forge_train.inference.forge_weights import ForgeWeights, locate
 from forge_train.inference.open import load_model
-from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 from forge_train.run.weights.initial_weights import initial_weights
@@ -141,7 +141,7 @@ def test_w12_generation_ends_where_its_settings_say(llama: Path, several: bool, 
     """Meta's chat models end with other ids than config.json names; the file wins, also behind a conversion."""
     folder = Folder(llama)
     coder = tokenizer_for(folder, None, Registry(), lambda _: None)
-    prompt = bos_tokens(folder) + coder.encode("1A").tolist()
+    prompt = [*coder.prefix, *coder.encode("1A").tolist()]
     made = generate(load_model(folder), [prompt], max_tokens=12)[0]  # type: ignore[arg-type]
     end = next(token for token in made[3:] if token not in made[:3])
     ends = [96, end] if several else end

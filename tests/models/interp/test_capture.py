@@ -10,6 +10,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
 from forge_models.interp.capture import capture
 from forge_models.interp.listing import InterpError
+from forge_models.interp.qk import capture_qk
 from forge_models.interp.tap import listening
 from models.variants import LATENT
 
@@ -201,11 +202,14 @@ def test_generation_is_read_token_by_token(make, latent):
     plain = generate(model, prompts, max_tokens=3)
     with capture(model, ["blocks.1.residual", "norm"]) as seen, capture(model, "blocks.1.residual", positions=[4, 5]) as later:
         assert generate(model, prompts, max_tokens=3) == plain
-    assert [one.shape[1] for one in seen.each("blocks.1.residual")] == [4, 1, 1]
+    assert [tuple(one.shape[:-1]) for one in seen.each("blocks.1.residual")] == [(6,), (2, 1), (2, 1)]  # padding is not read
+    assert seen.tokens[0].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3], [1, 0], [1, 1]]
     assert [one.shape[1] for one in seen.each("norm")] == [1, 1, 1]
     whole = everything(model, torch.tensor([prompts[0] + plain[0][:2]]))
-    rows = [one[0] for one in seen.each("blocks.1.residual")]
-    torch.testing.assert_close(torch.cat(rows), whole["blocks.1.residual"][0], rtol=1e-5, atol=1e-6)
+    first, *later_rows = seen.each("blocks.1.residual")
+    torch.testing.assert_close(
+        torch.cat([first[:4], *(one[0] for one in later_rows)]), whole["blocks.1.residual"][0], rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(torch.cat([one[0] for one in seen.each("norm")]), whole["norm"][0, 3:], rtol=1e-5, atol=1e-5)
     # Places are those of each row's text: the second row is two tokens behind.
     assert [len(one) for one in later.each("blocks.1.residual")] == [0, 1, 1]
@@ -219,3 +223,52 @@ def test_generation_is_read_token_by_token(make, latent):
             generate(model, prompts, max_tokens=3)
     with pytest.raises(InterpError, match="count from 0"), capture(model, "norm", positions=[-2]):
         generate(model, prompts, max_tokens=1)
+
+
+def test_trials_e4_padding_of_prompts_and_rows_that_have_stopped_are_not_read(make):
+    """Each row of a batch gives what it gives alone: the mean, every token, and the value that an edit puts in their place."""
+    model, name = make(), "blocks.0.residual_after"
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [8, 7], [6, 6, 6]]
+    for prefill in (None, 2):
+        for positions in ("mean", "all"):
+            with capture(model, name, positions=positions) as together:
+                generate(model, prompts, max_tokens=1, prefill=prefill)
+            if positions == "mean" and prefill is None:
+                for row, prompt in enumerate(prompts):
+                    with capture(model, name, positions="mean") as alone:
+                        generate(model, [prompt], max_tokens=1)
+                    torch.testing.assert_close(together[name][row], alone[name][0], rtol=1e-4, atol=1e-6)
+            if positions == "all":
+                read = sorted((row, at + 2 * part * (prefill is not None)) for part, one in enumerate(together.tokens)
+                              for row, at in one.tolist())  # fmt: skip
+                assert read == [(row, at) for row, prompt in enumerate(prompts) for at in range(len(prompt))]
+    plain = generate(model, prompts, max_tokens=4)
+    end = plain[1][1]  # the second row stops after two tokens, or earlier
+    with capture(model, name) as seen:
+        stopped = generate(model, prompts, max_tokens=4, eos=end)
+    # The last new token of a row is not read, nor is what the model computes for a row that has stopped.
+    assert sum(map(len, seen.tokens)) == sum(map(len, prompts)) + sum(len(row) - 1 for row in stopped)
+
+
+def test_trials_e4_entropy_and_the_largest_score_leave_padding_out(make):
+    model = make()
+    tokens = torch.tensor([[5, 17, 3, 60], [9, 2, 0, 0]])
+    documents = torch.tensor([[0, 0, 0, 0], [0, 0, PADDING, PADDING]], dtype=torch.int32)
+    with torch.no_grad(), capture_qk(model) as padded:
+        model(tokens, documents=documents)
+    rows = []
+    for row in ([5, 17, 3, 60], [9, 2]):
+        with torch.no_grad(), capture_qk(model) as alone:
+            model(torch.tensor([row]))
+        rows.append(alone)
+        entropy = padded.entropy(1)[len(rows) - 1]
+        torch.testing.assert_close(entropy[:, : len(row)], alone.entropy(1)[0], rtol=1e-4, atol=1e-6)
+        assert bool(entropy[:, len(row) :].isnan().all())
+    expected = torch.stack([alone.max_logit(1) for alone in rows]).amax(0)
+    torch.testing.assert_close(padded.max_logit(1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_trials_e5_a_name_inside_of_a_block_is_refused_with_the_pattern_to_write(make):
+    refused = pytest.raises(InterpError, match=r"'attention\.q' is a name inside of a block; write 'blocks\.\*\.attention\.q'")
+    with refused, capture(make(), "attention.q", heads=[0]):
+        pass

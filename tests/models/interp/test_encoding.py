@@ -22,7 +22,7 @@ def drawn(*shape, seed=0):
 def test_leaving_out_each_row_equals_scikit_learn(features):
     x, y = drawn(40, features) + 1, drawn(40, 5, seed=1)
     y[:, :3] += x[:, :3] * torch.tensor([3.0, 1.0, 0.3])
-    found = ridge(x, y, folds="leave_one_out")
+    found = ridge(x, y, alphas=ALPHAS, folds="leave_one_out")
     theirs = RidgeCV(alphas=ALPHAS, alpha_per_target=True).fit(x.numpy(), y.numpy())
     assert found.alpha.tolist() == theirs.alpha_.tolist()
     np.testing.assert_allclose(found.weight.T.numpy(), theirs.coef_, rtol=1e-7, atol=1e-10)
@@ -34,7 +34,7 @@ def test_bands_are_the_best_of_scikit_learns_fits_on_scaled_features():
     bands = {"a": drawn(60, 4), "b": drawn(60, 30, seed=1) * 3}
     y = torch.stack([bands["a"][:, 0], bands["b"][:, 0], bands["a"][:, 1] + bands["b"][:, 1]], 1) + drawn(60, 3, seed=2) * 0.5
     shares = mixes(2, draws=2)
-    found = banded_ridge(bands, y, shares=shares, folds=4)
+    found = banded_ridge(bands, y, shares=shares, alphas=ALPHAS, folds=4)
     splits = [(np.setdiff1d(np.arange(60), rows.numpy()), rows.numpy()) for rows in folds_of(60, 4)]
     for voxel in range(3):
         fits = []

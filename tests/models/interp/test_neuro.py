@@ -23,7 +23,7 @@ def recording(rows=150, features=12, voxels=6, noise=1.0, seed=0):
 @pytest.mark.parametrize("features", [12, 220])  # fewer and more than rows
 def test_ridge_equals_scikit_learn_on_the_same_folds(features):
     x, y = recording(features=features, voxels=3)
-    found = ridge(x, y, folds=5)
+    found = ridge(x, y, alphas=ALPHAS, folds=5)
     splits = [(np.setdiff1d(np.arange(150), rows.numpy()), rows.numpy()) for rows in folds_of(150, 5)]
     for voxel in range(y.shape[1]):
         theirs = RidgeCV(alphas=ALPHAS, cv=splits, scoring="neg_mean_squared_error").fit(x.numpy(), y[:, voxel].numpy())
@@ -54,7 +54,7 @@ def test_held_out_rows_have_no_part_in_their_prediction():
             for voxel in range(3)
         ]  # fmt: skip
         found.append([np.corrcoef(one, y[rows, voxel].numpy())[0, 1] for voxel, one in enumerate(theirs)])
-    torch.testing.assert_close(encode(x, y, folds=2), torch.tensor(np.mean(found, axis=0)), rtol=0, atol=1e-7)
+    torch.testing.assert_close(encode(x, y, alphas=ALPHAS, folds=2), torch.tensor(np.mean(found, axis=0)), rtol=0, atol=1e-7)
 
 
 def test_delays_are_found_by_lags():
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused():
     x, y = recording(rows=20)
     with pytest.raises(InterpError, match=r"\(20, 12\) and recordings \(19, 6\)"):
         ridge(x, y[:19])
-    with pytest.raises(InterpError, match="must be finite"):
+    with pytest.raises(InterpError, match="recordings hold 120 values that are NaN or infinite, the first in row 0"):
         ridge(x, y.clone().fill_(float("nan")))
     with pytest.raises(InterpError, match="alphas must be positive"):
         ridge(x, y, alphas=[0.0])

@@ -3,14 +3,18 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
 from forge_parallel.foreign.weights import of_builder
+from harness.pool import World
 from parallel.foreign_modules import BUILDERS
 
 
@@ -145,3 +149,78 @@ class Bare(nn.Module):
 def test_e3_a_parameter_that_nothing_initializes_is_refused() -> None:
     with pytest.raises(PlanError, match="leaves scale uninitialized"):
         parallelize(Bare, "1")
+
+
+class Parametrized(nn.Module):
+    """A layer whose weight is computed, and a parameter without elements."""
+
+    def __init__(self, make: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 6), make(nn.Linear(6, 6))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.first(x))
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "orthogonal": parametrizations.orthogonal,
+    "cayley": partial(parametrizations.orthogonal, orthogonal_map="cayley"),
+    "householder": partial(parametrizations.orthogonal, orthogonal_map="householder", use_trivialization=False),
+    "spectral_norm": parametrizations.spectral_norm,
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm with hooks": torch.nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_trials_d10_weights_that_are_computed_begin_as_their_constructors_make_them(name: str) -> None:
+    """Buffers that follow from parameters are replayed, too, and operators whose results torch cannot foresee run with values."""
+    build = partial(Parametrized, PARAMETRIZED[name])
+    model = parallelize(build, "1", seed=5)
+    module = build()
+    state = model.state_dict(whole=True)
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    assert not unexpected
+    for key in missing:  # what is not persistent
+        path, _, slot = key.rpartition(".")
+        module.get_submodule(path)._buffers[slot] = model.module.get_submodule(path)._buffers[slot]
+    assert not [key for key, tensor in module.state_dict().items() if tensor.is_meta or not tensor.isfinite().all()]
+    model.module.eval(), module.eval()
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    assert torch.equal(model.module(x), module(x))
+    weight: Any = module.layer.weight
+    norms = torch.linalg.svdvals(weight.detach())
+    if name in ("orthogonal", "cayley", "householder"):
+        torch.testing.assert_close(norms, torch.ones(6), rtol=0, atol=1e-5)
+    elif name == "spectral_norm":
+        assert norms[0].item() == pytest.approx(1, rel=0.05), "its vectors have been through fifteen iterations"
+    other = parallelize(build, "1", seed=6)
+    assert not torch.equal(model.module(x), other.module(x)), "drawn by the seed"
+
+
+def test_trials_d10_a_parameter_without_a_size_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"weight of a LazyLinear has no size before its module is called; give sizes"):
+        parallelize(lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), "1")
+    with pytest.raises(PlanError, match=r"0\.weight has no size"):
+        parallelize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3)), "1")
+
+
+def _whole(layout: str) -> dict[str, Tensor]:
+    found = {}
+    for name, make in PARAMETRIZED.items():
+        if name.startswith("weight"):
+            continue
+        model = parallelize(partial(Parametrized, make), layout, seed=5)
+        out = model.module(torch.linspace(-1, 1, 12).view(2, 6))
+        out.sum().backward()
+        found |= {f"{name}, {key}": value for key, value in model.state_dict(whole=True).items()} | {name: out.detach()}
+    return found
+
+
+def test_trials_d10_computed_weights_begin_alike_in_every_layout(world: World) -> None:
+    expected = _whole("1")
+    for found in world.run(_whole, 2, "dp2"):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, at=key: f"{at}: {text}")

@@ -14,6 +14,7 @@ from forge_parallel import parallelize, verify_layout
 from forge_parallel.foreign import forked, lay_out
 from forge_parallel.foreign.recording import Recording
 from harness.pool import World
+from harness.siblings import fast
 from parallel.foreign_modules import PLAN, Plain
 from parallel.tensor.test_following import ATTENTION, FUSED, Attention, Fused, Interleaved, Model
 
@@ -217,3 +218,99 @@ def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch, kind: str, m
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
     assert forked.forked(2, lambda: _interrupted("none"), 60.0) == [0, 1]
+
+
+class Narrow(Plain):
+    """Refuses formats, as operators do that have no kernel for them."""
+
+    refused: tuple[torch.dtype, ...] = (torch.float64,)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if (dtype := next((p.dtype for p in self.parameters()), None)) in self.refused:
+            raise RuntimeError(f"no kernel for {dtype}")
+        return super().forward(tokens)
+
+
+class Narrower(Narrow):
+    refused = (torch.float64, torch.float32)
+
+
+class Narrowest(Narrow):
+    refused = (torch.float64, torch.float32, torch.bfloat16)
+
+
+class NarrowlyWrong(Narrow):
+    """Its blocks see the number of the features that a rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.down = Divided(12, 8)
+
+
+class Divided(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + x.shape[-1] / 12)
+
+
+@pytest.mark.parametrize(
+    ("build", "layout", "width"), [(Narrow, "dp2tp2", "fp32"), (Narrow, "pp2", "fp32"), (Narrower, "dp2", "bf16")]
+)
+def test_trials_d6_the_widest_format_that_operators_accept(build: Callable[[], nn.Module], layout: str, width: str) -> None:
+    with pytest.warns(UserWarning, match=rf"does not compute in fp64, so both sides were compared in {width}"):
+        assert verify_layout(build, layout, tp_plan=PLAN) == width
+    assert verify_layout(Plain, layout, tp_plan=PLAN) == "fp64"
+
+
+def test_trials_d6_a_wrong_layout_is_found_in_a_narrow_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_rules(monkeypatch)
+    with pytest.raises(PlanError, match=r"verify: layout \S+ differs from one process \(in fp32; .*gradient of"):
+        verify_layout(NarrowlyWrong, "tp2", tp_plan=PLAN)
+
+
+def test_trials_d6_a_module_that_fails_is_refused_on_all_ranks(world: World) -> None:
+    found = world.run(_verified, 2, Narrowest, "dp2", None)
+    assert (
+        found == ["verify: the module fails in one process, in fp64, fp32, bf16: RuntimeError: no kernel for torch.bfloat16"] * 2
+    )
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4))
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, intermediate_size=32, head_dim=8))
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "experts_implementation": "grouped_mm",
+}
+
+
+@pytest.mark.parametrize("build", fast(mixtral, of=[mixtral, qwen3_moe]))
+def test_trials_d6_experts_with_grouped_products(build: Callable[[], nn.Module]) -> None:
+    with pytest.warns(UserWarning, match="in fp32"):
+        verify_layout(build, "tp2")
+
+
+def test_trials_d6_batch_norm_has_its_statistics_in_the_format_of_its_inputs() -> None:
+    tokens = torch.arange(24).view(4, 6) % 19
+    model = parallelize(Batched, "1", compute="fp64", state="fp64")
+    plain = Batched().double()
+    plain.load_state_dict(model.state_dict(whole=True))
+    assert torch.equal(model(tokens), plain(tokens))
+    assert torch.equal(model.module.norm.inner.running_mean, plain.norm.inner.running_mean)  # type: ignore[union-attr]
+    with pytest.raises(PlanError, match=r'norm\.inner \(BatchNorm1d\) keeps running statistics .*set compute = "fp32"'):
+        parallelize(Batched, "1", compute="bf16")

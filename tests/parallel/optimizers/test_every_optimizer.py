@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.objectives import CrossEntropy
+from forge_parallel.conformance.optimizers import SHAPES, Held
 from forge_parallel.features import features
 from forge_parallel.optim.shards import PROVEN
 from forge_parallel.verify.parity import Case, compare
@@ -41,3 +44,27 @@ def test_one_whose_elements_depend_on_others_is_a_feature_by_its_name(name: str)
     job = load("debug", [f"--optimizer.name={name}", "--schedule.name=constant", "--parallel.dp_shard=2"], 2, REGISTRY).job
     used = {use.name for use in features(job, Layout.parse("dp2")) if use.plane == "optimizer"}
     assert used == ({name} if job.optimizer.shards in PROVEN else set())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_trials_i_a_parameter_without_a_gradient_stays_and_others_move_as_ever(name: str) -> None:
+    """Wherever it stands among them."""
+
+    def stepped(left_out: str) -> tuple[dict[str, Tensor], list[str]]:
+        draw = torch.Generator().manual_seed(0)
+        start = {key: torch.randn(shape, generator=draw, dtype=torch.float64) for key, (shape, _) in SHAPES.items()}
+        held: dict[str, Tensor] = {key: nn.Parameter(value.clone()) for key, value in start.items()}
+        optimizer = EXAMPLES[name].build(Held(held))  # type: ignore[attr-defined]
+        for _ in range(2):
+            for key, tensor in held.items():
+                slope = torch.randn(tensor.shape, generator=draw, dtype=torch.float64)
+                tensor.grad = None if key == left_out else slope
+            optimizer.step(torch.zeros(()))
+            optimizer.zero_grad()
+        return held, [key for key, tensor in held.items() if torch.equal(start[key], tensor.detach())]
+
+    every, _ = stepped("")
+    for left_out in SHAPES:
+        found, still = stepped(left_out)
+        assert still == [left_out]
+        assert all(torch.equal(found[key], every[key]) for key in SHAPES if key != left_out)

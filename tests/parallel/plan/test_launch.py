@@ -21,6 +21,7 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
     "SLURM_JOB_NODELIST": "gpu[03-05,9],login1",
 }
 
@@ -47,6 +48,40 @@ def test_bare_srun() -> None:
     assert found.device == 1
     assert read_launcher(SRUN | {"SLURM_PROCID": "0"}).port == found.port, "every rank derives the same port"
     assert read_launcher(SRUN | {"MASTER_PORT": "4242", "MASTER_ADDR": "head"}).address == "head"
+
+
+def test_trials_f2_each_step_and_restart_has_its_own_port_and_identity() -> None:
+    changes: list[dict[str, str]] = [
+        {},
+        {"SLURM_STEP_ID": "1"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_ID": "123457"},
+        {"SLURM_JOB_ID": "123457", "SLURM_STEP_ID": "1"},
+    ]
+    found = [read_launcher(SRUN | change) for change in changes]
+    assert len({each.port for each in found}) == len({each.identity for each in found}) == len(changes)
+    assert all(20000 <= each.port < 32768 for each in found), "not among the ports of outgoing connections"
+    assert found[3].identity == "SLURM job 123456, step 1, restart 1"
+    assert read_launcher(TORCHRUN | {"TORCHELASTIC_RUN_ID": "7c2"}).identity == "torchrun 7c2"
+    assert read_launcher(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).identity == "", "torchrun's word for no name"
+
+
+def test_trials_f2_a_step_on_some_nodes_meets_on_its_own_first_node() -> None:
+    step = {"SLURM_STEP_NODELIST": "gpu[09]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
+    found = read_launcher(SRUN | step)
+    assert (found.address, found.size, found.local_size, found.rank) == ("gpu09", 2, 2, 1)
+    assert read_launcher(SRUN | step | {"SLURM_STEP_NUM_TASKS": "1"}) == Launch(), "srun -n 1 in a job of 8 tasks"
+
+
+@pytest.mark.parametrize("step", ["", "4294967290", "4294967291", "4294967292"])
+def test_trials_f6_a_batch_script_without_srun_is_one_process(step: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In a batch script SLURM sets rank and number of tasks as well; a shell of salloc has a step without srun."""
+    found = read_launcher(SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_ID": step})
+    assert (found.rank, found.size, found.launcher) == (0, 1, "none")
+    assert "8 tasks" in found.note and "start it with srun" in found.note
+    assert process_group.start(found, timeout=1) == torch.device("cpu") and found.note in caplog.text
+    assert read_launcher(SRUN | {"SLURM_STEP_ID": "", "SLURM_STEPID": "0"}).size == 8, "its older name"
 
 
 @pytest.mark.parametrize(

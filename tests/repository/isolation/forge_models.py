@@ -6,19 +6,14 @@ import torch
 
 from forge_models.components.decoder import Decoder
 from forge_models.generation.generate import generate
+from forge_models.initial_weights import initialize
 from forge_models.objectives import CrossEntropy
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_data") is None
 
-torch.manual_seed(0)
 model = Decoder(dim=32, layers=2, heads=4, kv_heads=2, vocab_size=17, max_length=16).build()
-for name, spec in model.specs().tensors.items():
-    tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
-    if spec.init.kind == "normal":
-        torch.nn.init.normal_(tensor, std=spec.init.std)
-    else:
-        torch.nn.init.constant_(tensor, float(spec.init.kind == "ones"))
+initialize(model, seed=0)
 text = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for _ in range(60):

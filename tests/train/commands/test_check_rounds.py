@@ -1,5 +1,6 @@
 """`check` tells all faults in one round, and those that only a run would have met."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,12 @@ def test_m1_a_file_that_is_absent_stops_a_run_here_and_is_told_of_elsewhere(tiny
     assert "corpus" in warning, "a preset's placeholder"
 
 
+def test_trials_h_a_plan_which_reads_no_data_does_not_miss_a_corpus(tiny: Path) -> None:
+    assert load("7b", [], 64, REGISTRY, here=None).warnings == ()
+    (warning,) = load(tiny, ["--hooks=[]", "--data.sources=[{name='store', path='/no/such'}]"], 1, REGISTRY, here=None).warnings
+    assert "no checkpoint" in warning
+
+
 def test_m1_a_run_that_saves_nothing_is_warned_of(tiny: Path) -> None:
     assert load(tiny, [], 1, REGISTRY).warnings == ()
     (warning,) = load(tiny, ["--hooks=[]"], 1, REGISTRY).warnings
@@ -111,7 +118,8 @@ def test_m1_a_run_that_saves_nothing_is_warned_of(tiny: Path) -> None:
 
 
 def test_m1_a_tokenizer_that_may_learn_too_much_is_warned_of(tiny: Path) -> None:
-    (warning,) = load(tiny, ["--data.tokenizer={name='bpe', vocab_size=300}"], 1, REGISTRY).warnings
+    text = ["--data.tokenizer={name='bpe', vocab_size=300}", "--data.sources=[{name='stdlib'}]"]
+    (warning,) = load(tiny, text, 1, REGISTRY).warnings
     assert "data.tokenizer.vocab_size" in warning
 
 
@@ -145,3 +153,118 @@ def test_e7_a_schedule_that_splits_the_backward_names_the_transform_that_needs_i
 ) -> None:
     found = faults(tiny, 2, "--parallel.pp=2", "--parallel.pipeline.schedule.name=zbv", f"--transforms.recompute.policy={policy}")
     assert ("transforms.recompute" in found) == named
+
+
+ALONE = {
+    "optimizer.lrr": ("1",),
+    "optimizer.lr": ("-1.0", "fast", "nan", "[1]"),
+    "optimizer.betas": ("[0.9]", "1", "[0.9, 1.5]"),
+    "schedule.warmup": ("-1", "2.5", "true"),
+    "schedule.wramup": ("3",),
+    "schedule.decay_": ("{a = 1}",),
+    "train.max_step": ("3",),
+    "train.grad_clip": ("-1.0", "big"),
+    "train.max_skipped": ("0", "1.5"),
+    "train.rollback_lr": ("2.0",),
+    "job.seed": ("-3", "99999999999999999999"),
+    "job.name": ("a/b", ".hidden", "a\nb", "a\tb", "x" * 300, "a\u2028b"),
+    "job.dirr": ("x",),
+    "precision.compute": ("fp7", "1"),
+    "precision.stat": ("fp32",),
+    "parallel.timeout": ("0", "soon"),
+    "parallel.timeuot": ("3",),
+    "checkpoint.every": ("-1", "often"),
+    "checkpoint.evry": ("5",),
+    "data.packign": ("pad",),
+    "data.sources.0.vocab_sze": ("5",),
+    "hooks.0.every_": ("5",),
+    "hooks.0.nam": ("x",),
+    "trackers.0.name": ("no_such_tracker",),
+    "colour": ("red",),
+    "model.dropout_": ("0.1",),
+}
+"""Values that are wrong by themselves: unknown keys, types, ranges, names."""
+
+TOGETHER = {
+    "train.global_batch": ("9", "7"),
+    "data.sequence_length": ("40",),
+    "data.sources.0.vocab_size": ("62",),
+}
+"""Values that are wrong because of others, in the world of two that the test asks for."""
+
+
+def test_trials_200_bad_recipes_are_refused_alike_and_in_one_round(tiny: Path) -> None:
+    """Each recipe has two to five faults. `check` and `run` name the same ones, all of them, and nothing else."""
+    draw, seen = random.Random(11), 0
+    pool = {**ALONE, **TOGETHER}
+    for _ in range(200):
+        bad = {key: draw.choice(pool[key]) for key in draw.sample(sorted(pool), draw.randint(2, 5))}
+        overrides = [f"--{key}={value}" for key, value in bad.items()]
+        said = []
+        for here in (False, True):
+            with pytest.raises(ConfigError) as refusal:
+                load(tiny, overrides, 2, REGISTRY, here=here)
+            said.append(sorted(str(fault) for fault in refusal.value.faults))
+        assert said[0] == said[1], overrides
+        named = {fault.key for fault in refusal.value.faults}
+        assert {key for key in bad if not any(each == key or each.startswith(f"{key}.") for each in named)} == set(), (
+            bad,
+            said[0],
+        )
+        assert all(any(each == key or each.startswith(f"{key}.") for key in bad) for each in named), (bad, said[0])
+        seen += len(named)
+    assert seen > 600
+
+
+def test_trials_f7_a_wrong_key_hides_nothing_of_its_table(tiny: Path) -> None:
+    assert faults(tiny, 2, "--train.max_step=3", "--train.global_batch=9").keys() == {"train.max_step", "train.global_batch"}
+    assert faults(tiny, 2, "--train.grad_clip=x", "--train.global_batch=9").keys() == {"train.grad_clip", "train.global_batch"}
+    assert faults(tiny, 2, "--job.seed=x", "--job.name=a/b").keys() == {"job.seed", "job.name"}, "a rule of the table itself"
+    found = faults(tiny, 1, "--model.dropot=0.1", "--data.sequence_length=40", "--model.heads=3")
+    assert {"model.dropot"} < found.keys() and len(found) >= 2
+
+
+@pytest.mark.parametrize("open_close", ["[]", "{a=}"])
+def test_trials_f7_what_stands_too_deep_in_each_other_is_refused(tmp_path: Path, open_close: str) -> None:
+    opened, closed = open_close[:-1], open_close[-1]
+    for depth in (70, 400, 5000):
+        value = opened * depth + ("1" if opened != "[" else "") + closed * depth
+        (tmp_path / "deep.toml").write_text(f'base = "debug"\n[model]\nx = {value}\n')
+        assert "60 deep" in faults(tmp_path / "deep.toml", 1).popitem()[1].message
+        (tmp_path / "plain.toml").write_text('base = "debug"\n')
+        assert "60 deep" in faults(tmp_path / "plain.toml", 1, f"--model.x={value}")["model.x"].message
+    (tmp_path / "deep.toml").write_text(f'base = "debug"\n[{".".join("a" * 5000)}]\nx = 1\n')
+    assert "60 deep" in faults(tmp_path / "deep.toml", 1).popitem()[1].message
+    assert "60 deep" in faults(tmp_path / "plain.toml", 1, f"--{'.'.join('a' * 500)}=1").popitem()[1].message
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ('[job]\nname = "a\\u0000b"', "job.name", "NUL"),
+        ('[job]\nname = "a\\nb"', "job.name", "a line break"),
+        ('[job]\ndir = "a\\u0000b"', "job.dir", "NUL"),
+        ('[job]\ndir = "a\\u0085b"', "job.dir", "a line break"),
+        ('[start]\nweights = "a\\rb"', "start.weights", "a line break"),
+        ('[data.evaluation."a\\nb"]\nname = "random"', 'data.evaluation."a\\nb"', "a key that holds a line break"),
+        ('[[data.sources]]\nname = "text"\npath = "a\\u0000*"', "data.sources.0.path", "NUL"),
+        ('[[data.sources]]\nname = "text"\npath = "a\\u001bb"', "data.sources.0.path", "a control character"),
+    ],
+)
+def test_trials_f7_names_of_files_have_no_control_characters(tmp_path: Path, text: str, key: str, words: str) -> None:
+    (tmp_path / "r.toml").write_text(f'base = "debug"\n{text}\n')
+    assert words in faults(tmp_path / "r.toml", 1)[key].message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (("--data.tokenizer.name=bpe",), "data.tokenizer.path", "no text to train a tokenizer on"),
+        (("--data.sources.0.tokens=16",), "data.sources.0.tokens", "fewer than the 17 of one sample"),
+    ],
+)
+def test_data_from_which_no_step_can_be_made_are_refused_before_a_run(
+    tiny: Path, overrides: tuple[str, ...], key: str, words: str
+) -> None:
+    assert words in faults(tiny, 1, *overrides)[key].message
+    assert load(tiny, ["--data.sources.0.tokens=17"], 1, REGISTRY)

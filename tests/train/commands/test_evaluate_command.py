@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_train.cli import main
+from forge_train.hooks.evaluation.results import bits_per_byte
 from forge_train.inference.evaluate import Score, recipe_for, scores
 from forge_train.inference.open import load_model, open_weights
 from forge_train.recipe.load import load
+from forge_train.report.gather import facts
+from forge_train.run.loop import fit
 from harness.pool import World
-from train.runs import TINY, train
+from train.runs import TINY, prepared, train
 
 HELD_OUT = '\n[data.evaluation.held]\nname = "random"\nvocab_size = 61\ntokens = 333\ndocument = 23\nseed = 5\n'
 
@@ -104,3 +108,34 @@ def test_what_cannot_be_evaluated_says_what_to_give(trained: Path, spoil: Callab
     spoil(weights.facts.recipe)  # type: ignore[arg-type]
     with pytest.raises(ForgeError, match=said):
         recipe_for(weights, None, [], 1, Registry())
+
+
+TEXTS = ["a", "ab", "größe", "", "a longer document with several words in it", "🙂 two", "b"] * 9
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "pad"])
+def test_trials_c3_bits_per_byte_are_of_the_text_that_is_predicted(packing: str, tmp_path: Path) -> None:
+    """Of short documents, whose first tokens nothing predicts: against the bits of each byte that is, summed by torch."""
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    held_out = f'\n[data.tokenizer]\nname = "bytes"\n\n[data.evaluation.held]\nname = "jsonl"\npath = "{tmp_path}/held.jsonl"\n'
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(
+        TINY.replace("vocab_size = 61", "vocab_size = 257").replace("[data]", f'[data]\npacking = "{packing}"') + held_out
+    )
+    run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", "--train.max_steps=3", "--optimizer.lr=0.1"])
+    fit(run)
+
+    model: Any = load_model(open_weights(tmp_path / "run", Registry()), torch.device("cpu")).double()
+    bits, count, size = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in evaluation(load(recipe).job.data, workspace=tmp_path / "elsewhere")["held"].batches(0, 1, 3):
+            logits = model(batch.tokens, positions=batch.positions, documents=batch.documents)
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="none")
+            bits += loss.sum().item() / math.log(2)
+            count += int((batch.labels != -100).sum())
+            size += int(((batch.labels >= 0) & (batch.labels < 256)).sum())  # a token below 256 is a byte
+    assert size == sum(max(0, len(text.encode()) - 1) for text in TEXTS)
+    (found,) = evaluated(tmp_path / "run", [])
+    assert found.tokens == count and found.bits_per_byte == pytest.approx(bits / size, rel=1e-5)
+    per_token = facts(run)["bytes_per_token"]["held"]  # what the report divides by
+    assert bits_per_byte(found.loss, 1, per_token) == pytest.approx(bits / size, rel=1e-5)

@@ -1,6 +1,7 @@
 """`forge-train generate`: one prompt or several, on one process or on ranks that share the model; the texts are the same."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,24 @@ def test_what_cannot_be_asked_for_says_why(trained: Path, tmp_path: Path, capsys
         recipe_to_generate(weights, ["--optimizer.lr=1"], 2, Registry())
     with pytest.raises(ForgeError, match=r"parallel\.tp"):
         recipe_to_generate(weights, ["--parallel.tp=3"], 3, Registry())
+
+
+def test_trials_f8_a_damaged_checkpoint_is_named(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    checkpoint = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    (checkpoint / "manifest.json").write_bytes(b"{}")
+    for arguments in (("generate", checkpoint, "--prompt", "x"), ("config", "diff", checkpoint, "debug")):
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        assert ended.value.code == 2 and f"{checkpoint} is damaged: " in capsys.readouterr().err
+
+
+def test_trials_a7_a_prompt_of_a_file_ends_with_a_line_feed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, lines = tmp_path / "prompts.txt", ["one\u2028still one", "two\x0cstill two", "three\x85\x1cthree", "four\rfour"]
+    file.write_bytes(("\n".join(lines[:2]) + "\r\n" + "\n\n".join(lines[2:])).encode())
+    found = said(capsys, trained, "--prompts", file, "--temperature", 0, "--max-tokens", 1)
+    assert [item["prompt"] for item in found["texts"]] == lines
+    file.write_bytes(b"def\r\none\r")
+    assert said(capsys, trained, "--file", file, "--max-tokens", 1)["prompt"] == "def\r\none\r"

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_models.conformance.weights import InMemory, small
+from forge_models.hf.reader import read_model
 from forge_train.formats.plain import PlainConverter
 from forge_train.inference.forge_weights import ForgeConverter
-from forge_train.inference.open import load_model, open_weights
+from forge_train.inference.open import format_of, load_model, open_weights
 from forge_train.run.loop import fit
 from models.hf.command_line import run
 from train.runs import TINY, prepared
@@ -175,7 +176,7 @@ def test_fault_49_code_that_a_description_names_is_not_run(
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
     for model in ({"name": "./mine.py:Model"}, {"name": "decoder", "mlp": {"name": f"{tmp_path}/mine.py:Mlp"}}):
         save_file(tensors(given), tmp_path / "a.safetensors", metadata={"forge": json.dumps({"model": model})})
-        with pytest.raises(ForgeError, match=r"names code in a file, .*mine\.py:M.* pass --recipe"):
+        with pytest.raises(ForgeError, match=r"mine\.py:M.*does not run unasked.*--trust-code [0-9a-f]{64}"):
             converter().read(tmp_path / "a.safetensors")
     assert alike(tensors(converter(recipe=recipe).read(tmp_path / "a.safetensors")), tensors(given))
 
@@ -188,3 +189,22 @@ def test_files_of_different_models_are_refused(given: InMemory, tmp_path: Path) 
     (tmp_path / "a.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ForgeError, match="cannot be read as safetensors"):
         converter().read(tmp_path / "a.safetensors")
+
+
+def test_trials_e5_the_files_say_which_format_they_are(given: InMemory, tmp_path: Path) -> None:
+    registry = Registry()
+    for kind in registry.names("forge.converters"):
+        path = tmp_path / (f"{kind}.pt" if kind == "torch" else kind)
+        registry.load("forge.converters", kind)().build().write(path, given)
+        assert format_of(path) == kind
+        assert alike(tensors(open_weights(path, registry)), tensors(given))
+    assert run("convert", "--to", "forge", tmp_path / "hf", tmp_path / "again") == 0
+
+
+def test_trials_h_a_model_type_that_is_not_known_is_answered_with_all_that_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ForgeError, match=r"'mamba' is not implemented; implemented are .*\bllama\b.*\bllava\b"):
+        open_weights(tmp_path, Registry())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    with pytest.raises(ForgeError, match=r"'llava' is more than a decoder of text"):
+        read_model(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forge_core.errors import ForgeError
@@ -285,3 +286,26 @@ def test_a_run_that_could_not_ask_does_not_start(folder: Path, tmp_path: Path, m
 
 def _absent(name: str) -> None:
     raise ModuleNotFoundError(name, name="lm_eval")
+
+
+def test_trials_a10_a_rolling_likelihood_has_the_tokenizers_own_first_token_once(folder: Path, tmp_path: Path) -> None:
+    """Against log-probabilities by transformers: the first token is read, before the first text, and is not predicted."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    backend = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    first = backend.token_to_id("<|first|>")
+    backend.post_processor = processors.TemplateProcessing(single="<|first|> $A", special_tokens=[("<|first|>", first)])
+    backend.save(str(tmp_path / "model" / "tokenizer.json"))
+    reference = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    text = TEXT[:40]
+    ids = backend.encode(text).ids
+    assert ids[0] == first and ids.count(first) == 1
+    with torch.no_grad():
+        steps = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    each = steps[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+    model = ours(tmp_path, [], 1)
+    assert model.prefix_token_id == first
+    assert model.loglikelihood_rolling(requests((text,)))[0] == pytest.approx(sum(each), rel=1e-5)
+    pieces = {at: backend.encode(text[:at]).ids for at in range(8, 30) if not text[at - 1].isspace()}
+    at, half = next((at, len(found)) for at, found in pieces.items() if found == ids[: len(found)])
+    (pair, alone) = model.loglikelihood(requests((text[:at], text[at:]), ("", text)), disable_tqdm=True)
+    assert pair[0] == pytest.approx(sum(each[half - 1 :]), rel=1e-5) and alone[0] == pytest.approx(sum(each), rel=1e-5)

@@ -31,6 +31,8 @@ class Failing(Hook):
             os.kill(os.getpid(), signal.SIGINT)
 
     def before_step(self, run):
+        if run.state.step == 2 and run.topology.rank == 0 and os.environ["HOW"] == "host dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         if run.state.step == 2 and run.topology.rank == 1:
             Path(os.environ["WHEN"]).write_text(str(time.time()))
             how = os.environ["HOW"]
@@ -134,3 +136,10 @@ def test_h3_a_rank_that_is_killed_ends_the_others_with_a_code_and_one_line(tmp_p
     assert time.time() - float((tmp_path / "when").read_text()) < 20
     assert re.match(r"rank 0: ERROR: rank 1 \(process \d+ on .*\) ended without a word: killed, out of memory or stopped\.", said)
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_trials_f8_with_rank_0_killed_the_others_say_one_line_and_no_native_frames(tmp_path: Path) -> None:
+    (first, _), (second, said) = pair(tmp_path, "host dies")
+    assert (first, second) == (-9, 5)
+    assert re.fullmatch(r"rank 1: ERROR: .*rank 0.*resumes from its newest checkpoint\n", said), said

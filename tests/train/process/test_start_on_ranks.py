@@ -3,15 +3,21 @@
 import contextlib
 import io
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from forge_core.config.tree import leaves
+from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
 from forge_train.commands.run import start
+from forge_train.process.agreement import OWN_KEYS, content_of
 from forge_train.process.logs import logging_of
+from forge_train.recipe.load import load
 from harness.pool import World
 from train.runs import TINY
 
@@ -39,15 +45,25 @@ class Fails(Component):
 
     rank: int = 1
     fault: bool = False
+    api_key: str = ""
 
     def build(self):
         return Failing(self.rank, self.fault)
 '''
 
 
-def _started(folder: Path, arguments: list[str], lacking: int | None = None) -> tuple[int, str]:
-    """Exit code of a rank and what it said; rank `lacking` stands in another directory, without the recipe's files."""
+def _started(
+    folder: Path, arguments: list[str], lacking: int | None = None, own: Sequence[list[str]] = ([],) * 9, steps: str = ""
+) -> tuple[int, str]:
+    """Exit code of a rank and what it said; rank `lacking` stands in another directory, without the recipe's files.
+
+    Each rank has its `own` overrides besides. With `steps`, ranks come by twos, as tasks of that many steps of one SLURM job.
+    """
     where = read_launcher(os.environ)
+    arguments = [*arguments, *own[where.rank]]
+    if steps:
+        step, rank = divmod(where.rank, 2)
+        where = replace(where, rank=rank, size=2, local_rank=rank, local_size=2, identity=f"{steps}{step}")
     os.chdir(folder / "elsewhere" if where.rank == lacking else folder)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), logging_of(where.rank, where.size) as log:
@@ -110,6 +126,58 @@ def test_m1_a_fault_of_a_plugin_on_one_rank_ends_all_and_its_traceback_is_kept(w
     assert (code, other) == (1, 1)
     assert "rank 1: KeyError: 'a bug'" in said and "Traceback" not in said
     assert "Traceback" in traceback and "KeyError: 'a bug'" in traceback
+
+
+@pytest.mark.parametrize(
+    ("override", "values"),
+    [
+        ("optimizer.lr", ("0.001", "0.05")),
+        ("train.max_steps", ("4", "8")),
+        ("train.global_batch", ("8", "16")),
+    ],
+)
+def test_trials_f1_ranks_with_other_recipes_do_not_begin(
+    world: World, folder: Path, override: str, values: tuple[str, str]
+) -> None:
+    own = [[f"--{override}={value}"] for value in values]
+    (code, said), other = on_ranks(world, folder, ["--train.micro_batch=4"], None, own)
+    assert code == 2 and f"{override} is {values[1]}, and {values[0]} on rank 0" in said and "rank 1 (process " in said
+    assert said.count("differ") == 1 and other == (2, "")
+    assert not (folder / "runs").exists()
+
+
+def test_trials_f1_what_counts_of_a_recipe(folder: Path) -> None:
+    """Enumerates the keys: each one but `OWN_KEYS` counts. A plugin file counts by its content, a secret by its digest."""
+    (folder / "copy").mkdir()
+    (folder / "copy" / "mine.py").write_text(HOOK)
+    registry = Registry()
+
+    def content(*overrides: str) -> dict[str, str]:
+        return content_of(load(str(folder / "tiny.toml"), overrides, 2, registry), registry)
+
+    first = content(f"--hooks=[{{name='{folder / 'mine.py'}:Fails'}}]")
+    resolved = load(str(folder / "tiny.toml"), [f"--hooks=[{{name='{folder / 'mine.py'}:Fails'}}]"], 2, registry)
+    keys = {key for key, _, _ in leaves(resolved.tree)}
+    assert keys - OWN_KEYS == keys & first.keys() and keys >= OWN_KEYS
+    assert content(f"--hooks=[{{name='{folder / 'copy' / 'mine.py'}:Fails'}}]") == first, "the same file in another place"
+    (folder / "copy" / "mine.py").write_text(HOOK + "\n# changed\n")
+    changed = content(f"--hooks=[{{name='{folder / 'copy' / 'mine.py'}:Fails'}}]")
+    assert {key for key in changed if changed[key] != first.get(key)} == {"hooks mine.py:Fails"}
+    assert first["code of forge_core"].startswith("sha256:")
+    mine = folder / "mine.py"
+    one, two = (content(f"--hooks=[{{name='{mine}:Fails', api_key='sk-{key}'}}]") for key in "ab")
+    assert {key for key in one if one[key] != two[key]} == {"hooks.0.api_key"} and "sk-" not in str(one)
+
+
+def test_trials_f2_ranks_of_two_steps_at_one_address_never_train_together(world: World, folder: Path) -> None:
+    """The second step's rank 0 finds the address taken; its rank 1 is refused by the first step, which trains."""
+    own = [["--job.name=a"], ["--job.name=a"], ["--job.name=b"], ["--job.name=b"]]
+    outcomes = on_ranks(world, folder, ["--train.max_steps=4"], None, own, "SLURM job 7, step ", size=4)
+    codes = [code for code, _ in outcomes]
+    assert sorted((codes[:2], codes[2:])) == [[0, 0], [2, 2]], outcomes
+    refused = outcomes[2:] if codes[0] == 0 else outcomes[:2]
+    assert all("SLURM job 7, step 0" in said or "listens there" in said for _, said in refused), refused
+    assert any("step 0" in said and "step 1" in said for _, said in refused), refused
 
 
 def test_ranks_that_agree_train_and_resume(world: World, folder: Path) -> None:

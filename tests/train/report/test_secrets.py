@@ -1,6 +1,12 @@
 """Secrets of a recipe reach neither the page of a run nor what is kept of its end."""
 
+import contextlib
+import io
 import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -8,8 +14,14 @@ from forge_core.errors import CheckpointError
 from forge_core.redact import redacted, redacted_text
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data
+from forge_data.storage.file import File
+from forge_data.storage.remote import _place
+from forge_parallel.launch.environment import Launch
+from forge_train.commands.run import start
 from forge_train.inference.forge_weights import job_of
+from forge_train.process.logs import logging_of
 from forge_train.report.write import report, write_report
+from train.runs import TINY
 
 ROWS = [
     {"key": "trackers.0.api_key", "value": "sk-hidden-1", "origin": "--trackers"},
@@ -25,6 +37,112 @@ def test_fault_48_secrets_reach_neither_page_nor_summary(tmp_path) -> None:
             text = (tmp_path / name).read_text()
             assert "sk-" not in text
             assert "bpe" in text
+
+
+PLUGIN = '''
+import logging
+from dataclasses import dataclass, field
+
+from forge_core.component import Component
+from forge_core.protocols.run import Hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    db_pwd: str = ""
+    sig: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talks(Component):
+    """Says what it should not."""
+
+    webhook: str = ""
+    client: Client = field(default_factory=Client)
+
+    def build(self):
+        return Talkative(self)
+
+
+class Talkative(Hook):
+    def __init__(self, options):
+        self.options = options
+
+    def after_step(self, run, result):
+        logging.getLogger("a.library").warning("no answer from %s (dsn=%s)", self.options.webhook, self.options.client.db_pwd)
+        try:
+            raise ValueError(f"Authorization: Bearer {self.options.client.sig}")
+        except ValueError:
+            logging.getLogger("a.library").exception("refused")
+'''
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Address of a server of lines of text, whatever the query is; anything but `/x.jsonl` is not found."""
+    lines = b"".join(b'{"text": "to be or not to be, that is question %d"}\n' % number for number in range(60))
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path.partition("?")[0] == "/x.jsonl"
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Length", str(len(lines) if found else 0))
+            self.end_headers()
+            if found and self.command == "GET":
+                self.wfile.write(lines)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{served.server_port}"
+        served.shutdown()
+
+
+def test_trials_f5_no_file_of_a_run_no_file_name_and_no_word_has_a_secret(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enumerates all that a run leaves. Only the recipe that can be run again is whole, and only its owner may read it."""
+    monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "talks.py").write_text(PLUGIN)
+    query = "token=HUSH1&X-Amz-Signature=HUSH2&sig=HUSH3#HUSH4"
+    there = f"http://user:HUSH5@{server}/x.jsonl?{query}"
+    recipe = (
+        TINY.partition("[[data.sources]]")[0].replace("vocab_size = 61", "vocab_size = 257")
+        + f'[data.tokenizer]\nname = "bytes"\n[[data.sources]]\nname = "jsonl"\npath = "{there}"\n'
+        + f'[data.evaluation.held_out]\nname = "jsonl"\npath = "{there}"\n[train]'
+        + TINY.partition("[train]")[2]
+        + "".join(f'[[hooks]]\nname = "{name}"\n' for name in ("evaluate", "save", "log", "./talks.py:Talks"))
+        + f'webhook = "http://user:HU/S@SH6@{server}/y"\nclient = {{db_pwd = "HUSH7", sig = "HUSH8abcdef"}}\n'
+        + '[[trackers]]\nname = "tensorboard"\n'
+    )
+    (tmp_path / "r.toml").write_text(recipe)
+    said = []
+    for arguments in ([], [f"--data.sources.0.path=http://user:HUSH9@{server}/gone.jsonl?{query}"], ["--hooks.3.client.sig=1"]):
+        out = io.StringIO()
+        with (
+            contextlib.chdir(tmp_path),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+            logging_of(0, 1) as log,
+        ):
+            said.append((start("r.toml", arguments, False, Launch(), log), out.getvalue()))
+    assert [code for code, _ in said] == [0, 2, 2], said
+    for _, text in said:
+        assert "HUSH" not in text and "SH6" not in text, text
+    assert f"http://(hidden)@{server}/y" in said[0][1] and f"http://(hidden)@{server}/gone.jsonl?(hidden)" in said[1][1]
+    files = [path for folder in ("runs", "cache") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert {"report.html", "report.json", "manifest.json", "rank-00000.log", "metrics.jsonl"} <= {path.name for path in files}
+    for path in (*files, _place(File("x.jsonl", there, 1, "stamp"))):
+        assert "HUSH" not in str(path)
+    for path in files:
+        if path.name == "config.toml":
+            assert path.stat().st_mode & 0o077 == 0, "a recipe that can be run again is for its owner only"
+        else:
+            assert b"HUSH" not in path.read_bytes() and b"SH6" not in path.read_bytes(), path
 
 
 def test_fault_48_secrets_of_a_run_that_goes_on_stay_in_its_files(tmp_path) -> None:
@@ -65,7 +183,7 @@ def test_redaction_of_text() -> None:
 def test_redaction_of_plain_data() -> None:
     plain = {"a": {"AccessToken": "x", "deep": [{"passwords": {"one": "x", "n": 3}}]}, "tokenizer": "bpe", "tokens": 5}
     assert redacted(plain) == {
-        "a": {"AccessToken": "(hidden)", "deep": [{"passwords": {"one": "(hidden)", "n": 3}}]},
+        "a": {"AccessToken": "(hidden)", "deep": [{"passwords": {"one": "(hidden)", "n": "(hidden)"}}]},
         "tokenizer": "bpe",
         "tokens": 5,
     }

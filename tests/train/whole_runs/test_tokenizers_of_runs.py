@@ -18,7 +18,7 @@ from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation.sampling import Sampling
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.open import load_model, open_weights
-from forge_train.inference.tokenizer import bos_tokens, tokenizer_for
+from forge_train.inference.tokenizer import tokenizer_for
 from forge_train.run.directory import SAMPLES
 from train.runs import TINY, train
 
@@ -67,7 +67,7 @@ def test_a_tokenizer_is_read_from_its_dump(components: dict[str, Any], tmp_path:
     found = tokenizer_for(weights(), path, Registry(), lambda _: None)
     assert (found.fingerprint, found.eos) == (original.fingerprint, original.eos)
     assert found.encode("the cat sat").tolist() == original.encode("the cat sat").tolist()
-    assert bos_tokens(weights(), path) == []
+    assert found.prefix == ()
 
 
 def test_a_model_of_sentencepiece_is_read_as_it_is(components: dict[str, Any], tmp_path: Path) -> None:
@@ -77,10 +77,9 @@ def test_a_model_of_sentencepiece_is_read_as_it_is(components: dict[str, Any], t
     found = tokenizer_for(weights(), path, Registry(), lambda _: None)
     assert found.encode("the cat sat").tolist() == original.encode("the cat sat").tolist() and found.eos == original.eos
     assert tokenizer_for(weights(special_tokens={"eos_token_id": 7}), path, Registry(), lambda _: None).eos == 7
-    begins = weights(special_tokens={"bos_token_id": 1})
-    assert bos_tokens(begins, path) == []
+    assert found.prefix == ()
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    assert bos_tokens(begins, path) == [1]
+    assert tokenizer_for(weights(), path, Registry(), lambda _: None).prefix == (1,)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"type": "forge-tiktoken"}', b"\xff"])

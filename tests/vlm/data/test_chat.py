@@ -68,7 +68,12 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
     [
         ("{% for m in messages %}", "is not valid Jinja"),
         ("{{ raise_exception('roles must alternate') }}", "cannot be rendered: roles must alternate"),
-        ("{{ messages[0].secret }}", "cannot be rendered"),
+        ("{{ messages[0].secret.key }}", "cannot be rendered"),
+        ("{{ messages[0].content + eos_token }}", "writes eos_token, which is not known; give the folder"),
+        ("{{ bos_token }}", "writes bos_token, which is not known; give the folder"),
+        ("{{ 7 // 0 }}", "cannot be rendered: ZeroDivisionError"),
+        ("{{ namespace(_x=1) }}", "begins with an underscore"),
+        ("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "text of the type Markup"),
         ("{{ messages.__class__.__mro__ }}", "cannot be rendered"),
     ],
 )

@@ -26,7 +26,8 @@ def test_without_markers_all_images_stand_first() -> None:
 
 
 def test_conversations_of_three_kinds_are_the_same() -> None:
-    wanted = [Words("User: ", False), Picture("a"), Words(" Who?\nAssistant:", False), Words(" Me.\n", True)]
+    asked = [Words("User: ", False, True), Picture("a"), Words(" Who?", False, False), Words("\nAssistant:", False, True)]
+    wanted = [*asked, Words(" ", True, True), Words("Me.", True, False), Words("\n", True, True)]
     plain = [{"role": "user", "content": "<image> Who?"}, {"role": "assistant", "content": "Me."}]
     pieces = [{"type": "image"}, {"type": "text", "text": " Who?"}]
     assert parts({"messages": plain, "image": "a", "text": "unused"}) == wanted
@@ -56,6 +57,11 @@ def test_fields_have_names() -> None:
         ({"messages": [{"role": "user"}]}, "a turn without role or content"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "neither text nor an image"),
         ({"messages": [{"role": "user", "content": "only a question"}]}, "has no text to learn"),
+        ({"text": "half \ud83d"}, r"text that holds the lone surrogate U\+D83D at character 5"),
+        ({"messages": [{"role": "\udc00", "content": "a"}, {"role": "assistant", "content": "b"}]}, r"lone surrogate U\+DC00"),
+        ({"text": "a", "image": "\ud83d.png"}, r"names an image '\\ud83d\.png', which holds the lone surrogate"),
+        ({"text": "a", "image": ["a\0.png"]}, r"names an image 'a\\x00\.png', which holds a NUL"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "path": "\0"}]}]}, "which holds a NUL"),
     ],
 )
 def test_broken_records_say_why(record: dict[str, Any], fault: str) -> None:

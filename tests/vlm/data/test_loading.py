@@ -14,12 +14,15 @@ from PIL import Image
 
 from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.errors import DataError
+from forge_core.protocols.data import SourceContext
 from forge_data.checks import packing_keeps_documents
 from forge_data.components.sources import Text
 from forge_data.components.tokenizers import Bytes
 from forge_data.loading.items.questions import Question, inputs_of, questions
 from forge_data.loading.loader import evaluation, open_stream
+from forge_data.packing.plan import planned
 from forge_data.section import Data
+from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_vlm.components.sources import ImageJsonl
 
 EOS, HOLE, EACH = 256, 300, 2
@@ -179,8 +182,15 @@ def test_images_that_take_few_tokens_are_counted_too(tmp_path: Path) -> None:
 def test_documents_are_never_cut(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="packing = 'concatenate' would cut them"):
         list(steps(data(source(corpus), packing="concatenate"), tmp_path, 1))
-    with pytest.raises(DataError, match=r"a document with more than 8 tokens \(.*\) would be cut, and its images with it"):
+    with pytest.raises(DataError, match=r"records\.jsonl at byte 92 \(line 3\): has 9 tokens, images included, and a row has 8"):
         list(steps(data(source(corpus), sequence_length=8), tmp_path, 1))
+    store: Any = source(corpus).build(SourceContext(tmp_path, ByteTokenizer(), LENGTH, print))
+    with pytest.raises(DataError, match=r"more than 8 tokens \(document 3 of .*, with the image 2-0\.png\) would be cut"):
+        planned(store, 8, "best_fit", tmp_path, "all")
+    with pytest.raises(
+        DataError, match=r"\(document 3 of .*, with the image 2-0\.png\) has 3 items, and data\.items_per_row = 1"
+    ):
+        planned(store, LENGTH, "best_fit", tmp_path, "all", 1)
 
     class Job:
         data = data_ = data(source(corpus), packing="concatenate")

@@ -23,8 +23,8 @@ EOS, HOLE = 256, 300
 GIVEN: dict[str, Any] = {"placeholder": HOLE, "per_image": 2, "size": 8}
 
 
-def opened(component: Any, workspace: Path, model: Any = None, said: list[str] | None = None) -> Any:
-    context = SourceContext(workspace, ByteTokenizer(), 16, (said if said is not None else []).append, model=model)
+def opened(component: Any, workspace: Path, model: Any = None, said: list[str] | None = None, length: int = 1024) -> Any:
+    context = SourceContext(workspace, ByteTokenizer(), length, (said if said is not None else []).append, model=model)
     return component.build(context)
 
 
@@ -146,7 +146,7 @@ def test_broken_records_are_named_counted_and_budgeted(tmp_path: Path) -> None:
     ]
     path = written(tmp_path, records)
     component = ImageJsonl(path=path, **GIVEN)
-    with pytest.raises(DataError, match=r"records\.jsonl:\d+: torn\.png: the image cannot be decoded"):
+    with pytest.raises(DataError, match=r"records\.jsonl at byte 35 \(line 2\): torn\.png: the image cannot be decoded"):
         opened(component, tmp_path / "w")
     with pytest.raises(DataError, match=r"text\.png.*broken record 3, and `skip` allows 2"):
         opened(replace(component, skip=2), tmp_path / "w")
@@ -154,7 +154,11 @@ def test_broken_records_are_named_counted_and_budgeted(tmp_path: Path) -> None:
     said: list[str] = []
     source = opened(replace(component, skip=3), tmp_path / "w", said=said)
     assert [bytes(ids[2:-1]) for ids, _, _ in documents(source)] == [b"a", b"e"]
-    assert "left out 3 broken records; the first: records.jsonl" in said[0] and "torn.png" in said[0]
+    assert (
+        "left out 3 broken records; the first: " in said[0]
+        and "records.jsonl at byte 35 (line 2)" in said[0]
+        and "torn.png" in said[0]
+    )
     with pytest.raises(DataError, match=r"3 records of .* are broken, and `skip` allows 0"):
         opened(component, tmp_path / "w")
 
@@ -275,3 +279,14 @@ def test_a_tokenizer_can_be_trained_on_the_text(tmp_path: Path) -> None:
     texts = example.texts()
     wanted = [str(record["text"]).replace("<image>", "") for record in example_images.records()]
     assert [text for _, text in texts] == wanted and texts.fingerprint == example.texts().fingerprint
+
+
+def test_trials_a9_half_a_character_and_a_nul_are_faults_of_one_record(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(square(7))
+    broken = [{"text": "\ud83d"}, {"text": "x", "image": "a\0.png"}, {"text": "x", "image": "\udc00.png"}]
+    path = written(tmp_path, [{"text": "ok", "image": "a.png"}, *broken, {"text": "nul \0"}])
+    source = opened(ImageJsonl(path=path, skip=3, **GIVEN), tmp_path / "w", said=(said := []))
+    assert [ids for ids, _, _ in documents(source)] == [[HOLE, HOLE, *b"ok", EOS], [*b"nul \0", EOS]]
+    assert all(any(f"line {line})" in message for message in said) for line in (2, 3, 4))
+    with pytest.raises(DataError, match=r"line 2\): has text that holds the lone surrogate U\+D83D at character 0"):
+        opened(ImageJsonl(path=path, **GIVEN), tmp_path / "v")

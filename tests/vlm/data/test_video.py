@@ -87,6 +87,12 @@ def test_directories_of_frames_are_clips(tmp_path: Path) -> None:
         ({"video": "a", "times": [0, 1]}, "one for each of 3 frames"),
         ({"video": "a", "times": [0, 2, 2]}, "times must ascend"),
         ({"video": "a", "times": "soon"}, "times must ascend"),
+        ({"video": "a", "times": [0, 1, 10**400]}, "times must ascend"),
+        ({"video": "a", "fps": 10**400}, "is not a positive number"),
+        ({"video": "a\0"}, "has no frame"),
+        ({"video": ""}, "has no frame"),
+        ({"video": "a", "image": "a.png"}, r"\(line 2\): has 'image', and this source reads clips alone"),
+        ({"image": "a.png"}, r"\(line 2\): has 'image', and this source reads clips alone"),
     ],
 )
 def test_clips_that_cannot_be_read_are_counted(tmp_path: Path, record: dict[str, Any], fault: str) -> None:
@@ -105,7 +111,7 @@ def test_a_table_of_videos(tmp_path: Path) -> None:
     rows = ["videoid,page_dir,name", "1,p,one", "2,p,two", "3,p,broken", "4,p,gone"]
     (tmp_path / "clips.csv").write_text("\n".join(rows) + "\n")
     component = VideoCsv(path=str(tmp_path / "clips.csv"), frames=3, **GIVEN)
-    with pytest.raises(DataError, match=r"clips\.csv:2: p/3\.mp4 cannot be decoded"):
+    with pytest.raises(DataError, match=r"clips\.csv, row 3 \(line 4\): p/3\.mp4 cannot be decoded"):
         opened(component, tmp_path / "w")
     said: list[str] = []
     source = opened(replace(component, skip=2), tmp_path / "w", said=said)

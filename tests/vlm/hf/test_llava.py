@@ -401,3 +401,12 @@ def test_special_tokens_reach_the_text_part(tmp_path: Path) -> None:
     assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (5, 6, None)
     again = Hf().build().read(tmp_path / "out").facts.special_tokens
     assert again == {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": None}
+
+
+def test_trials_h_the_list_of_implemented_types_has_those_of_every_package(tmp_path: Path) -> None:
+    for kind in ("bert", ["llava"], None):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(
+            Unsupported, match=r"model_type .* is not implemented; implemented are llama, .*llava, mllama_text_model"
+        ):
+            Hf().build().read(tmp_path)

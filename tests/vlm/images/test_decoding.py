@@ -119,8 +119,9 @@ def test_damage_is_an_error_that_names_the_file(case: str, tmp_path: Path) -> No
         decode(path)
     assert caught.value.path == str(path)
     assert isinstance(caught.value, DataError)
-    with pytest.raises(ImageError, match=r"^row 7: "):
+    with pytest.raises(ImageError, match=r"^row 7: ") as caught:
         decode(path.read_bytes(), path="row 7")
+    assert " at 0x" not in str(caught.value), "an object in memory tells nobody anything"
 
 
 def test_a_missing_file_is_the_same_error(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typer.main import get_command
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
 from forge_core.terminal.console import Console
+from forge_core.terminal.trust_option import with_option
 from forge_train.commands.completion import OverridesCommand
 
 GROUP = "forge.commands"
@@ -33,11 +34,17 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Where a user sets the allocator of GPUs, under its names of today and before. torch reads them when it is imported."""
 
 
+NATIVE_LOG = "TORCH_CPP_LOG_LEVEL"
+"""What torch's C++ writes to the terminal, by its level; read when torch is imported. Its warnings of a lost connection are pages
+of native frames in front of the one line in which Forge says which rank has ended."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs `forge-train`; a refusal is printed without a traceback and ends the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"  # less of a GPU's memory lies idle between tensors of odd sizes
+    os.environ.setdefault(NATIVE_LOG, "ERROR")
     try:
         options = (
             not given or given[0].startswith("-") or COMPLETE in os.environ
@@ -87,7 +94,7 @@ def command(entry: Entry, registry: Registry) -> Any:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if open_ended else {}
         app.command(entry.name, cls=OverridesCommand if open_ended else None, context_settings=settings)(loaded)
     try:
-        return get_command(app)
+        return with_option(get_command(app))
     except Exception as cause:  # typer may raise anything about a plugin's signature
         raise BrokenPlugin(
             f"command {entry.name!r} of {entry.distribution} {entry.version} ({entry.target}) has a signature that typer "

@@ -6,6 +6,8 @@ from forge_core.lazy import lazily
 
 if TYPE_CHECKING:
     from forge_ckpt.background.background import Background as Background
+    from forge_ckpt.ranks.pieces import pieces as pieces
+    from forge_ckpt.ranks.world import Group as Group
     from forge_ckpt.ranks.world import SingleProcessWorld as SingleProcessWorld
     from forge_ckpt.remote.store import RemoteStore as RemoteStore
     from forge_ckpt.saving.resume import load as load
@@ -18,11 +20,13 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "Background": "background.background",
+        "Group": "ranks.world",
         "SingleProcessWorld": "ranks.world",
         "LocalStore": "store.store",
         "RemoteStore": "remote.store",
         "load": "saving.resume",
         "newest": "saving.resume",
+        "pieces": "ranks.pieces",
         "save": "saving.saver",
         "Order": "saving.write",
     },

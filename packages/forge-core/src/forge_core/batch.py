@@ -61,6 +61,7 @@ class Batch:
         samples: global sample number of each row, for provenance.
         sources: of each row, where a run mixes several; a step then counts its loss by source. On all ranks or on none.
         mtp_targets: for a model with multi-token prediction; a step adds them (`with_mtp_targets`).
+        token_mask: (B, T) bool, False where a place is padding; None where `documents` tell it, or no place is: see `real`.
         document_starts: (n,) int32, ascending: where documents begin in the flattened whole rows, each row's first place among
             them, then B * T until the end, at least once. So a kernel of variable length knows its sequences, some of them
             empty, and no host has to ask a device how many there are. None where the loader did not count.
@@ -75,6 +76,14 @@ class Batch:
     sources: Sources | None = None
     mtp_targets: MTPTargets | None = None
     document_starts: "Tensor | None" = None
+    token_mask: "Tensor | None" = None
+
+    @property
+    def real(self) -> "Tensor | None":
+        """(B, T) bool: whether a place holds a token, with or without a label, and is not padding. None: all do."""
+        if self.token_mask is not None:
+            return self.token_mask
+        return None if self.documents is None else self.documents != PADDING
 
     def __getstate__(self) -> "Mapping[str, object]":
         """For pickle and copies, so that a DataLoader's worker can send it: a read-only view of a mapping cannot be pickled."""
@@ -85,6 +94,8 @@ class Batch:
         given: dict[str, Any] = {"positions": self.positions, "documents": self.documents, **self.extras}
         if self.document_starts is not None and "document_starts" in needs:
             given["document_starts"] = self.document_starts
+        if self.token_mask is not None and "token_mask" in needs:
+            given["token_mask"] = self.token_mask
         return given
 
     def with_document_starts(self) -> "Batch":
@@ -117,6 +128,8 @@ class Batch:
             token = _moved(token)
             if self.documents is not None:
                 token = token.where(_moved(self.documents, k) == self.documents, IGNORE)
+            elif self.token_mask is not None:
+                token = token.where(_moved(self.token_mask.int(), k) == 1, IGNORE)
             label = _moved(label).where((label != IGNORE) & (token != IGNORE), IGNORE)
             tokens.append(token)
             labels.append(label)
@@ -138,6 +151,7 @@ class Batch:
             sources=None if self.sources is None else replace(self.sources, rows=move(self.sources.rows)),
             mtp_targets=None if self.mtp_targets is None else MTPTargets(*map(move, self.mtp_targets)),
             document_starts=None if self.document_starts is None else move(self.document_starts),
+            token_mask=None if self.token_mask is None else move(self.token_mask),
         )
 
 

@@ -87,6 +87,15 @@ class Slot:
         return dataclasses.field(default=None)
 
 
+class Place:
+    """Marks a field of text that names a file, a directory or a URL, where its name does not say so: `Annotated[str, Place]`."""
+
+
+PLACES = frozenset(
+    {"path", "paths", "file", "files", "folder", "folders", "dir", "dirs", "directory", "directories", "url", "urls"}
+)
+"""Words in the name of a field that make it one of a place."""
+
 Class = type
 """`FieldInfo` has a field called `type`, inside which the builtin cannot be named."""
 
@@ -104,6 +113,11 @@ class FieldInfo(NamedTuple):
     def doc(self) -> str:
         """The docstring below the field; read from the source only when asked for."""
         return _docs_of(self.owner).get(self.name, "")
+
+    @property
+    def is_place(self) -> bool:
+        """Whether it names files, directories or URLs: by a word of its name, by `Place`, or as a `pathlib.Path`."""
+        return not PLACES.isdisjoint(self.name.split("_")) or any(kind in _parts(self.type) for kind in (Place, Path))
 
     @property
     def declared_class(self) -> KeyClass | None:
@@ -143,6 +157,11 @@ def _marked(annotation: Any) -> KeyClass | None:
     if isinstance(annotation, KeyClass):
         return annotation
     return next((found for item in typing.get_args(annotation) if (found := _marked(item)) is not None), None)
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """An annotation and everything inside of it."""
+    return [annotation, *(found for item in typing.get_args(annotation) for found in _parts(item))]
 
 
 def _introduced_by(cls: type, name: str) -> type:

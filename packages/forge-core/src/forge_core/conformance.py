@@ -17,10 +17,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from forge_core.component import Component
-from forge_core.errors import ForgeError, UnknownComponent
+from forge_core.errors import BrokenPlugin, ForgeError, UnknownComponent
 from forge_core.groups import GROUPS, HOMES
 from forge_core.inspection import flaws
 from forge_core.registry import Entry, Registry, canonical
+from forge_core.trust import trust_name
 
 GROUP = "forge.conformance"
 
@@ -75,13 +76,20 @@ def checks_in(module: ModuleType) -> dict[str, Check]:
 
 
 def checks_of(registry: Registry, group: str) -> list[tuple[str, Check]]:
-    """(name, check) of a group, of all distributions that bring some.
+    """(name, check) of a group, of all distributions that bring some. Those of another distribution than Forge that cannot be
+    loaded are left out, which is a problem of theirs.
 
     Raises:
-        BrokenPlugin: a module of checks cannot be loaded.
+        BrokenPlugin: a module of Forge's checks cannot be loaded.
     """
-    modules = [registry.load_entry(entry) for entry in registry.of(GROUP) if entry.name == group]
-    return [item for module in modules for item in checks_in(module).items()]
+    found: list[tuple[str, Check]] = []
+    for entry in registry.of(GROUP):
+        try:
+            found += checks_in(registry.load_entry(entry)).items() if entry.name == group else ()
+        except BrokenPlugin:
+            if entry.is_forge:
+                raise
+    return found
 
 
 def examine(entry: Entry, registry: Registry) -> Verdict:
@@ -144,6 +152,7 @@ def conforms(name: str, group: str | None = None) -> None:
     """
     registry = Registry()
     if group is not None and ".py:" in name:
+        trust_name(name)
         found = list(problems_of(registry.find(group, name), registry))
     else:
         if not any(canonical(entry.distribution) == canonical(name) for entry in registry.entries):

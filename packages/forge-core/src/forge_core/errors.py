@@ -81,6 +81,10 @@ class BrokenPlugin(PluginError):
     """A component that was asked for cannot be loaded; names its distribution, version and cause."""
 
 
+class UntrustedCode(PluginError):
+    """A component is Python code in a file that stored data name, and that the user did not grant."""
+
+
 @dataclass
 class Faults:
     """Collects faults under a common key prefix."""

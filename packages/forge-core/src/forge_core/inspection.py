@@ -19,7 +19,8 @@ from forge_core.config.words import describe_shape
 from forge_core.config.write import to_toml, value_text
 from forge_core.errors import BrokenPlugin, UnknownComponent, did_you_mean
 from forge_core.groups import GROUPS
-from forge_core.registry import Entry, Registry
+from forge_core.registry import Entry, Registry, canonical
+from forge_core.trust import trust_name
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Report:
 
 
 def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entry]:
-    """Every plugin that `name` may mean, in one group or in all of them.
+    """Every plugin that `name` may mean, in one group or in all of them; the name of a distribution means all of its parts.
 
     Raises:
         UnknownComponent: there is none.
@@ -76,10 +77,12 @@ def find_everywhere(registry: Registry, name: str, group: str = "") -> list[Entr
         wanted = group if group.startswith("forge.") else f"forge.{group}"
         if not group:
             raise UnknownComponent(f"{name!r} may be of any group; choose one with --group")
+        trust_name(name)
         return [registry.find(wanted, name)]
     found = [entry for entry in registry.entries if name in (entry.name, entry.qualified)]
+    found = found or [entry for entry in registry.entries if canonical(entry.distribution) == canonical(name)]
     if not found:
-        hint = did_you_mean(name, sorted({entry.name for entry in registry.entries}))
+        hint = did_you_mean(name, sorted({known for entry in registry.entries for known in (entry.name, entry.distribution)}))
         raise UnknownComponent(f"unknown plugin {name!r}" + (f"; {hint}" if hint else ""))
     return sorted(found, key=lambda entry: (entry.group, entry.distribution))
 
@@ -128,6 +131,8 @@ def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> li
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:
     rivals = [other for other in registry.of(entry.group) if other.name == entry.name and other != entry]
+    if any(each.is_forge for each in (entry, *rivals)):  # the name is Forge's, and no conflict
+        rivals = []
     if entry.group == "forge.conformance":  # its names say what is checked; several may check the same
         rivals = []
     before = "torch" in sys.modules

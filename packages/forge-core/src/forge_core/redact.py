@@ -1,33 +1,115 @@
-"""Removes secrets from what is shown or kept: reports, trackers, checkpoints."""
+"""Removes secrets from what is shown or kept: messages, logs, reports, trackers, checkpoints.
+
+By what may stay, and not by what has to go: of an address its scheme, host, port and path stay. User, password, query and
+fragment do not, whatever they are called, since a signature, a token or a cookie has another name with each service. Where a key
+says that its value is a secret, such as `api_key` or `auth`, the value goes.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from forge_core.errors import CheckpointError
+from forge_core.errors import CheckpointError, Fault
 
 HIDDEN = "(hidden)"
+_UNSET = "none"
+"""What an optional key has that is not set."""
 
-_SECRET = re.compile(r"(?i)token(?!izer)|key|secret|passw|credential")
-_ASSIGNED = re.compile(r"""(?P<key>[\w.-]*|"[^"]*"|'[^']*')(?P<is>\s*[=:]\s*)(?P<value>"(?:\\.|[^"\\])*"|'[^']*')""")
-_ADDRESS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^\s/@'\"]+@")
-_QUERY = re.compile(r"(?P<key>[?&][\w.-]+=)[^\s&'\"]+")
+_WORDS = r"(?<![a-z]){0}(?![a-z])"
+_ALWAYS = re.compile(
+    "|".join(
+        [
+            *("secret", "passw", "passphrase", "credential", "bearer", "cookie", "signature", "webhook", "jwt", "api[_-]?key"),
+            r"auth(?!or(?!i[sz]))",
+            r"private[_-]?key",
+            *(_WORDS.format(word) for word in ("pwd", "pw", "pass", "dsn", "sig", "sas", "pat")),
+        ]
+    )
+)
+_PERHAPS = re.compile(r"token(?!i[sz])|key")
+"""Numbers under such a key are counts: `max_tokens = 12`."""
+
+_COUNTED = re.compile(r"tokens(?![a-z])|(?<![a-z])key(?=s? ?(heads|norm|class|lines|value|names?|dim)(?![a-z]))|keyword|monkey")
+
+_HOST = re.compile(r"(?:\[[\da-fA-F:.%\w]*\]|[^:\[\]@]*)(?::\d*)?")
+_IN_URL = r"""(?:[^\s'"<>`\\]|\\(?!["'nrt]))"""
+_URL = re.compile(rf"""(?<![\w+.-])[\w+.-]+://{_IN_URL}*(?:'(?:(?!://)[^\s"<>`])*@{_IN_URL}*)?""")
+"""A password may hold a single quote; without an `@` behind it, the quote ends the address."""
+
+_BARE_USER = re.compile(r"""(?<![\w/@.:-])[^\s/:@'"=(,\[{]+:[^\s/:@'"(]+@(?=[\w-]+\.[\w.-]*\w)""")
+_QUERY = re.compile(r"""(?<=[\w/])\?(?=[\w.%-]+=)[^\s'"]+""")
+_ASSIGNED = re.compile(
+    r"""(?<![\w.-])(?P<key>[\w.-]*|"[^"\n]*"|'[^'\n]*')(?P<is>\s*[=:]\s*)(?P<value>"(?:\\.|[^"\\])*"|'[^']*')"""
+)
+_PLAIN = re.compile(
+    r"""(?<![\w.-])(?P<key>[\w-][\w.-]*)(?P<is>\s*=\s*)(?P<value>(?:(?:Bearer|Basic|Token)\s+)?[^\s,;'"\[\]{}()]+)"""
+)
+_HEADER = re.compile(
+    r"(?i)(?<![\w-])(?P<key>[\w-]*(?:authorization|cookie|password|passwd|secret|api-key|token|signature)): +[^\s'\"].*"
+)
+_SCHEME = re.compile(r"(?i)\b(?P<kind>bearer|basic)\s+(?P<value>[\w.~+/-]{8,}=*)")
+_KNOWN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}"
+    r"|xox[abprs]-[\w-]{10,}|eyJ[\w-]{6,}\.[\w-]{10,}\.[\w-]*)"
+)
+"""Tokens that say of themselves what they are, wherever they stand."""
 
 
 def secret(key: str) -> bool:
-    """Whether the value of `key` may be a secret. Only text is hidden; a number under `max_tokens` is not a secret."""
-    return bool(_SECRET.search(key))
+    """Whether the text under `key` may be a secret."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
+    return bool(_ALWAYS.search(name) or _PERHAPS.search(_COUNTED.sub("", name)))
 
 
-def redacted(value: Any, key: str = "") -> Any:
-    """A copy of plain data without secrets: text below a secret key, and credentials inside addresses."""
+def _is_always(key: str) -> bool:
+    """Whether numbers under `key` are secrets, too."""
+    return bool(_ALWAYS.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()))
+
+
+def redacted(value: Any, key: str = "", *, certain: bool = False) -> Any:
+    """A copy of plain data without secrets: what is below a secret key, and all but the place of addresses.
+
+    Args:
+        certain: of keys, only those that can mean nothing else count: `password`, and not `key` or `token`.
+    """
     if isinstance(value, Mapping):
-        return {name: redacted(item, name if secret(str(name)) else key) for name, item in value.items()}
+        return {name: redacted(item, name if secret(str(name)) else key, certain=certain) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redacted(item, key) for item in value]
+        return [redacted(item, key, certain=certain) for item in value]
+    is_secret = _is_always(key) or (not certain and secret(key))
     if isinstance(value, str):
-        return HIDDEN if secret(key) and value else redacted_text(value)
+        whole = redacted_url(value) if re.match(r"[a-zA-Z][\w+.-]*://\S*$", value) else value
+        return HIDDEN if is_secret and value not in ("", _UNSET) else redacted_text(whole)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and _is_always(key):
+        return HIDDEN
     return value
+
+
+def redacted_url(url: str) -> str:
+    """An address with scheme, host, port and path only; what is no address comes back as it is.
+
+    A password may hold `/` and `@`. An `@` that can only belong to the path, as in `hf://datasets/a@main/b`, stays.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found:
+        return url
+    query = rest.partition("?")[2]
+    is_query = scheme.lower().endswith(("http", "https")) or "=" in query or query.startswith(HIDDEN)  # else ? is of a pattern
+    marks = "?#" if is_query else "#"
+    end = min((rest.index(mark) for mark in marks if mark in rest), default=len(rest))
+    place, more = rest[:end], rest[end:]
+    first = place.partition("/")[0]
+    if "@" in more and not _HOST.fullmatch(first):  # the password has a ? or a #
+        place, more = "@" + re.split(r"[?#]", more.rpartition("@")[2])[0], ""
+    if "@" in place and ("@" in first or ":" in first.rpartition("]")[2]):
+        place = f"{HIDDEN}@{place.rpartition('@')[2]}"
+    elif place.startswith("@"):
+        place = f"{HIDDEN}{place}"
+    elif not _HOST.fullmatch(first):
+        place = HIDDEN
+    place = re.sub(r";\w+=[^/]*", f";{HIDDEN}", place)
+    return f"{scheme}://{place}" + (f"{more[0]}{HIDDEN}" if len(more) > 1 else more)
 
 
 def refuse_redacted(tables: Mapping[str, Any], origin: str) -> None:
@@ -51,7 +133,8 @@ def _hidden(value: Any, *path: str) -> Iterator[str]:
 
 
 def redacted_text(text: str) -> str:
-    """Text such as TOML without secrets: quoted values of secret keys, and credentials inside addresses.
+    """Text such as TOML, a log or a message without secrets: values of secret keys, all but the place of an address, the
+    credentials of a header, and tokens whose form says what they are.
 
     Strings of an array that goes over several lines, and of a table with a secret header, are hidden as well.
     """
@@ -70,11 +153,44 @@ def redacted_text(text: str) -> str:
     return "".join(lines)
 
 
+def redacted_fault(fault: Fault) -> Fault:
+    """A fault whose message does not quote the value of a secret key."""
+    return replace(fault, message=_all_strings(fault.message), hint=_all_strings(fault.hint)) if secret(fault.key) else fault
+
+
 def _all_strings(line: str) -> str:
     return re.sub(r"""("(?:\\.|[^"\\])*"|'[^']*')""", f'"{HIDDEN}"', line)
 
 
 def _secret_strings(line: str) -> str:
-    line = _ADDRESS.sub(lambda found: found["scheme"] + HIDDEN + "@", line)
-    line = _QUERY.sub(lambda found: found["key"] + HIDDEN if secret(found["key"]) else found[0], line)
-    return _ASSIGNED.sub(lambda found: found["key"] + found["is"] + f'"{HIDDEN}"' if secret(found["key"]) else found[0], line)
+    line = _URL.sub(_hidden_url, line)
+    line = _BARE_USER.sub(f"{HIDDEN}@", line)
+    line = _QUERY.sub(f"?{HIDDEN}", line)
+    line = _ASSIGNED.sub(lambda match: _assigned(match, f'"{HIDDEN}"'), line)
+    line = _PLAIN.sub(_plain, line)
+    line = _HEADER.sub(lambda match: f"{match['key']}: {HIDDEN}", line)
+    line = _SCHEME.sub(lambda match: f"{match['kind']} {HIDDEN}", line)
+    return _KNOWN.sub(HIDDEN, line)
+
+
+def _hidden_url(match: "re.Match[str]") -> str:
+    """The address in a text, without the punctuation that may follow it; a bracket belongs to it where it opens there, too."""
+    whole, end = match[0], len(match[0])
+    pairs = {")": "(", "]": "[", "}": "{"}
+    while end and whole[end - 1] in ").,;:!?]}'":
+        last = whole[end - 1]
+        if last in pairs and whole.count(pairs[last], 0, end) >= whole.count(last, 0, end):
+            break
+        end -= 1
+    return redacted_url(whole[:end]) + whole[end:]
+
+
+def _assigned(match: "re.Match[str]", instead: str) -> str:
+    return match["key"] + match["is"] + instead if secret(match["key"]) and match["value"][1:-1] not in ("", _UNSET) else match[0]
+
+
+def _plain(match: "re.Match[str]") -> str:
+    """`password=1` and `HF_TOKEN=x` without quotes, as environments have them; not `max_tokens = 12`."""
+    key, value = match["key"], match["value"]
+    is_count = re.fullmatch(r"[-+\d._e]+|true|false|none|value|\.\.\.", value.lower()) is not None  # or a placeholder
+    return key + match["is"] + HIDDEN if _is_always(key) or (secret(key) and not is_count) else match[0]

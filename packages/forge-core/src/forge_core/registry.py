@@ -1,27 +1,36 @@
 """Looks components up by name, group by group, without importing any until it is asked for.
 
 A name in a recipe is one of
-    `muon`              the only distribution that claims it
-    `forge-extra:muon`  the one of this distribution, when two claim it
+    `muon`              Forge's; what another distribution offers only where Forge has none
+    `forge-extra:muon`  the one of this distribution
     `./mine.py:Muon`    a class in a file
+
+Installing a distribution never changes what a name means elsewhere: in a preset or a default of a distribution a name means
+that distribution's own part first, then Forge's; in a recipe of a user it means Forge's. Only a name that Forge does not have,
+and that two others claim, is a conflict.
 """
 
-import importlib.util
 import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import EntryPoint, distributions
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from forge_core.component import Component, fields_of
-from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, did_you_mean
+from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent, UntrustedCode, did_you_mean
 from forge_core.groups import GROUPS, HOMES
+from forge_core.trust import trusted_content
+
+FORGE = frozenset({"forge-core", *HOMES})
+"""The distributions of Forge."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Entry:
     @property
     def qualified(self) -> str:
         return f"{self.distribution}:{self.name}"
+
+    @property
+    def is_forge(self) -> bool:
+        """Whether it is one of Forge's own."""
+        return canonical(self.distribution) in FORGE
 
     def as_json(self) -> dict[str, str]:
         """`{group, name, distribution, version}`, as a checkpoint records it."""
@@ -76,10 +90,18 @@ class Registry:
     _loaded: dict[Entry, Any] = field(default_factory=dict, repr=False)
 
     def names(self, group: str) -> list[str]:
-        """Names on offer in `group`; one that several distributions claim appears once per claim, qualified."""
+        """Names on offer in `group`, each as a recipe has to write it: qualified where the bare name means another or none."""
         entries = self.of(group)
-        claims = [entry.name for entry in entries]
-        return sorted(entry.name if claims.count(entry.name) == 1 else entry.qualified for entry in entries)
+        claims: dict[str, list[Entry]] = {}
+        for entry in entries:
+            claims.setdefault(entry.name, []).append(entry)
+        return sorted(entry.name if _meant(claims[entry.name]) == entry else entry.qualified for entry in entries)
+
+    def spelled(self, entry: Entry) -> str:
+        """The name by which a recipe of a user means an entry: bare, or with its distribution."""
+        if entry.is_forge:
+            return entry.name
+        return entry.name if _meant([e for e in self.of(entry.group) if e.name == entry.name]) == entry else entry.qualified
 
     def of(self, group: str) -> list[Entry]:
         """Entries of one group, sorted by name."""
@@ -88,12 +110,15 @@ class Registry:
             raise UnknownComponent(f"unknown plugin group {group!r}; {hint}")
         return sorted((e for e in self.entries if e.group == group), key=lambda e: (e.name, e.distribution))
 
-    def find(self, group: str, name: str) -> Entry:
+    def find(self, group: str, name: str, owner: str = "") -> Entry:
         """The entry that `name` means.
+
+        Args:
+            owner: the distribution in whose preset or default the name stands: its own part comes first.
 
         Raises:
             UnknownComponent: nothing offers it; names the closest ones, and the package that has it if known.
-            PluginConflict: several distributions offer it; names them.
+            PluginConflict: several distributions offer it, and neither the owner nor Forge does; names them.
         """
         kind = GROUPS[group].kind
         if ".py:" in name:
@@ -104,6 +129,8 @@ class Registry:
             for e in self.of(group)
             if e.name == bare and (not distribution or canonical(e.distribution) == canonical(distribution))
         ]
+        if (meant := _meant(matches, owner)) is not None:
+            return meant
         if len(matches) > 1:
             claims = " and ".join(f"{e.distribution} {e.version}" for e in matches)
             choices = " or ".join(repr(e.qualified) for e in matches)
@@ -113,15 +140,16 @@ class Registry:
             absent = [home for home, groups in HOMES.items() if group in groups and home not in present]
             hints = [did_you_mean(name, self.names(group)), *(f"to get those of {home}: pip install {home}" for home in absent)]
             raise UnknownComponent("; ".join([f"unknown {kind} {name!r}", *filter(None, hints)]))
-        return matches[0]
+        raise AssertionError("one match is what is meant")
 
-    def load(self, group: str, name: str) -> Any:
-        """The component class (or plain object, for groups without `build`) that `name` means.
+    def load(self, group: str, name: str, owner: str = "") -> Any:
+        """The component class (or plain object, for groups without `build`) that `name` means; `owner` as for `find`.
 
         Raises:
             BrokenPlugin: it cannot be imported, is not a component, or its `build` takes other arguments.
+            UntrustedCode: it is a class in a file, and the user granted neither the file nor its content.
         """
-        return self.load_entry(self.find(group, name))
+        return self.load_entry(self.find(group, name, owner))
 
     def load_entry(self, entry: Entry) -> Any:
         """Loads what an entry points at; once."""
@@ -129,7 +157,7 @@ class Registry:
             try:
                 loaded = _load_file(entry) if ".py:" in entry.target else _load_point(entry)
                 _conform(entry, loaded)
-            except BrokenPlugin:
+            except (BrokenPlugin, UntrustedCode):
                 raise
             except (Exception, SystemExit) as cause:  # a plugin's module may raise anything on import; scripts call sys.exit
                 raise BrokenPlugin(f"{_described(entry)} cannot be loaded: {type(cause).__name__}: {cause}") from cause
@@ -139,6 +167,15 @@ class Registry:
     def used(self, names: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
         """`{group, name, distribution, version}` of each chosen (group, name), as a checkpoint records them."""
         return [self.find(group, name).as_json() for group, name in names]
+
+
+def _meant(claims: Sequence[Entry], owner: str = "") -> Entry | None:
+    """Of the entries of one name the one that it means; None where that is ambiguous."""
+    for homes in ({canonical(owner)}, FORGE):
+        own = [entry for entry in claims if canonical(entry.distribution) in homes]
+        if len(own) == 1:
+            return own[0]
+    return claims[0] if len(claims) == 1 else None
 
 
 def _described(entry: Entry) -> str:
@@ -166,25 +203,35 @@ def _file_entry(group: str, name: str) -> Entry:
 
 def _load_file(entry: Entry) -> Any:
     file, _, attribute = entry.target.rpartition(":")
-    module = _module_of(Path(file))
+    name = f"forge_file_{sha256(file.encode()).hexdigest()[:12]}"
+    content = trusted_content(Path(file), f"{GROUPS[entry.group].kind} {entry.name!r}")
+    module = sys.modules.get(name) or run_file(name, Path(file), content)
     if not hasattr(module, attribute):
         offered = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
         raise AttributeError(f"the file has no {attribute!r}; " + (did_you_mean(attribute, offered) or "it defines no class"))
     return getattr(module, attribute)
 
 
-def _module_of(path: Path) -> ModuleType:
+class _Content(SourceFileLoader):
+    """Loads a module from bytes that were read before. Compiled code next to the file is not looked at: nobody has read it."""
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self.content = content
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.content, self.get_filename(fullname))
+
+
+def run_file(name: str, path: Path, content: bytes) -> ModuleType:
     """The module of a plugin file, imported under a unique name, so that pickling and type hints resolve."""
-    name = f"forge_file_{sha256(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    loader = _Content(name, str(path), content)
+    spec = ModuleSpec(name, loader, origin=str(path))
+    spec.has_location = True
+    module = module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -113,7 +113,8 @@ class Specs:
             stay there too.
         mtp_depth: how many tokens beyond the next one the model predicts in training; it is given `Batch.mtp_targets` then.
         needs: inputs beyond those that every model takes, by the names of these arguments: `tokens`, which later parts of a
-            pipeline are given along with hidden states, and `document_starts` of a batch, for all parts, where it has them.
+            pipeline are given along with hidden states, and `document_starts` and `token_mask`, for all parts, where a batch has
+            them.
         whole_rows: what, besides its attention cores, makes the model see whole rows at once; empty when a row may be cut.
         whole_stream: what makes modules need whole sequences of the residual stream that otherwise work on parts of it.
         roles: names for sets of parameters by what they are for, such as `encoder`: what stages of training may name. Sets may
@@ -130,5 +131,5 @@ class Specs:
     whole_rows: tuple[str, ...] = ()
     whole_stream: tuple[str, ...] = ()
     mtp_depth: int = 0
-    needs: tuple[Literal["tokens", "document_starts"], ...] = ()
+    needs: tuple[Literal["tokens", "document_starts", "token_mask"], ...] = ()
     roles: Mapping[str, frozenset[str]] = field(default_factory=_no_roles)

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 from forge_core.errors import Absent, Caution, Fault
 from forge_core.layout import Layout
+from forge_core.protocols.data import TextComponent
 from forge_core.protocols.job import Job
 from forge_data.components import sources, tokenizers
 from forge_data.order.phases import batch_faults, faults_of
+from forge_data.order.source_keys import too_long_of, weight_of
 from forge_data.section import Data
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -42,13 +44,27 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     for index, pattern in enumerate(getattr(data.tokenizer, "files", ())):
         if not _there(pattern):
             yield Absent(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
+    used = [(index, source) for index, source in enumerate(data.sources) if weight_of(source) > 0]
+    learns = isinstance(data.tokenizer, tokenizers.Bpe) and data.tokenizer.path is None and not data.tokenizer.files
+    if learns and not any(isinstance(source, TextComponent) for _, source in used):
+        hint = "set it to a tokenizer.json, or set data.tokenizer.files, or add a source of text"
+        yield Fault("data.tokenizer.path", "is not set, and there is no text to train a tokenizer on", hint=hint)
+    for index, source in used:
+        if isinstance(source, sources.Random) and data.packing == "concatenate" and source.tokens <= data.sequence_length:
+            message = f"{source.tokens} tokens are fewer than the {data.sequence_length + 1} of one sample"
+            yield Fault(f"data.sources.{index}.tokens", message, hint="raise it, or lower data.sequence_length")
 
 
 def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Documents with images, or other items, are never cut."""
+    """Documents with images, or other items, are never cut; and where all documents may be, none is too long."""
     data = job.data
     if data.packing != "concatenate":
         return
+    named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
+    for key, source in (named | {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}).items():
+        if too_long_of(source) is not None and not getattr(source, "keeps_documents", False):
+            message = "has no effect with data.packing = 'concatenate', which cuts documents at the end of every row"
+            yield Fault(f"{key}.too_long", message, hint="remove it, or set data.packing = 'best_fit', or 'pad'")
     for index, source in enumerate(data.sources):
         if getattr(source, "keeps_documents", False):
             message = f"cuts documents, and those of data.sources.{index} have images"

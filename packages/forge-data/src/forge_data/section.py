@@ -38,8 +38,8 @@ class Data:
     """Tokens of one sample."""
     packing: Literal["concatenate", "best_fit", "pad"] = "concatenate"
     """How documents become rows: `concatenate` cuts the stream of documents every `sequence_length` tokens; `best_fit`
-    puts whole documents together so that they fill a row (only documents longer than a row are cut); `pad` gives each
-    document its own row."""
+    puts whole documents together so that they fill a row (only documents longer than a row are cut, unless the `too_long`
+    of their source says otherwise); `pad` gives each document its own row."""
     items_per_row: Annotated[int, Gt(0)] | None = None
     """Images, or other items of documents, that `best_fit` puts into one row at most; no limit by default."""
     documents: Annotated[Literal["mask", "ignore"], IDENTITY] = "mask"
@@ -63,10 +63,10 @@ class Data:
     shuffle_window: Annotated[int, Gt(0)] = 16
     """Blocks whose rows `shuffle = "block"` mixes."""
     shuffle_buffer: Annotated[int, Gt(0)] = 1000
-    """Documents of a streamed source that each of its readers shuffles at a time."""
+    """Documents of a streamed source that are shuffled together; a resume reads as many again."""
     readers: Annotated[int, Gt(0)] | None = None
-    """Virtual readers of a streamed source; the number of data ranks must divide it, now and at every resume. By default
-    the largest power of two up to 64 that divides the rows of a step."""
+    """Shards of a streamed source that are open at a time: they give one document each in turn, so that neighboring
+    documents come from several. By default 16. Unused with `shuffle = "none"`."""
     seed: Annotated[int, Ge(0)] | None = None
     """Fixes the order of samples; by default the seed of the job."""
     changed: Annotated[tuple[str, ...], FREE] = ()
@@ -80,6 +80,7 @@ class Data:
     workers: Annotated[int, Gt(0), FREE] | None = None
     """Threads that tokenize text; by default one for each core that this process may use. The result does not depend on it."""
     loader_workers: Annotated[int, Ge(0), FREE] = 0
-    """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it."""
+    """Processes per rank that make batches ahead of the step; 0 = in the training process. Samples do not depend on it.
+    Where there is a streamed source, one is started at most."""
     prefetch: Annotated[int, Gt(0), FREE] = 2
     """Steps that loader workers are ahead; at least as many as there are workers."""

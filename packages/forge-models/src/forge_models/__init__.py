@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from forge_models.decoder import Decoder as Decoder
     from forge_models.generation.generate import generate as generate
     from forge_models.generation.sampling import Sampling as Sampling
+    from forge_models.initial_weights import initialize as initialize
     from forge_models.interp.capture import capture as capture
     from forge_models.interp.edit import edit as edit
     from forge_models.interp.tap import listening as listening
@@ -21,6 +22,7 @@ __getattr__, __dir__ = lazily(
         "capture": "interp.capture",
         "edit": "interp.edit",
         "generate": "generation.generate",
+        "initialize": "initial_weights",
         "listening": "interp.tap",
         "tap": "interp.tap",
     },

@@ -23,6 +23,11 @@ MOST_GROUPS = 1023
 """How many products that kernel makes at once: a thread of one block prepares each."""
 
 
+def draws_initial_weights(device: torch.device) -> bool:
+    """Whether initial weights are drawn on the device, by CUDA's generator (`forge_core.draws`)."""
+    return device.type == "cuda"
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether cuDNN's attention, and FlashAttention-3, were made for this device."""
     return _is_nvidia(device) and torch.cuda.get_device_capability(device)[0] == HOPPER

@@ -73,6 +73,7 @@ class Decoder(nn.Module):
         at: Tensor | None = None,
         tokens: Tensor | None = None,
         mtp_targets: MTPTargets | None = None,
+        token_mask: Tensor | None = None,
         **extras: Tensor,
     ) -> Tensor | LossTerms:
         """Logits (B, T, vocab), with an objective its `LossTerms`, without a head hidden states (B, T, dim).
@@ -89,6 +90,8 @@ class Decoder(nn.Module):
             at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
             tokens: (B, T) int64, for a later part whose routers look at ids; a part that embeds has them in `x`.
             mtp_targets: tokens and labels of the MTP modules, with labels and an objective; their losses are added.
+            token_mask: (B, T) bool, False for a position without a token, which no expert sees; None = as `documents` say, or
+                all have one. Attention does not look at it: padding belongs behind the tokens of its row.
             extras: further inputs of the batch, those that `inputs` names; a text decoder has none.
 
         Raises:
@@ -97,8 +100,10 @@ class Decoder(nn.Module):
         self._check(x, documents, labels, objective, cache, mtp_targets, extras)
         depths = {} if mtp_targets is None or self.mtp is None else dict(self.mtp.depths.items())
         mtp_blocks = [depth.block for depth in depths.values()]
-        x, rotations, masks, token_mask = self._stream(
-            x, positions, documents, document_starts, cache, tokens, mtp_blocks, extras
+        if token_mask is None and documents is not None:
+            token_mask = documents != PADDING
+        x, rotations, masks = self._stream(
+            x, positions, documents, document_starts, token_mask, cache, tokens, mtp_blocks, extras
         )
         stream = x
         if at is not None:
@@ -122,12 +127,13 @@ class Decoder(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
         starts: Tensor | None,
+        token_mask: Tensor | None,
         cache: KVCache | None,
         tokens: Tensor | None,
         mtp_blocks: list[Any],
         extras: Mapping[str, Tensor],
-    ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any], Tensor | None]:
-        """The stream behind the last block, rotations and what cores share (also for `mtp_blocks`), and the token mask."""
+    ) -> tuple[Tensor, dict[Rotary, Rotation], dict[int | None, Any]]:
+        """The stream behind the last block, rotations, and what cores share (also for `mtp_blocks`)."""
         # Hidden states of an earlier part may be cut along the sequence; positions never are.
         length = x.shape[1] if self.embed is not None or positions is None else positions.shape[-1]
         if cache is not None:
@@ -141,14 +147,13 @@ class Decoder(nn.Module):
             positions = torch.arange(length, device=x.device)
         blocks = [*self.blocks.values(), *mtp_blocks]
         rotations = {rotary: rotary(positions, documents) for rotary in {self._rotary(block) for block in blocks}}
-        token_mask = None if documents is None else documents != PADDING
         if self.embed is not None:
             with scope("", self):
                 tokens, x = x, tap("embeddings", self._embedded(self.embed, x))
         x, shared = self.enter(x, tokens, documents, extras, cache)
         masks = self._attention_masks(blocks, documents, starts, length, x, cache)
         shared = {"token_mask": token_mask, "tokens": tokens, "documents": documents, **shared}
-        return self._run_blocks(x, rotations, masks, cache, shared), rotations, masks, token_mask
+        return self._run_blocks(x, rotations, masks, cache, shared), rotations, masks
 
     def enter(
         self,
@@ -170,7 +175,7 @@ class Decoder(nn.Module):
         """The stream (B, T, dim) behind the last block of a whole decoder: what `norm` and `head` turn to logits, and `draft`
         goes on from."""
         self._check(tokens, None, None, None, cache, None, {})
-        return self._stream(tokens, positions, None, None, cache, None, [], {})[0]
+        return self._stream(tokens, positions, None, None, None, cache, None, [], {})[0]
 
     def draft(
         self, depth: str, x: Tensor, tokens: Tensor, cache: KVCache, positions: Tensor | None = None
@@ -367,7 +372,7 @@ class Decoder(nn.Module):
             whole_rows=outline.whole_rows(shape),
             whole_stream=outline.whole_stream(shape),
             mtp_depth=len(depths),
-            needs=("tokens", "document_starts"),
+            needs=("tokens", "document_starts", "token_mask"),
         )
 
     def _has(self, path: str) -> bool:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from importlib.metadata import requires
 from typing import Any
 
 import torch
@@ -83,9 +84,36 @@ DisableTorchFunction: Callable[[], AbstractContextManager[Any]] = torch._C.Disab
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
+# What `load_state_dict` returns.
+IncompatibleKeys = nn.modules.module._IncompatibleKeys
+
 # Families of modules.
-Dropout = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._NormBase
+
+
+def mark_as_partial(parameters: Iterable[Tensor], refusal: Exception) -> None:
+    """Lets torch's `clip_grad_norm_` raise `refusal` for these parameters, whose gradients are a part of what the norm is of.
+
+    torch has no hook for it. Whatever road a loop takes to it, it scales gradients by one function of its module, which is looked
+    up at each call; that one is wrapped once for the process.
+    """
+    from torch.nn.utils import clip_grad
+
+    for parameter in parameters:
+        parameter.partial_norm = refusal  # type: ignore[attr-defined]
+    scale = clip_grad._clip_grads_with_norm_
+    if hasattr(scale, "refuses"):
+        return
+
+    def checked(parameters: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in parameters:
+            if (refusal := getattr(parameter, "partial_norm", None)) is not None:
+                raise refusal
+        scale(parameters, *args, **kwargs)
+
+    checked.refuses = True  # type: ignore[attr-defined]
+    clip_grad._clip_grads_with_norm_ = checked
 
 
 @contextmanager
@@ -143,6 +171,19 @@ def after_backward(module: Any) -> None:
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         group.post_backward()
+
+
+def end_forward(module: Any) -> None:
+    """Lets FSDP know that no forward of a module is under way: after an error it believes that one is, and frees nothing."""
+    state = module._get_fsdp_state()
+    for each in (state, *(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))):
+        if each._training_state.name == "FORWARD":
+            each._training_state = type(each._training_state).IDLE
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as a recomputed forward does."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def look_at_parameters_again(module: Any) -> None:
@@ -223,6 +264,11 @@ def limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None
     return getattr(options, "_timeout", None)
 
 
+def default_store() -> dist.Store:
+    """The store of the default process group; torch has no public name for it."""
+    return distributed_c10d._get_default_store()
+
+
 @contextmanager
 def one_gloo_thread() -> Iterator[None]:
     """Groups of gloo that are opened inside carry out their collectives in one thread. torch gives them two, and no argument to
@@ -238,9 +284,17 @@ def one_gloo_thread() -> Iterator[None]:
         return
 
     class OneThread(plain):  # type: ignore[misc, valid-type]  # a base that is looked up, as there may be none
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **settings: Any) -> None:
             options = plain._Options()
             options._timeout, options._threads = timeout, 1
+            for name, value in settings.items():  # torch 2.14 passes `enable_reconfigure`, a later one may pass more
+                if not hasattr(options, name):
+                    tested = next(line for line in requires("forge-parallel") or () if line.startswith("torch"))
+                    raise RuntimeError(
+                        f"torch {torch.__version__} opens gloo groups with {name}={value!r}, which this Forge does not know; "
+                        f"install a torch that it was tested with: pip install '{tested}'"
+                    )
+                setattr(options, name, value)
             named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options._devices = [plain.create_device(interface=name) for name in named] or [plain.create_default_device()]
             super().__init__(store, rank, size, options)

@@ -22,15 +22,20 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """Show the resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
+    from forge_core.redact import redacted, redacted_text
     from forge_core.terminal.console import Console
     from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
     resolved = load(recipe, context.args)
+    text = resolved.as_toml(origins=origins).rstrip("\n")
+    if redacted_text(text) != text:
+        console.note("secrets are hidden, so what is shown does not load to the same run")
     if as_json:
-        console.document({"recipe": resolved.as_json()} | ({"origins": resolved.origins()} if origins else {}))
+        told = [row | {"value": redacted(row["value"], row["key"])} for row in resolved.origins()]
+        console.document({"recipe": redacted(resolved.as_json())} | ({"origins": told} if origins else {}))
     else:
-        console.text(resolved.as_toml(origins=origins).rstrip("\n"))
+        console.text(redacted_text(text))
 
 
 @config.command(cls=OverridesCommand, context_settings=_OPEN)
@@ -41,8 +46,11 @@ def explain(
     as_json: _Json = False,
 ) -> None:
     """Explain a key: type, range, default, value and where it comes from. Give a section, or nothing, for all its keys."""
+    from dataclasses import replace
+
     from forge_core.config.explain import explain as explain_key
     from forge_core.config.write import value_text
+    from forge_core.redact import redacted
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
     from forge_train.recipe.load import load
@@ -53,7 +61,7 @@ def explain(
     if key.startswith("-"):  # an override, since the key may be left out
         overrides, key = [key, *overrides], ""
     resolved = load(recipe, overrides, None, registry)
-    found = explain_key(resolved.outcome, registry, key)
+    found = [replace(item, value=redacted(item.value, item.key)) for item in explain_key(resolved.outcome, registry, key)]
     if as_json:
         console.document([vars(item) for item in found])
         return

@@ -49,7 +49,7 @@ def plan(
     require_single_process("plan")
     registry = Registry()
     console = Console(as_json=as_json)
-    resolved = load(recipe, context.args, world, registry)
+    resolved = load(recipe, context.args, world, registry, here=None)
     for warning in resolved.warnings:
         console.note(f"warning: {warning}")
     assert resolved.layout is not None, "a world was given"

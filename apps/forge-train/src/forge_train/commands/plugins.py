@@ -72,7 +72,7 @@ def _list_keys(console: "Console", keys: "Iterable[Key]", indent: str) -> None:
 
 @plugins.command()
 def doctor(
-    name: Annotated[str, typer.Argument(help="Only plugins of this name.", show_default=False)] = "",
+    name: Annotated[str, typer.Argument(help="Only plugins of this name, or of this distribution.", show_default=False)] = "",
     conform: Annotated[bool, typer.Option("--conform", help="Also run the conformance checks of each group.")] = False,
     as_json: _Json = False,
 ) -> None:

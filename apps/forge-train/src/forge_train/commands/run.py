@@ -84,14 +84,23 @@ def start(
 
     from forge_parallel.components.sections import Parallel
     from forge_parallel.launch import process_group
+    from forge_parallel.launch.meeting import RanksDiffer
     from forge_parallel.launch.watch import Watch
-    from forge_train.process.agreement import Agreement, Refused
+    from forge_train.process.agreement import Agreement, Refused, content_of
     from forge_train.process.ending import conclude, tell_launcher
+    from forge_train.run.directory import run_directory
 
     ranks, watch = Agreement(), Watch()
     try:
         parallel = resolved.job.parallel if resolved else Parallel()
-        device = process_group.start(where, parallel.timeout, parallel.patience, hurry=lambda: bool(signals.asked))
+        device = process_group.start(
+            where,
+            parallel.timeout,
+            parallel.patience,
+            hurry=lambda: bool(signals.asked),
+            content=lambda: content_of(resolved, registry) if resolved else {},
+            run=run_directory(resolved.job).name if resolved else "",
+        )
         watch = Watch.open(where, parallel.patience, parallel.timeout)
         if where.size > 1:
             ranks = Agreement.of_group(parallel.timeout)
@@ -100,7 +109,7 @@ def start(
                 raise unread
         assert resolved is not None, "a recipe that is not refused is resolved"
         return _train(resolved, fresh, where, device, registry, ranks, log, signals, watch)
-    except Refused as refusal:
+    except (Refused, RanksDiffer) as refusal:
         if where.rank == 0:
             log.say(refusal)
         watch.stop()  # all ranks end now, which is not a failure of this one

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -86,10 +87,30 @@ TALK = '{"messages": [{"role": "", "content": "Hi"}, {"role": "assistant", "cont
 
 @dataclass
 class Trained:
-    """What a run was: attributes of it that the hook used and the protocol does not have, and its weights at the end."""
+    """A run at its end.
+
+    Attributes:
+        beyond: attributes of the run that the hook used and the protocol does not have.
+        weights: by name.
+        state: of the hook.
+    """
 
     beyond: set[str] = field(default_factory=set)
     weights: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """A component as a key of a cache: equal to itself only, as it need not be hashable."""
+
+    component: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.component is self.component
+
+    def __hash__(self) -> int:
+        return id(self.component)
 
 
 class _Watched:
@@ -167,8 +188,23 @@ def place() -> "Iterator[Any]":
         yield run
 
 
-def trained(hook: Hook | None) -> Trained:
-    """Trains four steps with a hook, or without any."""
+def trained_with(component: Any) -> Trained:
+    """Trains four steps with the hook of a component. Several checks look at one run: the newest is kept."""
+    return _trained_with(_Same(component))
+
+
+@lru_cache(maxsize=1)
+def _trained_with(component: _Same) -> Trained:
+    return _trained(component.component.build())
+
+
+@lru_cache(maxsize=1)
+def trained_alone() -> Trained:
+    """Trains the same four steps without a hook."""
+    return _trained(None)
+
+
+def _trained(hook: Hook | None) -> Trained:
     found, threads = Trained(), torch.get_num_threads()
     with torch.random.fork_rng(devices=()), TemporaryDirectory(prefix="forge-run-") as folder:
         registry = Registry()
@@ -181,6 +217,7 @@ def trained(hook: Hook | None) -> Trained:
         for tracker in run.trackers:
             tracker.close()
         torch.set_num_threads(threads)  # the run has set those of its recipe
+        found.state = {} if hook is None else dict(hook.state())
         found.weights = {item.name: item.tensor.detach().clone() for item in run.model.trainable()}
     return found
 

@@ -1,6 +1,6 @@
 """What has to be known of plain tensors: which model they are of, and whether they are all of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,13 @@ def model_of(description: Mapping[str, Any] | None, recipe: str | None, origin: 
     """The model of a recipe, where one is given, else that of a description.
 
     Raises:
-        ForgeError: there is neither; or a description names Python files, as one of another may.
+        ForgeError: there is neither; or a description names a Python file, which does not run unasked.
     """
     if recipe is not None:
         return load(recipe, registry=Registry()).job.model
     if description is None or "model" not in description:
         raise ForgeError(f"{origin} does not say which model its tensors are of; pass --recipe with a [model] that fits")
-    if files := sorted(_code(description["model"])):
-        raise ForgeError(f"{origin} names code in a file, {', '.join(files)}, which is not run unasked; pass --recipe with it")
-    return job_of({"config": {"model": description["model"]}}, Registry(), "model").model
-
-
-def _code(value: Any) -> Iterator[str]:
-    """Names of components, `FILE.py:NAME`, anywhere in a description."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _code(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _code(item)
-    elif isinstance(value, str) and ".py:" in value:
-        yield value
+    return job_of({"config": {"model": description["model"]}}, Registry(), "model", origin=str(origin)).model
 
 
 def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Path, notes: tuple[str, ...] = ()) -> Facts:

@@ -158,6 +158,8 @@ class AnswersHook(Periodic):
 
     def _kept(self, run: Run, name: str, asked: list[Question], said: list[list[int]], right: list[bool]) -> list[dict[str, Any]]:
         """The first answers, as the report shows them: wrong ones first, so that they are seen."""
+        from forge_models.generation.text import NewText
+
         tokenizer, source = run.data.tokenizer, getattr(run.evaluations[name], "source", None)
         assert tokenizer is not None
 
@@ -169,14 +171,15 @@ class AnswersHook(Periodic):
         found = []
         for number in order:
             question, picture = asked[number], getattr(source, "picture", None)
+            added = NewText(text, question.prompt.tolist())
             pictures = [picture(item) for item in range(*question.items)] if picture is not None else []
             found.append(
                 {
                     "step": run.state.step,
                     "set": name,
                     "prompt": text(question.prompt),
-                    "answer": text(question.answer),
-                    "said": text(said[number]),
+                    "answer": added(question.answer.tolist()),
+                    "said": added(said[number]),
                     "right": right[number],
                     "pictures": [base64.b64encode(png).decode() for png in pictures],
                 }

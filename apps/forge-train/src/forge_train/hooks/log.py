@@ -23,9 +23,10 @@ class LogHook(Hook):
     step), `stage` (its number, from 1, of a run in stages), `skipped_steps` (of the run so far, once there is one) and every
     other number of the step, such as `source/LABEL/loss` and `source/LABEL/tokens` (of that step, where it has any) of each
     source of a mixture; `data/LABEL/tokens` and `data/LABEL/planned_tokens` (of the run so far, with and without loss: read, and
-    asked for by the weights); `tokens` (seen by the run so far), `step_tokens` (with loss, in this step), `tokens_per_second`
-    and `step_seconds` (means since the last line, all ranks together, without evaluation and saving), `peak_memory` (bytes,
-    resident memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved` and
+    asked for by the weights); `tokens` (read by the run so far, without padding), `step_tokens` (with loss, in this step),
+    `tokens_per_second` and `step_seconds` (means since the last line, all ranks together, without evaluation and saving),
+    `peak_memory` (bytes, resident memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved`
+    and
     `device_memory_retries` of rank 0 since the last line, as `forge_parallel.accelerator.take_peaks` has them.
 
     Of the speed: `model_tflops`, `mfu` and `mfu_attended` (`forge_train.speed.utilization`; their convention is printed at the

@@ -63,12 +63,13 @@ class SampleHook(Periodic):
     def _prompts(self, run: Run) -> list[list[int]]:
         tokenizer = run.data.tokenizer
         assert tokenizer is not None, "`check` refuses a run without a tokenizer"
-        return [list(map(int, tokenizer.encode(prompt))) for prompt in self.prompts]
+        return [[*tokenizer.prefix, *map(int, tokenizer.encode(prompt))] for prompt in self.prompts]
 
     def act(self, run: Run) -> None:
         """Generates from each prompt, prints and keeps the texts; a run that is asked to stop meanwhile leaves it."""
         from forge_models.generation.generate import generate
         from forge_models.generation.sampling import Sampling
+        from forge_models.generation.text import NewText
 
         tokenizer = run.data.tokenizer
         assert tokenizer is not None, "`check` refuses a run without a tokenizer"
@@ -98,7 +99,7 @@ class SampleHook(Periodic):
             return
         if run.topology.rank != 0:
             return
-        texts = [tokenizer.decode([int(token) for token in tokens]) for tokens in generated]
+        texts = [NewText(tokenizer.decode, prompt)(tokens) for prompt, tokens in zip(prompts, generated, strict=True)]
         samples = [
             {"step": run.state.step, "prompt": prompt, "text": text, "temperature": self.temperature}
             for prompt, text in zip(self.prompts, texts, strict=True)

@@ -1,7 +1,8 @@
 """Continues a text with a model, token by token."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,9 +11,14 @@ from forge_core.protocols.data import Tokenizer
 from forge_models.generation.sampling import Sampling
 from forge_models.generation.speculation import Tally
 
+if TYPE_CHECKING:
+    from forge_vlm.data.chat import Chat, Turn
+
 
 class Continuation:
     """Continues a text, piece by piece; what cannot be shown yet is held back.
+
+    With a chat template, a text is what the user says, and the continuation is the answer.
 
     Bytes of an unfinished character and beginnings of a stop string stay inside until they are decided. Where several ranks hold
     the model, each of them continues the same texts, and `agree` makes their tokens those of one.
@@ -27,14 +33,15 @@ class Continuation:
         max_tokens: int,
         stops: Sequence[str] = (),
         ends: frozenset[int] = frozenset(),
-        begin: Sequence[int] = (),
         prefill: int | None = None,
         speculate: bool = False,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        chat: "Chat | None" = None,
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.max_tokens, self.prefill, self.agree = max_tokens, prefill, agree
-        self.stops, self.ends, self.begin = tuple(stops), ends, list(begin)
+        self.stops, self.ends = tuple(stops), ends
+        self.chat = chat
         self.tokens = 0
         self.drafts = Tally() if speculate else None
         if speculate and (sampling.temperature != 0 or sampling.repetition_penalty != 1):
@@ -42,28 +49,29 @@ class Continuation:
         if any(not text for text in self.stops):
             raise ForgeError("--stop must not be empty")
 
-    def __call__(self, text: str) -> Iterator[str]:
-        """The continuation of `text` in pieces."""
-        self.tokens, shown, made = 0, 0, []
-        for token in self._new(self._prompt(text)):
+    def __call__(self, text: str, before: "Sequence[Turn]" = ()) -> Iterator[str]:
+        """The continuation of `text` in pieces, which joined are what `together` returns; `before` are turns of the chat."""
+        from forge_models.generation.text import NewText, Pieces
+
+        prompt, new = self._prompt(text, before), list[int]()
+        pieces = Pieces(NewText(self.tokenizer.decode, prompt), self.stops, self._broken)
+        self.tokens = 0
+        for token in self._new(prompt):
             self.tokens += 1
             if token in self.ends:
                 break
-            made.append(token)
-            whole = self.tokenizer.decode(made)
-            cut = min((at for stop in self.stops if (at := whole.find(stop)) >= 0), default=-1)
-            if cut >= 0:
-                yield whole[shown:cut]
+            new.append(token)
+            if piece := pieces.add(new):
+                yield piece
+            if pieces.stopped:
                 return
-            ready = self._decided(whole)
-            if ready > shown:
-                yield whole[shown:ready]
-                shown = ready
-        yield self.tokenizer.decode(made)[shown:]
+        if piece := pieces.rest(new):
+            yield piece
 
     def together(self, texts: Sequence[str]) -> list[str]:
         """The continuations of several texts, which the model reads in one batch."""
-        from forge_models.generation.generate import before_stop, generate
+        from forge_models.generation.generate import generate
+        from forge_models.generation.text import NewText, before_stop
 
         model: Any = self.model
         prompts = [self._prompt(text) for text in texts]
@@ -80,10 +88,17 @@ class Continuation:
         )
         self.tokens = sum(map(len, rows))
         kept = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
-        return [before_stop(self.tokenizer.decode(row), self.stops) for row in kept]
+        added = [NewText(self.tokenizer.decode, prompt)(row) for prompt, row in zip(prompts, kept, strict=True)]
+        return [before_stop(text, self.stops) for text in added]
 
-    def _prompt(self, text: str) -> list[int]:
-        prompt = self.begin + [int(token) for token in self.tokenizer.encode(text)]
+    def _prompt(self, text: str, before: "Sequence[Turn]" = ()) -> list[int]:
+        if self.chat is not None:
+            from forge_vlm.data.chat import Turn
+
+            # The template writes the control tokens, what the user says never does.
+            pieces = self.chat.prompt_pieces([*before, Turn("user", text)])
+            return [int(token) for token in self.tokenizer.encode_pieces(pieces)[0]]
+        prompt = [*self.tokenizer.prefix, *map(int, self.tokenizer.encode(text))]
         if not prompt and self.tokenizer.eos is not None:
             prompt = [self.tokenizer.eos]  # documents follow the end of another
         return prompt
@@ -104,12 +119,8 @@ class Continuation:
                 return
             yield step[0]
 
-    def _decided(self, whole: str) -> int:
-        """How much of a text no further token can change or cut off."""
-        end = len(whole.rstrip("\ufffd"))
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(whole)), 0, -1):
-                if whole.endswith(stop[:size]):
-                    end = min(end, len(whole) - size)
-                    break
-        return end
+    @cached_property
+    def _broken(self) -> int | None:
+        from forge_models.generation.text import broken_id
+
+        return broken_id(self.tokenizer.decode, self.tokenizer.vocab_size)

@@ -1,6 +1,5 @@
 """Held-out loss of stored weights: of a run, a checkpoint or a Hugging Face folder, on any layout."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_parallel.step.step import Step
 from forge_train.hooks.evaluation.evaluate import perplexity
+from forge_train.hooks.evaluation.results import bits_per_byte
 from forge_train.inference.forge_weights import table_of
 from forge_train.inference.laid_out import laid_out
 from forge_train.inference.tokenizer import tokenizer_for
@@ -35,7 +35,7 @@ class Score:
     Attributes:
         loss: nats per predicted token.
         perplexity: exp(loss).
-        bits_per_byte: of the text behind the tokens; None where its size is not known.
+        bits_per_byte: of the text that the predicted tokens say; None where its size is not known.
         tokens: that were predicted.
     """
 
@@ -101,6 +101,6 @@ def scores(
     topology, step = model.topology, Step(model, job.objective.build())
     for name, held_out in sets.items():
         result = step.evaluate(held_out.batches(topology.data_rank, topology.data_size, job.train.micro_batch))
-        bits = result.loss * result.tokens / math.log(2)
-        per_byte = bits / held_out.text_bytes if held_out.text_bytes else None
+        known = held_out.predicted()
+        per_byte = bits_per_byte(result.loss, *known) if known is not None and known[1] > 0 else None
         yield Score(name, result.loss, perplexity(result.loss), per_byte, result.tokens)

@@ -11,7 +11,6 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving import resume, saver
 from forge_ckpt.saving.locate import Place, locate
 from forge_ckpt.store.store import LocalStore
-from forge_ckpt.store.verify import open_manifest
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, Table, build, plain
 from forge_core.config.validate import resolve
@@ -25,23 +24,40 @@ from forge_train.recipe.schema import Job
 PREFIX = "model/"
 TOKENIZER = "tokenizer"
 """Folder next to converted checkpoints that keeps the tokenizer's files."""
+OF_THE_START = ("generation", "chat_template")
+"""Keys of a checkpoint's metadata: settings of generation and the chat template of the weights that a run started from."""
 
 
-def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str) -> Job:
-    """The sections of the recipe that a checkpoint carries; the others have their defaults.
+def job_of(meta: Mapping[str, Any], registry: Registry, *sections: str, origin: str = "the checkpoint") -> Job:
+    """The sections of the recipe that a checkpoint carries; the others have their defaults. `origin` names it in messages.
 
     Raises:
-        ConfigError: a component that they name is not installed, or reads other keys by now.
+        ConfigError: a component that they name is not installed, reads other keys by now, or is code that the user did not grant.
         CheckpointError: it carries none, or without the secrets that they had.
     """
     config = meta.get("config")
     if not isinstance(config, Mapping) or "model" not in config:
-        raise CheckpointError("the checkpoint has no recipe, so its tensors cannot be interpreted")
+        raise CheckpointError(f"{origin} has no recipe, so its tensors cannot be interpreted")
     chosen = {name: config[name] for name in sections if name in config}
-    refuse_redacted(chosen, "the checkpoint")
-    tree = build(chosen, (), lambda _: "checkpoint", Path.cwd())
+    refuse_redacted(chosen, origin)
+    tree = build(chosen, (), lambda _: origin, Path.cwd())
     assert isinstance(tree, Table)
     return resolve(Job, tree, registry).value
+
+
+def with_rules_of_then(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metadata of a checkpoint in which keys that came later have the value that says what was done before them.
+
+    Runs from before `data.tokenizer.add_special_tokens` read documents without what their tokenizer puts around a text.
+    """
+    config = meta.get("config")
+    data = config.get("data") if isinstance(config, Mapping) else None
+    tokenizer = data.get("tokenizer") if isinstance(data, Mapping) else None
+    if not isinstance(config, Mapping) or not isinstance(data, Mapping) or not isinstance(tokenizer, Mapping):
+        return meta
+    if str(tokenizer.get("name")).rpartition(":")[2] not in ("bpe", "sentencepiece") or "add_special_tokens" in tokenizer:
+        return meta
+    return {**meta, "config": {**config, "data": {**data, "tokenizer": {**tokenizer, "add_special_tokens": False}}}}
 
 
 def table_of(component: Component, registry: Registry) -> dict[str, Any]:
@@ -64,16 +80,15 @@ class ForgeWeights:
     def __init__(self, place: Place, registry: Registry, section: str = "model") -> None:
         self.place = place
         self._store = place.store
-        manifest = open_manifest(self._store, place.name)[0]
-        self.meta = manifest.meta
-        self.model: Component = job_of(self.meta, registry, "model").model
+        manifest = place.manifest()
+        self.meta = with_rules_of_then(manifest.meta)
+        origin = f"{place.store.root}/{place.name}"
+        self.model: Component = job_of(self.meta, registry, "model", origin=origin).model
         self._stored = {name: name for name in manifest.index if name.startswith(PREFIX)}
         if section != "model":
             found = [name for name in manifest.index if name.startswith(f"{section}/") and PREFIX + _bare(name) in self._stored]
             if not found:
-                raise CheckpointError(
-                    f"{place.store.root}/{place.name} has no weights {section!r}: the run had no hook that keeps them"
-                )
+                raise CheckpointError(f"{origin} has no weights {section!r}: the run had no hook that keeps them")
             self._stored |= {PREFIX + _bare(name): name for name in found}
         infos = {_bare(name): manifest.tensors[manifest.index[stored]] for name, stored in self._stored.items()}
         self.tensors: Mapping[str, Stored] = {name: Stored(info.shape, info.dtype) for name, info in infos.items()}
@@ -84,7 +99,7 @@ class ForgeWeights:
             ends=tuple(self.meta.get("ends", ())),
             notes=tuple(self.meta.get("notes", ())),
             tokenizer=kept if isinstance(place.store.root, Path) and kept.is_dir() else None,
-            origin=f"{place.store.root}/{place.name}",
+            origin=origin,
             family=str(self.meta.get("family", "")),
             run=place.run,
             recipe=self.meta.get("config", {}),

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.data import Tokenizer
-from forge_models.generation.generate import before_stop, generate
+from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
+from forge_models.generation.text import NewText, before_stop
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
@@ -42,9 +43,9 @@ class HarnessModel(TemplateLM):
         model: whose weights are asked as they are at that moment.
         tokenizer: its text.
         batch: rows in one forward of a rank.
-        begin: tokens that every text begins with.
         before: called before each forward of new texts, on all ranks alike, with how many there were; it may raise to leave them.
-        prefix: token that stands before a text without a context; by default the one that ends documents.
+        before_all: token that stands before a text without a context, where the tokenizer's own rule puts none before a text; by
+            default the one that ends documents.
 
     Raises:
         ForgeError: the tokenizer has no token that could stand before a text.
@@ -56,14 +57,14 @@ class HarnessModel(TemplateLM):
         tokenizer: Tokenizer,
         *,
         batch: int = 8,
-        begin: Sequence[int] = (),
-        prefix: int | None = None,
+        before_all: int | None = None,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
+        prefix = tokenizer.prefix[-1] if tokenizer.prefix else before_all
         if tokenizer.eos is None and prefix is None:
             raise ForgeError(f"tokenizer {tokenizer.name} has no token that ends a document, which tasks put before a text")
-        self.laid_out, self.coder, self.batch, self.begin = model, tokenizer, batch, list(begin)
+        self.laid_out, self.coder, self.batch = model, tokenizer, batch
         self.end = tokenizer.eos
         self.prefix = prefix if prefix is not None else tokenizer.eos
         self.whole: Any = model.whole()
@@ -89,9 +90,9 @@ class HarnessModel(TemplateLM):
         return self.coder.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, behind those that every text begins with unless `add_special_tokens` is False."""
+        """Tokens of a text, behind those that the tokenizer puts before each text unless `add_special_tokens` is False."""
         tokens = [int(token) for token in self.coder.encode(string)]
-        return tokens if add_special_tokens is False else self.begin + tokens
+        return tokens if add_special_tokens is False else [*self.coder.prefix, *tokens]
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
         """Collective: per request, the sum of log p(continuation | context), and whether each of its tokens is the likeliest."""
@@ -127,7 +128,9 @@ class HarnessModel(TemplateLM):
         windows: list[Request] = []
         counts = []
         for request in requests:
-            given = {"token_list": self.tok_encode(*request.args), "prefix_token": self.prefix_token_id}
+            # The first window begins with the prefix: in the tokens it would stand there twice, and be predicted.
+            tokens = self.tok_encode(*request.args, add_special_tokens=False)
+            given = {"token_list": tokens, "prefix_token": self.prefix_token_id}
             pairs = get_rolling_token_windows(**given, max_seq_len=self.max_length, context_len=1)
             pieces = [(("", ""), *make_disjoint_window(pair)) for pair in pairs]
             windows += pieces
@@ -173,7 +176,8 @@ class HarnessModel(TemplateLM):
             agree=self.laid_out.topology.from_first,
         )
         kept = [row[:-1] if row and row[-1] in ends else row for row in rows]
-        return [before_stop(self.coder.decode(row), wanted.until) for row in kept]
+        added = [NewText(self.coder.decode, prompt)(row) for prompt, row in zip(prompts, kept, strict=True)]
+        return [before_stop(text, wanted.until) for text in added]
 
     def _row(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """What the model reads, its newest tokens where that is too much, and what it is to predict at the end of it."""

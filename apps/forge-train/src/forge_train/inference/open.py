@@ -14,11 +14,13 @@ from forge_core.registry import Registry
 from forge_parallel import accelerator
 
 FOREIGN = "config.json"
+DCP = ".metadata"
+TORCH = (".pt", ".pth", ".bin")
 
 
 def open_weights(where: str | Path, registry: Registry, weights: str = "model") -> Weights:
-    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or safetensors that
-    Forge wrote.
+    """The weights at `where`: of a run or a checkpoint, by path or URL; a folder in the Hugging Face format; or what Forge wrote
+    as safetensors, for `torch.distributed.checkpoint` or with `torch.save`.
 
     Args:
         weights: which ones of a checkpoint: the model's, or what a hook kept next to them, such as `ema`.
@@ -27,12 +29,22 @@ def open_weights(where: str | Path, registry: Registry, weights: str = "model") 
         ForgeError: there is nothing of that kind; see the converters.
     """
     path: Any = str(where) if is_url(where) else Path(where)
-    kind = "forge" if is_url(where) else "hf" if (path / FOREIGN).is_file() else "safetensors" if _is_plain(path) else "forge"
+    kind = format_of(where)
     if kind != "forge" and weights != "model":
-        what = "a Hugging Face folder" if kind == "hf" else "of format 'safetensors'"
+        what = "a Hugging Face folder" if kind == "hf" else f"of format {kind!r}"
         raise ForgeError(f"--weights {weights}: {path} is {what}, which has one set of weights; leave the option out")
     options = {} if weights == "model" else {"weights": weights}
     return registry.load("forge.converters", kind)(**options).build().read(path)
+
+
+def format_of(where: str | Path) -> str:
+    """The format of the weights at `where`, as its files say; `forge` for a run, a checkpoint and what is not there."""
+    if is_url(where):
+        return "forge"
+    path = Path(where)
+    marks = {"hf": (path / FOREIGN).is_file(), "safetensors": _is_plain(path), "dcp": (path / DCP).is_file()}
+    marks["torch"] = (path.is_file() and path.suffix in TORCH) or (path / "model.pt").is_file()
+    return next((kind for kind, found in marks.items() if found), "forge")
 
 
 def _is_plain(path: Path) -> bool:

@@ -1,17 +1,23 @@
 """The tokenizer of stored weights: found, checked against the vocabulary, written next to converted weights."""
 
 import json
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
+from forge_data.tokenizers.bytes import ByteTokenizer
+from forge_data.tokenizers.sentencepiece import KIND as SENTENCEPIECE_KIND
+from forge_models.hf.reader import GENERATION
 from forge_train.inference.forge_weights import ForgeWeights, job_of
 from forge_train.run.directory import run_directory
 
 SENTENCEPIECE = ".model"
+SETTINGS = "tokenizer_config.json"
 
 
 def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, report: Callable[[str], None]) -> Tokenizer:
@@ -30,7 +36,7 @@ def tokenizer_for(weights: Weights, path: Path | None, registry: Registry, repor
     if path is not None:
         return _read(path, weights)
     if isinstance(weights, ForgeWeights) and _is_of_run(weights):
-        job = job_of(weights.meta, registry, "data", "job")
+        job = job_of(weights.meta, registry, "data", "job", origin=weights.facts.origin)
         spec = LoadSpec(job.data, (weights.place.run or run_directory(job)) / "data")
         context = context_of(spec, report)
         found = context.tokenizer or open_sources(spec, context).tokenizer
@@ -58,9 +64,10 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
 
 
 def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
-    """Writes the tokenizer of a run's data into `folder`, in the files of the tokenizers library.
+    """Writes into `folder` what belongs to the tokenizer of a run's data, as transformers reads it: its files, and the chat
+    template and the settings of generation of the weights that the run started from.
 
-    Returns whether there is one: other weights bring their own files, and bytes as tokens have no such file.
+    Returns whether the tokenizer has such files; encodings of tiktoken have none. Other weights bring their own.
     """
     if weights.facts.tokenizer is not None or not isinstance(weights, ForgeWeights) or not _is_of_run(weights):
         return False
@@ -69,48 +76,67 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
     except DataError:
         return False  # the run's data are elsewhere by now, or it was trained on numbers
     content = json.loads(tokenizer.dump())
-    if "model" not in content:
+    kind = content.get("type")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if kind == ByteTokenizer.kind:
+        content = bytes_as_json(tokenizer.eos)
+    elif kind == SENTENCEPIECE_KIND:
+        (folder / "tokenizer.model").write_bytes(b64decode(content["model"]))
+        around = {"add_bos_token": bool(content.get("begins")), "add_eos_token": bool(content.get("ends"))}
+        settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, **around} | dict(tokenizer.special_tokens)
+        content = {}
+    elif "model" not in content:
         return False
-    texts = {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
-    (folder / "tokenizer.json").write_bytes(tokenizer.dump())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
-        {"eos_token": texts[tokenizer.eos]} if tokenizer.eos in texts else {}
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    elif not tokenizer.prefix and not tokenizer.suffix and (content.get("post_processor") or {}).get("type") != "ByteLevel":
+        content["post_processor"] = None  # the run's documents begin and end without what it adds
+    if content:
+        texts = {entry["id"]: entry["content"] for entry in content.get("added_tokens", [])}
+        written = (
+            json.dumps(content, ensure_ascii=False).encode() if content != json.loads(tokenizer.dump()) else tokenizer.dump()
+        )
+        (folder / "tokenizer.json").write_bytes(written)
+        named = {name: text for name, text in tokenizer.special_tokens.items() if text in texts.values()}
+        settings |= {"eos_token": texts[tokenizer.eos]} if tokenizer.eos in texts else {}
+        settings |= (
+            {"bos_token": texts[tokenizer.prefix[0]]} if len(tokenizer.prefix) == 1 and tokenizer.prefix[0] in texts else {}
+        )
+        # What the configuration of the model names is what its tokenizer must name.
+        given = {
+            key.removesuffix("_id"): texts.get(index) for key, index in weights.facts.special_tokens.items() if type(index) is int
+        }
+        settings |= named | {key: text for key, text in given.items() if text is not None}
+    if (template := weights.meta.get("chat_template")) is not None:
+        settings["chat_template"] = template
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+    if (generation := weights.meta.get("generation")) is not None:
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
     return True
 
 
-def bos_tokens(weights: Weights, path: Path | None = None) -> list[int]:
-    """Special tokens that a text begins with, as the `tokenizer.json` next to imported weights says; none for Forge's runs.
+def bytes_as_json(eos: int | None) -> dict[str, Any]:
+    """The tokenizer of bytes in the format of the tokenizers library: token i is byte i, and nothing is merged."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    A sentencepiece model does not say so; its `tokenizer_config.json` does, if it exists.
-    """
-    if path is None:
-        if weights.facts.tokenizer is None:
-            return []
-        path = weights.facts.tokenizer / "tokenizer.json"
-    if path.suffix == SENTENCEPIECE:
-        settings = path.with_name("tokenizer_config.json")
-        first = weights.facts.special_tokens.get("bos_token_id")
-        wanted = settings.is_file() and json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token")
-        return [first] if wanted and isinstance(first, int) else []
-    try:
-        processor = json.loads(path.read_text(encoding="utf-8")).get("post_processor") or {}
-    except (OSError, ValueError, AttributeError) as cause:
-        raise DataError(f"{path} is not a valid tokenizer.json: {cause}") from cause
-    found: list[int] = []
-    for step in processor.get("processors", [processor]):
-        if step.get("type") != "TemplateProcessing":
-            continue
-        for entry in step["single"]:
-            if "SpecialToken" not in entry:
-                break
-            found += step["special_tokens"][entry["SpecialToken"]["id"]]["ids"]
-    return found
+    letters = {letter: value for value, letter in byte_letters().items()}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    assert backend.token_to_id("<|endoftext|>") == eos, "the end of a document follows the bytes"
+    return json.loads(backend.to_str())
+
+
+def byte_letters() -> dict[int, str]:
+    """The letter that stands for each byte in byte-level encodings (Radford et al., 2019): itself where it can be printed."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), ord("\u00ff") + 1)]
+    others = [value for value in range(256) if value not in printed]
+    return {value: chr(value) for value in printed} | {value: chr(256 + place) for place, value in enumerate(others)}
 
 
 def _read(path: Path, weights: Weights) -> Tokenizer:
     """A `tokenizer.json`, of the tokenizers library or as a store carries it, or a `.model` of sentencepiece."""
+    from forge_data.tokenizers.bpe import BpeTokenizer, named_tokens
     from forge_data.tokenizers.restore import restore
     from forge_data.tokenizers.sentencepiece import SentencePieceTokenizer
 
@@ -119,9 +145,31 @@ def _read(path: Path, weights: Weights) -> Tokenizer:
     except OSError as cause:
         raise DataError(f"tokenizer {path} cannot be read: {cause.strerror}") from cause
     if path.suffix == SENTENCEPIECE:
-        ids = weights.facts.special_tokens.get("eos_token_id")
-        return SentencePieceTokenizer(content, ids if isinstance(ids, int) else None, str(path))
-    return restore(content, _end(content, path, weights), str(path))
+        ids, settings = weights.facts.special_tokens.get("eos_token_id"), settings_of(path.parent)
+        around = (settings.get("add_bos_token") is True, settings.get("add_eos_token") is True)
+        return SentencePieceTokenizer(content, ids if isinstance(ids, int) else None, str(path), *around)
+    tokenizer = restore(content, _end(content, path, weights), str(path))
+    if isinstance(tokenizer, BpeTokenizer):
+        tokenizer.special_tokens = dict(tokenizer.special_tokens) | (named_tokens(path.parent) or {})
+    return tokenizer
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The `tokenizer_config.json` of a folder; empty where it has none.
+
+    Raises:
+        DataError: it is not a JSON object.
+    """
+    path = folder / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{path} is not valid JSON: {cause}; restore or remove it") from cause
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not a JSON object; restore or remove it")
+    return found
 
 
 def _end(content: bytes, path: Path, weights: Weights) -> int | None:

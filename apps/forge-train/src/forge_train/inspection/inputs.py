@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from forge_core.errors import ForgeError
+from forge_core.lines import lines_of
 from forge_core.protocols.convert import Weights
 from forge_core.registry import Registry
-from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
 
 def rows_of_text(
@@ -28,7 +29,7 @@ def rows_of_text(
 
     Args:
         length: tokens of an input at most; the model's longest one at most, and 512 by default.
-        lines: each line is an input, cut off at `length`; else the text is cut into inputs, the last one shorter.
+        lines: each line is an input, cut off at `length`, and `note` says how many were; else the text is cut into inputs.
         limit: inputs at most.
 
     Raises:
@@ -45,9 +46,14 @@ def rows_of_text(
         raise ForgeError(f"--length {wide}: an input of {weights.facts.origin} has 1 to {longest} tokens")
     coder = tokenizer_for(weights, tokenizer, registry, note)
     check_tokenizer(coder, weights, note)
-    begin = bos_tokens(weights, tokenizer)
+    begin = coder.prefix
     if lines:
-        rows = [torch.tensor([*begin, *coder.encode(line).tolist()][:wide]) for line in text.splitlines() if line]
+        rows = [torch.tensor([*begin, *coder.encode(line).tolist()]) for line in lines_of(text) if line][:limit]
+        if cut := [len(row) for row in rows if len(row) > wide]:
+            note(
+                f"{len(cut)} of {len(rows)} lines have more than --length {wide} tokens and are cut off; the longest: {max(cut)}"
+            )
+        rows = [row[:wide] for row in rows]
     else:
         rows = list(torch.tensor([*begin, *coder.encode(text).tolist()], dtype=torch.int64).split(wide))
     rows = [row for row in rows if len(row)][:limit]

@@ -98,7 +98,8 @@ class _Local:
             scores = AttentionScores({layer: rule_of(part, layer)}, kept, self.given.get("documents"))
             entropy = scores.entropy(layer, queries=self.places)
             largest = scores.max_logit(layer, queries=self.places).amax()
-            self.attention[_block(name)] = (float(entropy.sum()), float(entropy.numel()), float(largest))
+            known = entropy[entropy.isfinite()]  # padding has none
+            self.attention[_block(name)] = (float(known.sum()), float(known.numel()), float(largest))
             self.queries = None
 
 

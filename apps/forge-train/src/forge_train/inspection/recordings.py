@@ -83,7 +83,7 @@ def _of_model(
     from forge_models.interp.capture import capture
     from forge_models.interp.listing import taps
     from forge_train.inference.open import load_model, open_weights
-    from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+    from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
     opened = open_weights(place, registry, weights)
     component: Any = opened.model
@@ -94,8 +94,8 @@ def _of_model(
     if not 1 <= size <= longest:
         raise ForgeError(f"--length {size}: an input of {opened.facts.origin} has 1 to {longest} tokens")
     coder = tokenizer_for(opened, tokenizer, registry, note)
-    check_tokenizer(coder, opened, note)
-    begin = bos_tokens(opened, tokenizer)
+    check_tokenizer(coder, opened, lambda _: None)  # rows of the embedding without a token have no part in this
+    begin = coder.prefix
     if recording.words:
         ids = coder.encode(" ".join(recording.words)).tolist()
         owners = [*[-1] * len(begin), *token_words(pieces_of(coder.decode, ids), recording.words)]

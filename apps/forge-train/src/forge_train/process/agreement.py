@@ -1,4 +1,5 @@
-"""Ranks start together: what one refuses, all refuse, with one exit code, and rank 0 reports it once.
+"""Ranks start together: they run one recipe and one code; what one of them refuses, all refuse, with one exit code, and rank 0
+reports it once.
 
 Verdicts go through the store of the process group, not through a collective: a rank that refuses may leave the others in one, and
 must not answer it with something else.
@@ -6,17 +7,40 @@ must not answer it with something else.
 
 import json
 import logging
+import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from forge_core.config.tree import leaves
 from forge_core.errors import ForgeError
+from forge_core.groups import HOMES
+from forge_core.redact import redacted
+from forge_core.registry import Registry, canonical
 from forge_train.torch_private import default_store
 
+if TYPE_CHECKING:
+    from forge_train.recipe.load import Resolved
+
+_OWN = {name: name.replace("-", "_") for name in ("forge-core", *HOMES)}
+"""Forge's distributions and their packages."""
+
+_PLUGIN_FILE = re.compile(r'[^"]*/([^/"]+\.py:\w+)')
+
 _log = logging.getLogger(__name__)
+
+OWN_KEYS = frozenset({"train.threads", "parallel.patience"})
+"""Keys that may differ between ranks: how many cores a node has, and after how long a rank says for whom it waits. They change no
+number, and no rank waits for another because of them."""
+
+REPORT = 30.0
+"""Seconds after which a rank that waits for the verdict of all says for whom."""
 
 LAST_WORDS = 5.0
 """Seconds that a rank which ends waits for the others: rank 0 until they have read why, they until it has said so."""
@@ -107,9 +131,16 @@ class Agreement:
             store.set(f"{key}/{self.rank}", json.dumps([text, code]))
             store.append(f"{key}/faulty", f"{self.rank} ")
         try:
+            store.set(f"{key}/here/{self.rank}", "1")
             if store.add(f"{key}/arrived", 1) == self.size:
                 store.set(f"{key}/all", "1")
-            _wait_for(store, f"{key}/all", patience)
+
+            def absent() -> str:
+                late = [str(rank) for rank in range(self.size) if not store.check([f"{key}/here/{rank}"])]
+                more = f" and {len(late) - 8} more" if len(late) > 8 else ""
+                return f"rank {', '.join(late[:8])}{more} has not reached {phase!r}" if late else f"{phase!r} is nearly done"
+
+            _wait_for(store, f"{key}/all", patience, absent)
             faulty = [int(rank) for rank in store.get(f"{key}/faulty").split()] if store.check([f"{key}/faulty"]) else []
             if not faulty:
                 return None
@@ -125,15 +156,62 @@ class Agreement:
         return Refused(text if first == 0 else f"rank {first}: {text}", code)
 
 
-def _wait_for(store: Any, key: str, patience: float) -> None:
-    """Until a key is there. It waits in Python, where signals are heard; `store.wait` would hold them back.
+def content_of(resolved: "Resolved", registry: Registry) -> dict[str, str]:
+    """What has to be equal on all ranks, by key, without secrets: the resolved recipe but for `OWN_KEYS`, and the distribution,
+    version and code of what it uses.
+
+    Plugin files count by what is in them and not by where they are. A hidden value carries a digest, so that two of them can be
+    told apart without being shown.
+    """
+    content = {}
+    for key, value, _ in leaves(resolved.tree):
+        if key not in OWN_KEYS:
+            shown, whole = (json.dumps(each, default=str) for each in (redacted(value, key), value))
+            hidden = f" #{sha256(whole.encode()).hexdigest()[:12]}" if shown != whole else ""
+            content[key] = _without_folders(shown) + hidden
+    for entry in (registry.find(group, name) for group, name in resolved.used):
+        content[f"{entry.group.removeprefix('forge.')} {_without_folders(entry.name)}"] = f"{entry.distribution} {entry.version}"
+        if canonical(entry.distribution) not in _OWN and ".py:" not in entry.target:
+            content |= {f"code of {entry.target.partition(':')[0]}": _digest(_files_of(entry.target.partition(".")[0]))}
+    return content | {f"code of {name}": _digest(_files_of(name)) for name in sorted(_OWN.values())}
+
+
+def _without_folders(text: str) -> str:
+    """`/home/me/mine.py:Thing` is `mine.py:Thing`: nodes may have their copies in different places."""
+    return _PLUGIN_FILE.sub(r"\1", text)
+
+
+def _files_of(package: str) -> dict[str, bytes]:
+    """The Python files of a package, by name; none where it has no folder."""
+    spec = find_spec(package)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    files = [(folder, file) for folder in folders for file in folder.rglob("*.py")]
+    if not files and spec is not None and spec.origin and Path(spec.origin).is_file():
+        files = [(Path(spec.origin).parent, Path(spec.origin))]
+    return {str(file.relative_to(folder)): file.read_bytes() for folder, file in files}
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    whole = sha256()
+    for name, content in sorted(files.items()):
+        whole.update(f"{name}\0{len(content)}\0".encode() + content)
+    return f"sha256:{whole.hexdigest()[:12]}"
+
+
+def _wait_for(store: Any, key: str, patience: float, absent: Callable[[], str] | None = None) -> None:
+    """Until a key is there. It waits in Python, where signals are heard; `store.wait` would hold them back. After `REPORT`
+    seconds, and again after twice as many, it says what `absent` says.
 
     Raises:
         RuntimeError: it is not there after `patience` seconds, or the store is gone.
     """
-    until, pause = time.monotonic() + patience, 0.001
+    began, pause, report = time.monotonic(), 0.001, REPORT
     while not store.check([key]):
-        if time.monotonic() > until:
+        passed = time.monotonic() - began
+        if passed > patience:
             raise RuntimeError(f"{key} did not arrive within {patience:g} s")
+        if passed > report and absent is not None:
+            report *= 2
+            _log.warning("waiting for %.0f s at the start: %s", passed, absent())
         time.sleep(pause)
         pause = min(1.5 * pause, 0.2)

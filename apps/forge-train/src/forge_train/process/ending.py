@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_core.errors import ForgeError
+from forge_core.redact import redacted_text
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from forge_train.process.stop import Interrupted
 
@@ -39,7 +40,7 @@ def conclude(error: BaseException, watch: Watch, say: Callable[[ForgeError], obj
         _log.warning("%s", line)
     else:
         _log.critical("%s", "".join(traceback.format_exception(error)))
-    watch.failed(line, code)
+    watch.failed(redacted_text(line), code)
     tell_launcher(line, code, follows=isinstance(error, PeerFailure))
     return code
 
@@ -49,7 +50,7 @@ def tell_launcher(line: str, code: int, follows: bool = False) -> None:
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
-    text = f"forge-train ended with exit code {code}: {line}"
+    text = f"forge-train ended with exit code {code}: {redacted_text(line)}"
     extra = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
     try:
         with Path(path).open("w", encoding="utf-8") as file:

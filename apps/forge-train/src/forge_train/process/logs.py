@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forge_core.errors import ForgeError
+from forge_core.redact import redacted_text
 from forge_core.terminal.console import Console
 
 _NEVER = logging.CRITICAL + 1
@@ -45,7 +46,7 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{self.rank:05d}.log"
         file = _File(path)
-        layout = logging.Formatter(
+        layout = _Redacted(
             f"%(asctime)s.%(msecs)03dZ rank {self.rank}/{self.size} %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
         )
         layout.converter = time.gmtime
@@ -57,6 +58,13 @@ class RunLog:
         root.removeHandler(self.held)
         self.handlers[self.handlers.index(self.held)] = file
         return path
+
+
+class _Redacted(logging.Formatter):
+    """Leaves secrets out of messages and tracebacks, whoever wrote them: libraries name the addresses that they cannot open."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted_text(super().format(record))
 
 
 class _File(logging.FileHandler):
@@ -83,9 +91,7 @@ def logging_of(rank: int, size: int) -> Iterator[RunLog]:
     log = RunLog(rank, size)
     terminal = logging.StreamHandler(sys.stderr)
     terminal.setLevel(logging.WARNING)
-    terminal.setFormatter(
-        logging.Formatter(f"rank {rank}: %(levelname)s: %(message)s" if size > 1 else "%(levelname)s: %(message)s")
-    )
+    terminal.setFormatter(_Redacted(f"rank {rank}: %(levelname)s: %(message)s" if size > 1 else "%(levelname)s: %(message)s"))
     log.handlers.append(terminal)
     root = logging.getLogger()
     before = root.level

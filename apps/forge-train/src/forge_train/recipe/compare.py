@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_core.config.compare import Change, changes
+from forge_core.config.layers import read
 from forge_core.config.tree import Table, build
 from forge_core.config.validate import Outcome, walk
 from forge_core.errors import CheckpointError
@@ -30,8 +31,8 @@ def differences(one: str, other: str, overrides: Sequence[str] = (), registry: R
 def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Outcome:
     path = Path(given)
     if path.is_dir() and (path / RECIPE).is_file():
-        given = str(path / RECIPE)
-    elif path.is_dir() and not overrides and not any(path.glob("*.toml")):
+        return load(read(path / RECIPE), overrides, None, registry).outcome
+    if path.is_dir() and not overrides and not any(path.glob("*.toml")):
         return _recorded(path, registry)
     return load(given, overrides, None, registry).outcome
 
@@ -39,10 +40,9 @@ def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Outcom
 def _recorded(path: Path, registry: Registry) -> Outcome:
     """The recipe that a checkpoint carries."""
     from forge_ckpt.saving.locate import locate
-    from forge_ckpt.store.verify import open_manifest
 
     place = locate(path)
-    tree = build(open_manifest(place.store, place.name)[0].meta.get("config", {}), (), lambda _: place.name, Path.cwd())
+    tree = build(place.manifest().meta.get("config", {}), (), lambda _: f"{place.store.root}/{place.name}", Path.cwd())
     if not isinstance(tree, Table) or not tree.items:
         raise CheckpointError(f"{place.store.root}/{place.name} has no recipe")
     return walk(Job, tree, registry)

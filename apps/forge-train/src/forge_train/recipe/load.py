@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forge_core.component import fields_of
 from forge_core.config.checks import Parts, run_checks
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
@@ -15,9 +16,11 @@ from forge_core.config.write import to_toml
 from forge_core.errors import Absent, ConfigError, Fault, LayoutError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
+from forge_parallel.components.sections import Parallel
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 
+_AXES = {info.name for info in fields_of(Parallel)}
 _HEADER = "# The resolved recipe: every key with the value that it had. It is complete and loads to the same run.\n\n"
 
 
@@ -63,16 +66,18 @@ def load(
     world: int | None = None,
     registry: Registry | None = None,
     *,
-    here: bool = False,
+    here: bool | None = False,
 ) -> Resolved:
     """Reads a recipe with its bases and overrides.
 
     Args:
-        recipe: path of a TOML file, or name of a preset; or a tree that was read from elsewhere, such as a checkpoint.
+        recipe: path of a TOML file that the user gave, or name of a preset; or a tree that was read from elsewhere, such as a
+            checkpoint, whose Python files do not run unasked (`forge_core.trust`).
         overrides: `--section.key=value`, as on the command line.
         world: number of processes; None leaves the layout open, and then the checks, which need one, are not run.
         registry: where components are found; what is installed by default.
-        here: the run starts on this machine now, so that files that are absent are faults and not warnings.
+        here: the run starts on this machine now, so that files that are absent are faults and not warnings; None: no file is
+            read, so that they are nothing at all.
 
     Raises:
         ConfigError: everything that is wrong, at once.
@@ -107,10 +112,11 @@ def load(
 def _layout(outcome: Outcome, world: int | None) -> tuple[Layout | None, list[Fault]]:
     """The layout of `[parallel]`, whose keys are named as the sizes of a layout; found even when other sections are wrong."""
     parallel = outcome.parts.get("parallel")
-    if world is None or parallel is None:
+    axes = [axis for axis in SIZES if axis in _AXES]
+    if world is None or parallel is None or (isinstance(parallel, Parts) and not parallel.has(axes)):
         return None, []
     try:
-        return Layout.of({axis: getattr(parallel, axis) for axis in SIZES if hasattr(parallel, axis)}, world), []
+        return Layout.of({axis: getattr(parallel, axis) for axis in axes}, world), []
     except LayoutError as error:
         message = str(error)
         named = re.match(r"(parallel\.\w+)( = -?\d+)?: ", message)

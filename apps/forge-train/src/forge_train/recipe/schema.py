@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from forge_ckpt.components.section import Checkpoint
-from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Slot
+from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Place, Slot
 from forge_data.section import Data
 from forge_parallel.components.parameters import Parameters, Stage
 from forge_parallel.components.sections import Parallel, Precision
@@ -26,8 +26,8 @@ class JobSection:
     """Fixes the initial weights and, unless `data.seed` is set, the order of the data."""
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError("name is one path component: not empty, no '/', no leading '.'")
+        if not self.name or "/" in self.name or self.name.startswith(".") or len(self.name.encode()) > 200:
+            raise ValueError("name is one path component: not empty, no '/', no leading '.', at most 200 bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Start:
 
     key_class: ClassVar = FREE
 
-    weights: str | None = None
+    weights: Annotated[str | None, Place] = None
     """A run, a checkpoint, a mark such as `best`, a folder in the Hugging Face format, or safetensors that Forge wrote. Unset
     (`"none"`), weights are drawn from `job.seed`."""
     section: str = "model"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from forge_core.lines import lines_of
 from forge_core.redact import redacted_text
 from forge_train.report.history import History
 
@@ -77,7 +78,7 @@ def _records(text: str) -> Iterator[tuple[str, int, str, str]]:
     """(time, rank, level, message) of warnings and worse; of a traceback, its last line."""
     found: re.Match[str] | None = None
     message = ""
-    for line in [*text.splitlines(), ""]:
+    for line in [*lines_of(text), ""]:
         begins = _LINE.fullmatch(line)
         if begins is None and line.strip() and message.startswith("Traceback"):
             message = f"Traceback {line.strip()}"

@@ -39,11 +39,12 @@ def write(run: "Run", resolved: "Resolved", reason: str, warnings: list[str]) ->
 
 
 def facts(run: "Run") -> dict[str, Any]:
-    """What the data say of themselves: entropy of the corpus, bytes behind a token of each evaluation set."""
-    sets = run.evaluations.items()
+    """What the data say of themselves: entropy of the corpus, bytes that a predicted token of each evaluation set says."""
+    sets = {name: found.predicted() for name, found in run.evaluations.items()}
+    known = {name: found for name, found in sets.items() if found is not None}
     return {
         "unigram_entropy": run.data.entropy(),
-        "bytes_per_token": {name: found.text_bytes / found.tokens for name, found in sets if found.text_bytes},
+        "bytes_per_token": {name: size / tokens for name, (tokens, size) in known.items() if size > 0},
     }
 
 

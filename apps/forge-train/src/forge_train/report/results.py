@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from forge_core.terminal.quantities import count, duration, size
+from forge_train.hooks.evaluation.results import bits_per_byte
 from forge_train.report.curves import Series, finite
 from forge_train.report.found import Found
 from forge_train.report.tables import facts, rows
@@ -79,7 +80,7 @@ def _result(run: Found, what: str, key: str, entropy: float | None) -> list[Any]
     if not series.steps:
         return []
     loss, per_token = series.last, run.summary.get("bytes_per_token", {}).get(what, 0)
-    bits = f"{loss / math.log(2) / per_token:.4f}" if per_token > 0 and math.isfinite(loss) else "-"
+    bits = f"{bits_per_byte(loss, 1, per_token):.4f}" if per_token > 0 and math.isfinite(loss) else "-"
     below = f"{entropy - loss:+.4f}" if entropy is not None else "-"
     finite = [(value, step) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
     lowest = "{:.4f} ({:,})".format(*min(finite)) if finite else "-"

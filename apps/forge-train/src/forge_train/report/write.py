@@ -9,7 +9,7 @@
     machine, versions   mappings to text (`forge_train.report.machine`)
     model               mapping to numbers or text, such as {"parameters": 7_300_000}
     unigram_entropy     nats per token of the training corpus
-    bytes_per_token     evaluation set -> mean bytes of text per token; gives bits per byte
+    bytes_per_token     evaluation set -> mean bytes of text that a predicted token says; gives bits per byte
     samples             list of {"prompt", "text"} and anything else, such as "temperature"
     answers             list of {"step", "set", "prompt", "answer", "said", "right", "pictures": PNG files in base64}
     routing             {"step", "layers": mapping of a layer to its experts' loads in units of their mean}

@@ -23,6 +23,7 @@ from forge_core.layout import Layout
 from forge_core.machine.cores import threads_per_process
 from forge_core.machine.processor import idle_accelerator
 from forge_core.protocols.ckpt import World
+from forge_core.redact import redacted_text
 from forge_core.registry import Registry
 from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream
@@ -56,6 +57,7 @@ from forge_train.run.run import Run, State
 from forge_train.run.saves import saves_of
 from forge_train.run.takeover import elsewhere, forget, prepare_directory, refuse_fresh, remind
 from forge_train.run.weights.initial_weights import initial_weights
+from forge_train.run.weights.origin import carried, origin
 from forge_train.trackers.guarded import Guarded
 from forge_train.trackers.jsonl import METRICS, JsonlTracker
 
@@ -157,6 +159,9 @@ def assemble(
     with ranks.together("the progress"):
         if topology.rank == 0:
             refuse_without_progress(directory, found.step if found else 0, automatic)
+    with ranks.together("the weights to start from"):
+        checkpoints.origin = carried(found.meta) if found else origin(job, registry, data.tokenizer)
+        checkpoints.tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
     with ranks.together("the plan"):
         noted = check(found, resolved, registry, data) if found else check_without_checkpoint(resolved)
         blueprint = Blueprint.of(job.model.build)
@@ -318,7 +323,7 @@ def _announcer(console: "Console | None") -> Callable[[str], None]:
     def say(message: str) -> None:
         _log.info(message)
         if console is not None:
-            console.print(message, highlight=False, soft_wrap=True)
+            console.print(redacted_text(message), highlight=False, soft_wrap=True)
 
     return say
 

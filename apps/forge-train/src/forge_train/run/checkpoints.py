@@ -4,7 +4,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,7 +76,10 @@ def _of(piece: str) -> str:
 class Checkpoints:
     """What of one run is kept, and how it comes back.
 
-    `frozen`: parameters of the model that are never trained.
+    Attributes:
+        frozen: parameters of the model that are never trained.
+        origin: what the checkpoints keep of the weights that the run started from (`forge_train.run.weights.origin`).
+        tokenizer: fingerprint of the tokenizer that the ids are of, where there is one.
     """
 
     store: Store
@@ -88,6 +91,8 @@ class Checkpoints:
     fence: Fence | None = None
     checked: int = -1
     frozen: frozenset[str] = frozenset()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
 
     def newest(self, policy: resume.Policy) -> resume.Found | None:
         """Collective: what a start resumes from; changes nothing until this job owns the store."""
@@ -119,13 +124,15 @@ class Checkpoints:
             "anchors": anchors(run.job),
             "layout": str(run.topology.layout),
             "reduce": reduced_by(run.model.plan),
-            # The model is built from its part again, so that is kept as it is.
-            "config": {name: part if name == "model" else redacted(part, name) for name, part in self.config.items()},
+            # The model is built from its part again, so a key that may mean something else than a secret keeps its value there.
+            "config": {name: redacted(part, name, certain=name == "model") for name, part in self.config.items()},
             "plugins": list(self.plugins),
             "frozen": sorted(self.frozen_by(run.optimizer)),
             "health": run.health.state(),
             "hooks": states_of(run.hooks),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "tokenizer": self.tokenizer,
+            **self.origin,
         }
         return Order(run.state.step, meta, self.keep, run.health.spare(), dict(run.marks))
 
@@ -176,8 +183,8 @@ class Checkpoints:
         )
 
     def _cursor_of_all(self, cursor: Cursor) -> dict[str, Any]:
-        """Collective: one position of those of all ranks, which differ only where each knows its own streams."""
-        if not {"readers", "foreign"} & cursor.keys():
+        """Collective: one position of those of all ranks, which differ only where each reads a foreign loader of its own."""
+        if "foreign" not in cursor:
             return dict(cursor)
         parts = self.world.all_gather(json.dumps(cursor).encode())
         return dict(merged([json.loads(part) for part in parts]))

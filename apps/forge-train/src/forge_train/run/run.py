@@ -38,7 +38,7 @@ DATA = "data"
 
 @dataclass
 class State:
-    """Where the run stands: completed optimizer steps, tokens that went through the model, and the data position."""
+    """Where the run stands: completed optimizer steps, tokens that went through the model (padding is none), data position."""
 
     step: int
     tokens: int
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions that go through the model in the current optimizer step, with or without a label."""
+        """Tokens of the current optimizer step on all ranks, with or without a label; padding is none."""
         return self.data.tokens_at(self.state.step)
 
     @property
@@ -135,7 +135,8 @@ class Run:
         """Before a step's first forward: random numbers depend on (seed, step, data rank) only, so a resumed run draws the
         same ones; and a model whose loss changes over the run is told the step, as is an optimizer of a run in stages."""
         # Steps of another size take another time, and the first one of a start compiles.
-        section = f"step of {self.tokens_per_step} tokens" if self.settled else "first step"
+        places = sum(batch.tokens.numel() for batch in batches)
+        section = f"step of {places} places" if self.settled else "first step"
         # A rank that failed in a hook has passed fewer marks than the others; from here on they count alike again.
         self.watch.passed = max(self.watch.passed, (self.state.step + 1) << 20)
         self.watch.enter(f"step {self.state.step + 1}", section)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_core.config.layers import read as read_recipe
 from forge_core.errors import DataError, did_you_mean
 from forge_core.registry import Registry
 from forge_train.plan.run_size import run_size
@@ -98,7 +99,7 @@ def _run(
     """A run, or why it cannot count."""
     if not (path / RECIPE).is_file():
         return "it has not begun", None
-    resolved = load(path / RECIPE, (), None, registry)
+    resolved = load(read_recipe(path / RECIPE), (), None, registry)
     entries = read(path / METRICS)
     step = max((entry["step"] for entry in entries), default=0)
     steps = resolved.job.train.max_steps

@@ -53,15 +53,15 @@ class Utilization:
         return cls(counts, length, run.topology.size, promised, precision, name(here))
 
     def numbers(self, rate: float, batches: Sequence[Batch] = (), frozen: Collection[str] = ()) -> dict[str, float]:
-        """`model_tflops` of a device, `mfu`, and `mfu_attended`, for `rate` tokens per second of all devices together. Images
-        count as these batches have them; `frozen` are names of parameters that are not trained.
+        """`model_tflops` of a device, `mfu`, and `mfu_attended`, for `rate` tokens per second of all devices together, without
+        padding. Images count as these batches have them; `frozen` are names of parameters that are not trained.
 
         `mfu_attended` counts only keys that a query meets: those before it in its own document and window, by the rows of these
         batches. `mfu` counts whole rows, as most tables do.
         """
         if self.counts is None:
             return {}
-        tokens = sum(batch.tokens.numel() for batch in batches)
+        tokens = sum(batch.tokens.numel() if batch.real is None else int(batch.real.sum()) for batch in batches)
         beyond = self.counts.beyond(batches, frozen) / tokens if tokens else 0.0
         found = {"model_tflops": rate * (self.counts.training(self.length) + beyond) / self.devices / TERA}
         if self.peak is None:
@@ -103,7 +103,7 @@ def of_device(here: torch.device, precision: str) -> float | None:
 
 
 def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float:
-    """Mean number of keys that a query of these rows meets: itself and those before it, in its document and window.
+    """Mean number of keys that a token of these rows meets: itself and those before it, in its document and window.
 
     Without `positions` each row is one document.
     """
@@ -113,6 +113,8 @@ def keys_met(batches: Sequence[Batch], length: int, window: int | None) -> float
             reached = torch.arange(1, length + 1).expand(len(batch.tokens), length)
         else:
             reached = batch.positions + 1
+        if batch.real is not None:
+            reached = reached[batch.real]
         total += int((reached if window is None else reached.clamp(max=window)).sum())
         queries += reached.numel()
     return total / max(queries, 1)

@@ -12,6 +12,7 @@ from typing import Protocol
 from forge_ckpt.resilience.local_ranks import FOLLOWS
 from forge_ckpt.resilience.progress import NoProgress
 from forge_ckpt.resilience.restarts import FAULTY, FULL
+from forge_core.lines import lines_of
 from forge_train.process.stop import HOOK_FAILED, REQUEUE, RolledBackTooOften, TrainingError
 
 TAIL = 12
@@ -102,4 +103,4 @@ def tail(output: Path, lines: int = TAIL) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
+    return tuple(line.rstrip() for line in lines_of(text) if line.strip())[-lines:]

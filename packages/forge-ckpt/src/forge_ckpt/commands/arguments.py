@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from forge_ckpt.errors import Damaged
 from forge_core.errors import CheckpointError, ForgeError
 
 if TYPE_CHECKING:
@@ -30,26 +31,41 @@ def opened(directory: str, foreign: bool) -> "tuple[AnyStore, str | None]":
         refuse(cause)
 
 
-def read(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]":
-    """The checkpoint that a step or a name means, and its manifest; the newest without one.
-
-    Raises:
-        Damaged: it is damaged.
-    """
-    from forge_ckpt.errors import Damaged
+def named(store: "AnyStore", step: str | None) -> str:
+    """The checkpoint that a step or a name means; the newest without one."""
     from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.saving.resume import resolve
-    from forge_ckpt.store.verify import open_manifest
 
     try:
-        name = resolve(store, int(step) if step is not None and step.isdecimal() else step, SingleProcessWorld())
-        return name, open_manifest(store, name)[0]
+        return resolve(store, int(step) if step is not None and step.isdecimal() else step, SingleProcessWorld())
+    except ForgeError as cause:
+        refuse(cause)
+    except OSError as cause:
+        refuse(CheckpointError(f"{store.root} cannot be read: {cause}"))
+
+
+def manifest_of(store: "AnyStore", name: str) -> "Manifest":
+    """The manifest of a checkpoint.
+
+    Raises:
+        Damaged: it is damaged; the message names the checkpoint.
+    """
+    from forge_ckpt.saving.locate import Place
+
+    try:
+        return Place(store, name, None).manifest()
     except Damaged:  # `verify` reports it as its result
         raise
     except ForgeError as cause:
         refuse(cause)
     except OSError as cause:
         refuse(CheckpointError(f"{store.root} cannot be read: {cause}"))
+
+
+def read(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]":
+    """`named` and its `manifest_of`."""
+    name = named(store, step)
+    return name, manifest_of(store, name)
 
 
 def refuse(cause: ForgeError) -> NoReturn:

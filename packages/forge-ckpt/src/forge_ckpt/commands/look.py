@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from forge_ckpt.commands.arguments import AsJson, Directory, Foreign, Step, opened, read, refuse
+from forge_ckpt.commands.arguments import AsJson, Directory, Foreign, Step, manifest_of, named, opened, read, refuse
 from forge_core.errors import CheckpointError
 
 
@@ -63,23 +63,23 @@ def show(directory: Directory, step: Step = None, as_json: AsJson = False, forei
 def verify(directory: Directory, step: Step = None, as_json: AsJson = False, foreign: Foreign = False) -> None:
     """Read every byte of one checkpoint and compare it with its checksums; exit code 1 when it is damaged."""
     store, only = opened(directory, foreign)
-    step = step or only
     from forge_ckpt.errors import Damaged
     from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.store.verify import agreed_fault
 
-    name, manifest, fault = step or "", None, None
+    name, manifest = named(store, step or only), None
     try:
-        name, manifest = read(store, step)
+        manifest = manifest_of(store, name)
         fault = agreed_fault(store, name, manifest, SingleProcessWorld())
+        reason = f"{store.root}/{name} is damaged: {fault}"
     except Damaged as cause:
-        fault = str(cause)
+        fault = reason = str(cause)
     result = {"name": name, "verified": fault is None, "bytes": manifest.bytes if manifest else None, "reason": fault}
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     elif fault is None and manifest:
         typer.echo(f"{name} is verified: {manifest.bytes:,} bytes in {len(manifest.tensors)} tensors")
     else:
-        typer.echo(f"{name} is damaged: {fault}", err=True)
+        typer.echo(reason, err=True)
     if fault:
         raise typer.Exit(1)

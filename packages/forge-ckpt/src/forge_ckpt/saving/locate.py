@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from forge_ckpt.errors import Damaged, NewerFormat
+from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import MANIFEST, committed
 from forge_ckpt.remote.store import RemoteStore
 from forge_ckpt.remote.urls import is_url
@@ -25,6 +27,21 @@ class Place:
     store: AnyStore
     name: str
     run: Path | None
+
+    def manifest(self) -> Manifest:
+        """Its manifest, with the lengths of its files compared.
+
+        Raises:
+            CheckpointError: it cannot be read; names the checkpoint. `Damaged` where it is not what was written.
+        """
+        from forge_ckpt.store.verify import open_manifest
+
+        try:
+            return open_manifest(self.store, self.name)[0]
+        except Damaged as cause:
+            raise Damaged(f"{self.store.root}/{self.name} is damaged: {cause}") from cause
+        except NewerFormat as cause:
+            raise NewerFormat(f"{self.store.root}/{self.name}: {cause}") from cause
 
 
 def new_store(where: str | Path) -> AnyStore:

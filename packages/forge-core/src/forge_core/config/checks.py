@@ -19,10 +19,14 @@ class _Missing(Exception):
 
 
 class Parts:
-    """A recipe of which some sections are right: a check that asks for another one ends there."""
+    """A recipe, or a section, of which some fields are right: a check that asks for another one ends there."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether all of these fields are right."""
+        return set(names) <= self._parts.keys()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -37,7 +41,7 @@ def run_checks(
     registry: Registry,
     tree: Table,
     used: Iterable[tuple[str, str]] = (),
-    here: bool = False,
+    here: bool | None = False,
 ) -> tuple[list[Fault], list[str]]:
     """What the rules say about a recipe, so that all its faults are told in one round: those of a check up to where it asks for
     something that is not right in itself.
@@ -51,7 +55,7 @@ def run_checks(
         registry: where the checks are found.
         tree: the resolved tree; gives faults their origins.
         used: (group, name) of the chosen components.
-        here: the run is to start on this machine, so files have to be there.
+        here: the run is to start on this machine, so files have to be there; None: it reads none of them, as a plan.
 
     Returns:
         (faults, warnings: what stops nothing, and checks that could not run).
@@ -62,6 +66,8 @@ def run_checks(
     for entry in registry.of(GROUP):
         try:
             for found in _run(entry, job, layout, registry):
+                if here is None and isinstance(found, Absent):
+                    continue
                 if isinstance(placed := _placed(found, tree), Caution) and not (here and isinstance(placed, Absent)):
                     warnings.append(str(placed))
                 else:
@@ -82,7 +88,9 @@ def _run(entry: Entry, job: Job | Parts, layout: Layout | None, registry: Regist
         return found
     except _Missing:
         return found
-    except Exception as cause:  # a plugin's rule may raise anything; the caller decides what it stops
+    except Exception as cause:
+        if isinstance(job, Parts):  # it met a section of which a part is missing; it runs again when the recipe is whole
+            return found  # a plugin's rule may raise anything; the caller decides what it stops
         whose = f"check {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
         raise BrokenPlugin(f"{whose} failed: {type(cause).__name__}: {cause}") from cause
 

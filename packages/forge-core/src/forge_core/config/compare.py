@@ -97,7 +97,8 @@ class _Comparison:
 
     def _values(self, key: str, was: Node, now: Node) -> Iterator[Change]:
         old, new = plain(was), plain(now)
-        if old != new and old != redacted(new, key):  # a checkpoint keeps no secrets, so the values cannot be compared
+        # A checkpoint keeps no secrets, so only the rest can be compared; an older one may have kept more of it.
+        if old != new and redacted(old, key) != redacted(new, key):
             yield Change(key, redacted(old, key), redacted(new, key), self.class_of(key))
 
     def _is_leaf(self, key: str) -> bool:

@@ -5,6 +5,7 @@ import datetime
 import json
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -98,8 +99,26 @@ def _without_plugins() -> Iterator[None]:
             os.environ[_PLUGINS] = said
 
 
+def bad_letter(text: str, *, is_name: bool) -> str:
+    """What is wrong with a letter of a text; "" where nothing is. A name, of a file or of a part, has no line breaks either."""
+    for letter in text:
+        is_control = letter < " " or "\x7f" <= letter < "\xa0" or letter in "\u2028\u2029"
+        if letter == "\0" or (is_name and is_control):
+            what = "NUL" if letter == "\0" else "a line break" if letter in _BREAKS else "a control character"
+            return f"holds {what} ({letter!r})"
+        if "\ud800" <= letter <= "\udfff":
+            return f"is not UTF-8 text: it holds {letter!r}"
+    return ""
+
+
+_BREAKS = "\n\r\v\f\x85\u2028\u2029"
+_NAMES = re.compile(r"(^|[._])(name|label|dir|path|paths|file|folder|url|weights)$")
+"""Keys whose text is a name of a file or of a part."""
+
+
 def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
-    """What TOML can say and no key of ours can hold: dates, infinities, not-a-number, integers beyond 64 bits."""
+    """What TOML can say and no key of ours can hold: dates, infinities, not-a-number, integers beyond 64 bits, NUL in text, line
+    breaks in names."""
     if isinstance(node, Table):
         return [found for name, item in node.items.items() for found in _unreadable(join(key, name), item)]
     if isinstance(node, Array):
@@ -110,6 +129,8 @@ def _unreadable(key: str, node: Node) -> list[tuple[str, str, str]]:
         return [(key, f"{node.value} is not a finite number", node.origin)]
     if isinstance(node.value, int) and not -(2**63) <= node.value < 2**63:
         return [(key, f"{node.value} does not fit in 64 bits", node.origin)]
+    if isinstance(node.value, str) and (wrong := bad_letter(node.value, is_name=_NAMES.search(key) is not None)):
+        return [(key, wrong, node.origin)]
     return []
 
 

@@ -7,6 +7,7 @@ default name of a slot that no layer wrote down.
 
 from collections.abc import Callable
 
+from forge_core.component import Slot
 from forge_core.config.shape import LEAF, Shape, shapes_in
 from forge_core.config.tree import Array, Leaf, Node, Table, join
 from forge_core.errors import Fault, PluginError
@@ -15,9 +16,14 @@ from forge_core.registry import Registry
 Children = Callable[[str], Shape | None]
 
 
-def merge(lower: Table, upper: Table, schema: type, registry: Registry) -> tuple[Table, list[Fault]]:
-    """`upper` over `lower`: tables merge, arrays and values replace; plus faults of list indexes."""
-    merger = _Merger(registry)
+def merge(lower: Table, upper: Table, schema: type, registry: Registry, owner: str = "") -> tuple[Table, list[Fault]]:
+    """`upper` over `lower`: tables merge, arrays and values replace; plus faults of list indexes.
+
+    Args:
+        owner: the distribution whose preset `upper` is: names in it mean its own parts first, and get its name in front where
+            they would mean another part in a recipe of a user.
+    """
+    merger = _Merger(registry, owner)
     merged = merger.node("", "", lower, upper, Shape("section", schema))
     assert isinstance(merged, Table)
     return merged, merger.faults
@@ -29,13 +35,18 @@ def merge_node(key: str, lower: Table, upper: Table, shape: Shape, registry: Reg
 
 
 class _Merger:
-    def __init__(self, registry: Registry) -> None:
-        self.registry = registry
+    def __init__(self, registry: Registry, owner: str = "") -> None:
+        self.registry, self.owner = registry, owner
         self.faults: list[Fault] = []
 
     def node(self, key: str, part: str, lower: Node | None, upper: Node, shape: Shape | None) -> Node:
+        if isinstance(upper, Array) and self.owner and shape is not None and shape.inner is not None:
+            items = [self.node(join(key, str(index)), "", None, item, shape.inner) for index, item in enumerate(upper.items)]
+            return Array(items, upper.origin)
         if not isinstance(upper, Table):
             return upper
+        if self.owner and shape is not None and shape.slot is not None and shape.kind == "component":
+            upper = self.owned(upper, shape.slot, part)
         if upper.edits and (
             isinstance(lower, Array) or (lower is None and shape is not None and shape.kind in ("list", "tuple"))
         ):
@@ -52,6 +63,21 @@ class _Merger:
         for name, value in upper.items.items():
             merged[name] = self.node(join(key, name), name, merged.get(name), value, child(name))
         return Table(merged, lower.origin if lower.items else upper.origin)
+
+    def owned(self, table: Table, slot: Slot, part: str) -> Table:
+        """The table of a component with the whole name of its part, where that is the owner's and the bare name means another."""
+        given = table.items.get("name")
+        bare = given.value if isinstance(given, Leaf) else part if given is None and slot.named_by_key else None
+        if not isinstance(bare, str) or ":" in bare:
+            return table
+        try:
+            entry = self.registry.find(slot.group, bare, self.owner)
+        except PluginError:  # reported, with its origin, when the merged tree is validated
+            return table
+        name = self.registry.spelled(entry)
+        if name == bare:
+            return table
+        return Table({**table.items, "name": Leaf(name, given.origin if given else table.origin)}, table.origin, table.edits)
 
     def items(self, key: str, lower: Array, edits: Table, shape: Shape | None) -> Node:
         """Applies `--key.INDEX...=value` to a list; the index behind the last item appends."""

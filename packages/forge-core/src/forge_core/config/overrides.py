@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_core.config.tree import Leaf, Node, Table, build, join
+from forge_core.config.tree import DEEPEST, TOO_DEEP, Leaf, Node, Table, build, is_too_deep, join
 from forge_core.errors import Fault
 
 ORIGIN = "command line"
@@ -42,12 +42,19 @@ def parse_overrides(arguments: Sequence[str], folder: Path) -> tuple[Table, list
             faults.append(Fault(argument, "is not a key", argument, "overrides are written --section.key=value"))
             continue
         dotted = ".".join(path)
+        try:
+            value = _value(text)
+        except RecursionError:
+            value = None
+        if value is None or len(path) > DEEPEST or is_too_deep(value):
+            faults.append(Fault(dotted[:80], TOO_DEEP, name[:80]))
+            continue
         if dotted in given:
             faults.append(Fault(dotted, "is given twice", name, "keep one of them"))
             continue
         given.add(dotted)
         try:
-            _insert(root, path, build(_value(text), tuple(path), lambda _, name=name: name, folder), name)
+            _insert(root, path, build(value, tuple(path), lambda _, name=name: name, folder), name)
         except KeyError as clash:
             faults.append(Fault(dotted, f"is set both as a value and as a table ({clash.args[0]})", name, "keep one of them"))
     return root, faults
@@ -63,7 +70,7 @@ def _path(text: str) -> list[str]:
     """The parts of a dotted TOML key."""
     try:
         parsed: Any = tomllib.loads(f"{text} = 0")
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(text) from error
     path: list[str] = []
     while isinstance(parsed, dict):

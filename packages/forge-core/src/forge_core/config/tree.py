@@ -42,8 +42,28 @@ class Array:
     origin: str
 
 
+DEEPEST = 60
+"""Tables and arrays inside each other, at most; those of a recipe are a handful."""
+
+TOO_DEEP = f"tables and arrays stand more than {DEEPEST} deep in each other"
+
 Node = Leaf | Table | Array
 Keys = tuple[str | int, ...]
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether a parsed document goes deeper than what is walked by functions that call themselves."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def build(value: Any, path: Keys, origin_of: Callable[[Keys], str], folder: Path) -> Node:
@@ -62,6 +82,16 @@ def absolute(name: str, folder: Path) -> str:
     """`./mine.py:Thing` with the file made absolute from `folder`; any other name as it is."""
     found = _PLUGIN_FILE.fullmatch(name)
     return f"{(folder / found['file']).resolve()}:{found['attribute']}" if found else name
+
+
+def plugin_files(node: Node) -> Iterator[str]:
+    """Files of the components that a tree names, in values of `name` and in keys of tables."""
+    named = [*node.items, getattr(node.items.get("name"), "value", None)] if isinstance(node, Table) else []
+    for name in named:
+        if isinstance(name, str) and (found := _PLUGIN_FILE.fullmatch(name)):
+            yield found["file"]
+    for item in node.items.values() if isinstance(node, Table) else node.items if isinstance(node, Array) else ():
+        yield from plugin_files(item)
 
 
 def plain(node: Node) -> Any:

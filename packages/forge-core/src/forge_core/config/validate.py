@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from forge_core.component import Component, FieldInfo
-from forge_core.config.leaf import read_leaf, written
+from forge_core.config.checks import Parts
+from forge_core.config.leaf import bad_letter, read_leaf, written
 from forge_core.config.merge import merge_node
 from forge_core.config.shape import Shape, shapes_in
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
+from forge_core.redact import redacted_fault
 from forge_core.registry import Registry
 
 
@@ -34,7 +36,7 @@ class Outcome:
 
     Attributes:
         value: instance of the schema, or `INVALID` when there are faults.
-        parts: fields of the schema by name: those that are right, even when others are not.
+        parts: fields of the schema by name: those that are right, even when others are not; of a section that is not, `Parts`.
         tree: every key with its value and origin, defaults and chosen names included; loads again to an equal value.
         chosen: per dotted key of a component's table, its (group, name).
         fields: per dotted key, the field behind it.
@@ -70,7 +72,7 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
-    faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
+    faults = tuple(redacted_fault(_with_its_table(fault, walker.fields)) for fault in walker.faults)
     return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
@@ -97,6 +99,10 @@ class _Walker:
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
     fields: dict[str, FieldInfo] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)
+    right: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of a section that is wrong, the fields that are right."""
+    owner: str = ""
+    """The distribution of the component whose defaults are filled in; names in them mean its own parts first."""
 
     def section(self, key: str, node: Table, cls: type, *, component: bool) -> tuple[Any, Table]:
         """An instance of a section or component class from its table, and the table with all defaults."""
@@ -112,26 +118,41 @@ class _Walker:
             if component and name == "name":
                 continue
             at = join(key, name)
-            before = len(self.faults)
             self.fields[at] = info
             given = node.items.get(name)
             if given is None:
                 value, made = self.absent(at, info, shape, node.origin)
             else:
                 value, made = self.value(at, self.over_default(at, info, shape, given), shape)
+                value = self.placed(at, given, value) if info.is_place else value
             values[name] = value
             if made is not None:
                 resolved[name] = made
-            if not key and len(self.faults) == before:
-                self.parts[name] = value
+            if not key and value is not INVALID:
+                self.parts[name] = value  # with an unknown key in it, the rest is what it is
+            elif not key and at in self.right:
+                self.parts[name] = Parts(self.right[at])
         whole = Table(resolved, node.origin)
         if any(value is INVALID for value in values.values()):
+            if not component:
+                self.right[key] = {name: value for name, value in values.items() if value is not INVALID}
+            if broken := _rule_of_the_rest(cls, values):
+                self.rule(key, cls, whole, broken)
             return INVALID, whole
         try:
             return cls(**values), whole
         except ValueError as error:
             self.rule(key, cls, whole, str(error))
             return INVALID, whole
+
+    def placed(self, key: str, node: Node, value: Any) -> Any:
+        """A value that names files. Empty text, as an unset shell variable gives it, would be the working directory."""
+        items = {join(key, str(index)): item for index, item in enumerate(node.items)} if isinstance(node, Array) else {key: node}
+        texts = {at: item.value for at, item in items.items() if isinstance(item, Leaf) and isinstance(item.value, str)}
+        empty = [at for at, text in texts.items() if not text.strip()]
+        for at in empty:
+            self.fault(at, "is empty", node.origin, 'is a variable unset? "." is the working directory')
+        return INVALID if empty else value
 
     def over_default(self, key: str, info: FieldInfo, shape: Shape, given: Node) -> Node:
         """A table laid over the default instance of its field, which may differ from its class's own defaults."""
@@ -186,7 +207,7 @@ class _Walker:
     def name_of(self, group: str, cls: type) -> str:
         """The name under which a class that is a default is registered."""
         target = f"{cls.__module__}:{cls.__qualname__}"
-        return next((e.name for e in self.registry.of(group) if e.target == target), target)
+        return next((self.registry.spelled(e) for e in self.registry.of(group) if e.target == target), target)
 
     def value(self, key: str, node: Node, shape: Shape) -> tuple[Any, Node]:
         """A value that a layer gave."""
@@ -208,6 +229,9 @@ class _Walker:
             return self.section(key, node, shape.type, component=False)
         if shape.kind == "component":
             return self.component(key, node, shape)
+        for name, item in node.items.items():
+            if wrong := bad_letter(name, is_name=True):
+                self.fault(join(key, name), f"a key that {wrong}", item.origin)
         made = {name: self.entry(join(key, name), name, item, shape) for name, item in node.items.items()}
         made = {name: pair for name, pair in made.items() if pair is not None}
         whole = Table({name: pair[1] for name, pair in made.items()}, node.origin)
@@ -246,18 +270,47 @@ class _Walker:
             self.fault(at, what, node.origin, names)
             return INVALID, node
         try:
-            cls = self.registry.load(slot.group, given.value)
+            entry = self.registry.find(slot.group, given.value, self.owner if given.origin == DEFAULT else "")
+            cls = self.registry.load_entry(entry)
         except PluginError as error:
             self.fault(at if "name" in node.items else key, str(error), given.origin if "name" in node.items else node.origin)
             return INVALID, node
         if shape.type is not Component and not issubclass(cls, shape.type):
             self.fault(at, f"{given.value!r} is not a {shape.type.__name__}", given.origin)
             return INVALID, node
+        if ":" not in given.value:
+            given = Leaf(self.registry.spelled(entry), given.origin)
         self.chosen[key] = (slot.group, given.value)
-        return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        before, self.owner = self.owner, entry.distribution
+        try:
+            return self.section(key, Table({**node.items, "name": given}, node.origin), cls, component=True)
+        finally:
+            self.owner = before
 
     def fault(self, key: str, message: str, origin: str, hint: str = "") -> None:
         self.faults.append(Fault(key, message, origin, hint))
+
+
+def _rule_of_the_rest(cls: type, values: Mapping[str, Any]) -> str:
+    """What `__post_init__` refuses although some fields are wrong; "" where it refuses nothing, or asks for one of these."""
+    check = getattr(cls, "__post_init__", None)
+    if check is None:
+        return ""
+
+    def is_wrong(_: Any) -> Any:
+        raise LookupError
+
+    wrong = {name: property(is_wrong) for name, value in values.items() if value is INVALID}
+    instance = object.__new__(type(cls.__name__, (cls,), wrong))
+    for name in values.keys() - wrong.keys():
+        object.__setattr__(instance, name, values[name])
+    try:
+        check(instance)
+    except ValueError as error:
+        return str(error) or f"refused by {cls.__name__}"
+    except Exception:  # noqa: BLE001 (it asked for what is wrong, or met what is not there without it)
+        return ""
+    return ""
 
 
 def _leaf(value: Any) -> Node:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from annotated_types import Ge, Gt
 
@@ -15,15 +15,49 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `fingerprint` is the sha256 of `dump()`, in hexadecimal."""
+    """Text to token ids and back.
+
+    Attributes:
+        name: for messages.
+        vocab_size: ids are smaller.
+        eos: ends a document, or None.
+        prefix, suffix: ids that the tokenizer's own rule puts before and after a text, such as a BOS. They stand around each
+            document of text, and `prefix` before a prompt; `suffix` never ends with `eos`, which documents get anyway.
+        special_tokens: spelling of the named special tokens, as far as they are known, such as `{"eos_token": "</s>"}`; a chat
+            template may write them.
+        fingerprint: sha256 of `dump()`, in hexadecimal.
+    """
 
     name: str
     vocab_size: int
     eos: int | None
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    special_tokens: Mapping[str, str]
     fingerprint: str
 
     def encode(self, text: str) -> "np.ndarray":
         """Token ids without any special token added; text that spells a special token is ordinary text."""
+        ...
+
+    def encode_pieces(self, pieces: "Sequence[tuple[str, bool]]", cuts: "Sequence[int]" = ()) -> "tuple[np.ndarray, np.ndarray]":
+        """Token ids of the concatenation of some pieces, encoded as one text. Nothing is put before or after it.
+
+        The control tokens that trusted pieces spell become their ids. What untrusted pieces spell is ordinary text, as in
+        `encode`, and so is a control token of which only a part stands in trusted pieces. Where no untrusted piece spells a
+        control token, the ids are those of the tokenizer's library for the whole text.
+
+        Args:
+            pieces: (text, trusted) of each, in their order. A chat template is trusted; what users write is not.
+            cuts: numbers of pieces. Something that is not text, such as an image, stands before each of these, as if a control
+                token stood there: no token holds characters of both sides.
+
+        Returns:
+            (ids, places): (N,) int64, and (N, 2) int64: the first and the last piece that the text of each id lies in.
+
+        Raises:
+            DataError: the tokenizer cannot tell control tokens in trusted and in untrusted pieces apart.
+        """
         ...
 
     def decode(self, ids: "Sequence[int]") -> str: ...
@@ -174,6 +208,9 @@ class SourceComponent(Component):
     """Reads the source at most so often; from then on its share goes to the others in proportion to theirs."""
     label: str | None = None
     """Name of the source in logs and phases; by default derived from the component's name."""
+    too_long: Literal["error", "skip", "truncate"] | None = None
+    """What a packing that keeps documents whole does with one that is longer than a row: refuse it, leave it out, or keep its
+    first row. By default it goes on in further rows; documents with images, which are never cut, are refused."""
 
 
 @runtime_checkable
@@ -217,8 +254,8 @@ class SourceContext:
 Cursor = Mapping[str, Any]
 """Position in the data: a few integers and a fingerprint, JSON as it stands.
 
-The same on every rank, except that each rank knows only the positions of the streams that it reads itself, under
-"readers"; `forge_data.order.cursor.merged` makes one cursor of those of all ranks.
+The same on every rank, except that each rank knows only the position of its own foreign loader, under "foreign";
+`forge_data.order.cursor.merged` makes one cursor of those of all ranks.
 """
 
 
@@ -254,7 +291,7 @@ class Stream(Protocol):
         ...
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none. Known once the step has been read."""
         ...
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
@@ -274,13 +311,20 @@ class EvaluationSet(Protocol):
 
     Attributes:
         tokens: in the set.
-        text_bytes: of the text behind them, where it is known; turns nats per token into bits per byte.
+        text_bytes: of the text behind them, where it is known.
     """
 
     name: str
     tokens: int
     rows: int
     text_bytes: int | None
+
+    def predicted(self) -> tuple[int, int] | None:
+        """How many tokens are predicted, and the bytes of the text that these tokens say; `bits_per_byte` takes both.
+
+        None where the size of the text is not known.
+        """
+        ...
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> "Iterator[Batch]":
         """This rank's share: equally many batches on every rank, filler rows carry no label."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from forge_core.errors import ConfigError, ForgeError
+from forge_core.redact import redacted_text
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -29,7 +30,7 @@ class Console:
 
     def note(self, message: str) -> None:
         """A remark next to the result, on standard error."""
-        print(message, file=self._err)
+        print(redacted_text(message), file=self._err)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
         """A table for people. Off a terminal it is tab-separated without truncation, so that it can be piped."""
@@ -57,18 +58,19 @@ class Console:
             self.document(failure(error))
         else:
             _rich(self._err).print("error:", style="bold red", end=" ", highlight=False)
-            print(error, file=self._err)
+            print(redacted_text(str(error)), file=self._err)
         return error.exit_code
 
 
 def failure(error: ForgeError) -> dict[str, Any]:
     """A refusal as JSON: `{ok: false, error, faults}`."""
     faults = error.faults if isinstance(error, ConfigError) else ()
+    told = ({"key": f.key, "message": f.message, "origin": f.origin, "hint": f.hint} for f in faults)
     return {
         "ok": False,
         "error": type(error).__name__,
-        "message": str(error),
-        "faults": [{"key": f.key, "message": f.message, "origin": f.origin, "hint": f.hint} for f in faults],
+        "message": redacted_text(str(error)),
+        "faults": [{name: redacted_text(text) for name, text in fault.items()} for fault in told],
     }
 
 

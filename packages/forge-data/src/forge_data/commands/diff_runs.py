@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_core.config import layers
 from forge_core.errors import DataError
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data
@@ -82,7 +83,7 @@ def _opened(path: str, report: Callable[[str], None]) -> Run:
         workspace = facts.run / "data" if facts.run else recipe.workspace
     else:
         inside = folder / "config.toml"
-        recipe = recipe_data.read(inside if folder.is_dir() else path)
+        recipe = recipe_data.read(layers.read(inside) if folder.is_dir() else path)
         workspace = folder / "data" if folder.is_dir() else recipe.workspace
     from forge_data.loading.loader import TrainingStream, open_stream
 
@@ -102,7 +103,7 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
     sides = (one, other)
     pools = [Buffers(), Buffers()]
     for reader in sides:
-        reader.seek({})
+        reader.seek(0, {})
     for step in range(steps):
         spans = [reader.order.timeline.span_at(step) for reader in sides]
         if spans[0].rows != spans[1].rows or spans[0].length != spans[1].length:
@@ -110,7 +111,7 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
         count, length = spans[0].rows, spans[0].length
         if not (one.streams or other.streams) and _same(one, other, step, count):
             continue
-        made = [Rows.take(pool, count, length, reader.spec.masked) for pool, reader in zip(pools, sides, strict=True)]
+        made = [Rows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
         for reader, rows in zip(sides, made, strict=True):
             reader.fill(rows, step, 0, count)
         if (found := _different(*made)) is not None:

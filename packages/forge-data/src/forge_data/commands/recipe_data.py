@@ -47,8 +47,8 @@ class Recipe:
         return (Path(self.job.dir) if self.job.dir else Path("runs") / self.job.name) / "data"
 
 
-def read(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A TOML file, or a preset by its name.
+def read(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Recipe:
+    """A TOML file, or a preset by its name; a tree that was read from elsewhere, which grants no Python file the right to run.
 
     Raises:
         ConfigError: every fault in the parts that matter here.

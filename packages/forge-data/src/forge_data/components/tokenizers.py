@@ -46,6 +46,8 @@ class Bpe(Component):
     """A pair that occurs less often is not merged."""
     train_bytes: Annotated[int, Ge(1)] = 1_000_000_000
     """Training reads documents in order until it has seen so much text."""
+    add_special_tokens: Annotated[bool, DATA] = True
+    """Whether documents begin and end with what the tokenizer's own rule adds, such as a BOS; false for runs begun without."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[Bpe]":
@@ -56,7 +58,7 @@ class Bpe(Component):
         from forge_data.tokenizers.bpe import BpeSettings, load, train
 
         if self.path is not None:
-            return load(self.path, self.eos)
+            return load(self.path, self.eos, self.add_special_tokens)
         settings = BpeSettings(
             vocab_size=self.vocab_size,
             files=self.files,
@@ -109,6 +111,8 @@ class SentencePiece(Component):
     """The `.model` file."""
     eos: str | None = None
     """The piece that ends a document; by default the model's own end of sentence."""
+    add_special_tokens: Annotated[bool, DATA] = True
+    """Whether documents begin and end with BOS and EOS where the `tokenizer_config.json` next to the model says so."""
 
     lossless: ClassVar[bool] = False
 
@@ -122,4 +126,4 @@ class SentencePiece(Component):
     def build(self, context: "SourceContext") -> "Tokenizer":
         from forge_data.tokenizers.sentencepiece import load
 
-        return load(self.path, self.eos)
+        return load(self.path, self.eos, self.add_special_tokens)

@@ -6,6 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from forge_data.tokenizers.adapt import ADDED
+
 PLAIN = "the gradient of the layer"
 TEXTS = (
     "",
@@ -51,6 +53,25 @@ def check_special(component: Any) -> None:
     spelled = tokenizer.decode([tokenizer.eos])
     for text in (*TEXTS, spelled, getattr(component, "eos", None) or ""):
         assert tokenizer.eos not in tokenizer.encode(text), f"the text {text[:40]!r} gives the id of the end of a document"
+
+
+def check_pieces(component: Any) -> None:
+    """`encode_pieces` gives the ids of the whole text, each with the pieces that it lies in; `prefix` and `suffix` are ids."""
+    tokenizer = _built(component)
+    missing = [name for name in ADDED if not hasattr(tokenizer, name)]
+    assert not missing, f"has no {missing[0]}, so conversations and text around images are refused"
+    for index in (*tokenizer.prefix, *tokenizer.suffix):
+        assert 0 <= index < tokenizer.vocab_size, f"prefix or suffix has the id {index}, but vocab_size is {tokenizer.vocab_size}"
+    assert not tokenizer.suffix or tokenizer.suffix[-1] != tokenizer.eos, "suffix ends with eos, which documents get anyway"
+    for text in TEXTS:
+        pieces = [(text[: len(text) // 2], False), (text[len(text) // 2 :], False)]
+        ids, places = tokenizer.encode_pieces(pieces)
+        wanted = tokenizer.encode(text)
+        assert ids.tolist() == wanted.tolist(), f"two pieces of {text[:40]!r} are not encoded as one text"
+        assert places.shape == (len(ids), 2), f"places of {text[:20]!r} have shape {places.shape}, not ({len(ids)}, 2)"
+        flat = places.flatten()
+        assert (places[1:, 0] >= places[:-1, 0]).all(), f"places of {text[:20]!r} are not in order: {flat.tolist()}"
+        assert ((flat >= 0) & (flat < 2)).all(), f"places of {text[:20]!r} are not numbers of pieces: {flat.tolist()}"
 
 
 def check_dump(component: Any) -> None:

@@ -21,13 +21,12 @@ class Assembler:
         """
         Args:
             packings: of each source.
-            spec: of the run: whether rows are masked, and the vocabulary that ids are compared with.
+            spec: of the run: the vocabulary that ids are compared with.
             length: T, tokens of a row.
             pieces: rows that are cut from one sample; streams are read in whole samples.
         """
         self.packings = packings
         self.length = length
-        self.masked = spec.masked
         self._pieces = pieces
         self._limits = [_limit(packing, spec.vocab_size) for packing in packings]
 

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import mul
 
 import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source
+from forge_core.protocols.data import Illustrated, Source, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.items.load import Items
 from forge_data.loading.packings import open_packing
-from forge_data.loading.rows import Rows
+from forge_data.loading.rows import Marks, Rows
 from forge_data.loading.spec import LoadSpec
+from forge_data.store.reader import StoreSource
+from forge_data.tokenizers.stored import tokenizer_of
 
 
 class HeldOut:
@@ -31,6 +34,8 @@ class HeldOut:
         source: Source,
         spec: LoadSpec,
         report: Callable[[str], None],
+        tokenizer: Tokenizer | None = None,
+        too_long: str | None = None,
     ) -> None:
         if source.tokens < 2:
             raise DataError(f"evaluation set {name!r} ({source.name}) has {source.tokens} tokens: nothing to predict")
@@ -38,11 +43,27 @@ class HeldOut:
         self.source = source
         self.tokens = source.tokens
         self.text_bytes: int | None = getattr(source, "text_bytes", None)
-        self._packing = open_packing(spec, name, source, spec.data.sequence_length, report)
+        self._tokenizer = tokenizer_of(source) or tokenizer if isinstance(source, StoreSource) else tokenizer
+        self._packing = open_packing(spec, name, source, spec.data.sequence_length, report, too_long)
         self.rows = self._packing.ragged
         self._assembler = Assembler([self._packing], spec, spec.data.sequence_length)
         self._buffers = Buffers()
+        self._marks: Marks = "documents" if spec.masked else "mask"  # the last rows are padded in any packing
         self._workers = spec.data.workers
+
+    def predicted(self) -> tuple[int, int] | None:
+        """How many tokens are predicted, and the bytes of the text that these tokens say.
+
+        All of them are but the first of each document, whose text therefore does not count. None where the size of the text or
+        the tokenizer is not known, and where the source says itself what is predicted.
+        """
+        if self.text_bytes is None or self._tokenizer is None or isinstance(self.source, Illustrated):
+            return None
+        ends = self.source.ends().astype(np.int64)
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[ends < self.tokens]])
+        first, times = np.unique(self.source.windows(starts, 1), return_counts=True)
+        sizes = [_bytes(self._tokenizer.decode([index])) for index in first.tolist()]
+        return self.tokens - len(starts), self.text_bytes - sum(map(mul, sizes, times.tolist()))
 
     def batches(self, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
         """This rank's share, in order; batch b of all ranks together holds rows [b n m, (b + 1) n m)."""
@@ -59,7 +80,7 @@ class HeldOut:
         for first in range(0, self.rows, together):
             numbers = np.arange(first + rank * micro_batch, first + (rank + 1) * micro_batch)
             full = numbers[numbers < self._packing.rows]
-            rows = Rows.take(self._buffers, micro_batch, self._assembler.length, self._assembler.masked)
+            rows = Rows.take(self._buffers, micro_batch, self._assembler.length, self._marks)
             self._assembler.fill(rows, 0, np.zeros_like(full), full)
             for row in range(len(full), micro_batch):
                 filled = 0
@@ -73,3 +94,8 @@ class HeldOut:
             del rows  # else its memory would count as held while the next batch looks for free memory
             yield batch, full
             del batch
+
+
+def _bytes(text: str) -> int:
+    """Of the text of one token in UTF-8; what is no character is a byte of one."""
+    return sum(1 if letter == "\ufffd" else len(letter.encode()) for letter in text)

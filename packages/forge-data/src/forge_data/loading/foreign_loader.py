@@ -124,7 +124,7 @@ class ForeignStream:
         return 1.0
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of the newest step."""
+        """Positions of the global batch of the newest step; what other ranks' rows have of padding is unknown, so it counts."""
         return self.global_batch * self._length
 
     def batches_at(self, step: int) -> int:

@@ -13,6 +13,7 @@ from forge_data.loading.row_reader import open_rows
 from forge_data.loading.spec import LoadSpec
 from forge_data.loading.stream import TrainingStream
 from forge_data.loading.workers.recipe import WorkerRecipe
+from forge_data.order.source_keys import too_long_of
 from forge_data.section import Data
 
 Report = Callable[[str], None]
@@ -107,4 +108,6 @@ def evaluation(
     if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
         raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
     refuse_tokenizers(sources, context.tokenizer or tokenizer)
-    return {name: HeldOut(name, source, spec, report) for name, source in sources.items()}
+    coder = context.tokenizer or tokenizer
+    keys = data.evaluation
+    return {name: HeldOut(name, source, spec, report, coder, too_long_of(keys[name])) for name, source in sources.items()}

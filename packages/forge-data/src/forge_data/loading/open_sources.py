@@ -8,9 +8,10 @@ from forge_core.errors import DataError
 from forge_core.machine.cores import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
 from forge_data.loading.spec import LoadSpec
-from forge_data.order.phases import labels_of, used
-from forge_data.order.source_keys import max_epochs_of, weight_of
+from forge_data.order.phases import labels_of, refuse_faults, source_faults, used
+from forge_data.order.source_keys import max_epochs_of, too_long_of, weight_of
 from forge_data.store.reader import StoreSource
+from forge_data.tokenizers.adapt import adapted
 
 AnySource = Source | StreamedSource
 
@@ -25,6 +26,7 @@ class OpenedSources:
         weights: before the first phase, one per source.
         places: number of each source in the recipe.
         max_epochs: of each source, or None.
+        too_long: of each source, see `too_long_of`.
     """
 
     tokenizer: Tokenizer | None
@@ -32,6 +34,7 @@ class OpenedSources:
     weights: tuple[float, ...]
     places: tuple[int, ...]
     max_epochs: tuple[float | None, ...]
+    too_long: tuple[str | None, ...]
 
 
 def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> SourceContext:
@@ -49,7 +52,7 @@ def context_of(spec: LoadSpec, report: Callable[[str], None], **more: int) -> So
     workers = data.workers or usable_cores()
     context = SourceContext(spec.workspace, None, data.sequence_length, report, texts, workers, model=spec.model, **more)
     component: Any = data.tokenizer
-    return replace(context, tokenizer=None if component is None else component.build(context))
+    return replace(context, tokenizer=None if component is None else adapted(component.build(context)))
 
 
 def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
@@ -57,16 +60,14 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
 
     Raises:
         DataError: there is none, or one refuses, or tokenizer or vocabulary do not fit.
+        ConfigError: labels or weights are faulty.
     """
     data = spec.data
     if not data.sources:
         raise DataError("data.sources is empty; add [[data.sources]] with name = 'stdlib', 'text' or 'store'")
+    refuse_faults(source_faults(data))
     labels = labels_of(data)
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise DataError(f"two sources have the label {twice[0]!r}; give each its own `label`")
     places = tuple(place for place, wanted in enumerate(used(data)) if wanted)
-    if not places:
-        raise DataError("every source has weight 0; set the weight of at least one of [[data.sources]]")
     chosen = [data.sources[place] for place in places]
     sources = {labels[place]: build(data.sources[place], labels[place], context, spec.vocab_size) for place in places}
     foreign = [label for label, source in sources.items() if isinstance(source, StatefulIterable)]
@@ -79,6 +80,7 @@ def open_sources(spec: LoadSpec, context: SourceContext) -> OpenedSources:
         tuple(map(weight_of, chosen)),
         places,
         tuple(map(max_epochs_of, chosen)),
+        tuple(map(too_long_of, chosen)),
     )
 
 

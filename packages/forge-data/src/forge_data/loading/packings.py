@@ -9,13 +9,16 @@ from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import Stage
 from forge_data.packing.concatenate import Concatenated, Packing, refuse_short
 from forge_data.packing.plan import planned
-from forge_data.packing.streamed import Streamed, readers_for
+from forge_data.packing.streamed import Streamed
 
 Report = Callable[[str], None]
 
 
-def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report: Report) -> Packing:
-    """Rows of `length` tokens of one source, as the recipe packs them; a pack plan is made once and kept in the workspace."""
+def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report: Report, too_long: str | None = None) -> Packing:
+    """Rows of `length` tokens of one source, as the recipe packs them; a pack plan is made once and kept in the workspace.
+
+    `too_long` is that of the source. One with items has dealt with its long documents when it was prepared.
+    """
     if spec.data.packing == "concatenate":
         if isinstance(source, Illustrated):
             raise DataError(
@@ -23,11 +26,13 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
                 "them; set data.packing = 'best_fit', or 'pad'"
             )
         return Concatenated(source, length)
-    made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row)
+    too_long = None if isinstance(source, Illustrated) else too_long
+    made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row, too_long)
     found = made.summary
     report(
         f"packed {label}: {found['documents']:,} documents in {found['rows']:,} rows, {found['efficiency']:.2%} full, "
-        f"{found['truncated_documents']:,} documents longer than a row were cut"
+        + (f"{found['left_out']:,} documents longer than a row were left out" if too_long == "skip" else "")
+        + (f"{found['truncated_documents']:,} documents longer than a row were cut" if too_long != "skip" else "")
     )
     return made
 
@@ -39,19 +44,17 @@ def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage]
         DataError: a source has no full row, or the recipe asks of a stream what only a store can give.
     """
     data, unit = spec.data, max(stage.length for stage in stages)
-    readers = 1
     if any(isinstance(source, StreamedSource) for source in opened.sources.values()):
         _refuse_counting(spec, opened)
-        readers = readers_for(data.readers, [stage.batch * stage.length // unit for stage in stages])
     found: list[Packing | Streamed] = []
-    for label, source in opened.sources.items():
+    for (label, source), too_long in zip(opened.sources.items(), opened.too_long, strict=True):
         if isinstance(source, StreamedSource):
             seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
-            found.append(Streamed(source, readers, unit, seed, data.shuffle_buffer, shuffle))
+            found.append(Streamed(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
             continue
         if data.packing == "concatenate":
             refuse_short(source, label, unit)
-        found.append(open_packing(spec, label, source, unit, report))
+        found.append(open_packing(spec, label, source, unit, report, too_long))
     return found
 
 

@@ -1,6 +1,7 @@
 """Rows of any step, read from the packings of the sources."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.open_sources import OpenedSources
@@ -20,7 +21,7 @@ class RowReader:
         spec: of the run.
         order: which rows a step has.
         packings: of each source in rows of `order.unit` tokens.
-        streams: number and virtual readers of each streamed source.
+        streams: number and rows of each streamed source.
     """
 
     def __init__(self, spec: LoadSpec, order: SampleOrder, packings: Sequence[Packing | Streamed]) -> None:
@@ -31,7 +32,7 @@ class RowReader:
     def fill(self, rows: Rows, step: int, start: int, stop: int, at: int = 0) -> None:
         """Writes rows [start, stop) of the global batch of a step into `rows`, from its row `at` on.
 
-        A stream goes on from row to row: its steps are read in order, and the rows of each reader once.
+        A stream goes on from row to row: its rows are read in ascending order.
         """
         sources, numbers = self.order.rows_of(step, start, stop)
         self._assembler(self.order.timeline.span_at(step).length).fill(rows, at, sources, numbers)
@@ -44,14 +45,24 @@ class RowReader:
             return self.order.labels[source], packing.source.name
         return self.order.labels[source], place_of(packing.source, packing.token_at(number, column))
 
-    def positions(self, readers: Iterable[int]) -> dict[str, dict[str, Position]]:
-        """Of these virtual readers, by source."""
-        return {self.order.labels[source]: streamed.positions(readers) for source, streamed in self.streams.items()}
-
-    def seek(self, positions: Mapping[str, Mapping[str, Position]]) -> None:
-        """Continues streams at `positions`."""
+    def positions_after(self, step: int) -> dict[str, dict[str, Any]]:
+        """Where the streams go on after a step, by source; reads over what other ranks take of the step."""
+        found = {}
+        draws = self._draws_before(step + 1)
         for source, streamed in self.streams.items():
-            streamed.seek(positions.get(self.order.labels[source], {}))
+            streamed.skip_to(draws[source])
+            found[self.order.labels[source]] = streamed.position()
+        return found
+
+    def seek(self, step: int, positions: Mapping[str, Position]) -> None:
+        """Continues the streams at a step: at their `positions`, those without one at their first document."""
+        draws = self._draws_before(step)
+        for source, streamed in self.streams.items():
+            streamed.seek(draws[source], positions.get(self.order.labels[source]))
+
+    def _draws_before(self, step: int) -> list[int]:
+        timeline = self.order.timeline
+        return timeline.draws(timeline.first_of(step)) if self.streams else []
 
     def _assembler(self, length: int) -> Assembler:
         if length not in self._assemblers:
@@ -72,5 +83,4 @@ def open_rows(spec: LoadSpec, opened: OpenedSources, report: Callable[[str], Non
     stages = stages_for(spec, opened)
     packings = open_packings(spec, opened, stages, report)
     rows = [None if isinstance(packing, Streamed) else packing.rows for packing in packings]
-    readers = next((packing.readers for packing in packings if isinstance(packing, Streamed)), 1)
-    return RowReader(spec, SampleOrder(spec, opened, stages, rows, readers), packings)
+    return RowReader(spec, SampleOrder(spec, opened, stages, rows), packings)

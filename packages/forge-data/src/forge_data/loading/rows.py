@@ -1,7 +1,7 @@
 """Model inputs of some rows in one piece of memory, and the batches that are cut from it."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,30 +13,40 @@ from forge_data.packing.labels import shift
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+Marks = Literal["documents", "mask", "none"]
+"""What rows have besides tokens and labels: documents and positions, which tell padding too; a mask of padding; or nothing."""
+_BYTES = {"documents": 24, "mask": 17, "none": 16}
+"""Of memory for a token."""
+
 
 class Rows:
-    """Tokens and labels (N, T) int64, positions and documents (N, T) int32, the latter two None where rows are not masked.
+    """Tokens and labels (N, T) int64, by their marks also positions and documents (N, T) int32, or a token mask (N, T) bool.
 
-    All four lie behind each other in one array of bytes, which may be shared between processes.
+    They lie behind each other in one array of bytes, which may be shared between processes.
     """
 
-    def __init__(self, memory: np.ndarray, count: int, length: int, masked: bool) -> None:
-        """`memory` has at least `size_of(count, length, masked)` bytes, uint8."""
+    def __init__(self, memory: np.ndarray, count: int, length: int, marks: Marks) -> None:
+        """`memory` has at least `size_of(count, length, marks)` bytes, uint8."""
         shape, size = (count, length), count * length
         self.tokens = memory[: 8 * size].view(np.int64).reshape(shape)
         self.labels = memory[8 * size : 16 * size].view(np.int64).reshape(shape)
-        self.positions = memory[16 * size : 20 * size].view(np.int32).reshape(shape) if masked else None
-        self.documents = memory[20 * size : 24 * size].view(np.int32).reshape(shape) if masked else None
+        told = marks == "documents"
+        self.positions = memory[16 * size : 20 * size].view(np.int32).reshape(shape) if told else None
+        self.documents = memory[20 * size : 24 * size].view(np.int32).reshape(shape) if told else None
+        self.token_mask = memory[16 * size : 17 * size].view(np.bool_).reshape(shape) if marks == "mask" else None
 
     @staticmethod
-    def size_of(count: int, length: int, masked: bool) -> int:
+    def size_of(count: int, length: int, marks: Marks) -> int:
         """Bytes of memory."""
-        return count * length * (24 if masked else 16)
+        return count * length * _BYTES[marks]
 
     @classmethod
-    def take(cls, buffers: Buffers, count: int, length: int, masked: bool) -> "Rows":
+    def take(cls, buffers: Buffers, count: int, length: int, marks: Marks) -> "Rows":
         """Rows in memory that is free."""
-        return cls(buffers.take((cls.size_of(count, length, masked),), np.uint8), count, length, masked)
+        return cls(buffers.take((cls.size_of(count, length, marks),), np.uint8), count, length, marks)
 
     def fill(self, at: np.ndarray, cut: RowWindows) -> None:
         """Writes rows `at` (N,) int64 from N windows."""
@@ -45,6 +55,8 @@ class Rows:
             self.labels[at] = np.where(cut.learned[:, 1:], self.labels[at], IGNORE)
         if self.positions is not None and self.documents is not None:
             self.positions[at], self.documents[at] = places(cut)
+        if self.token_mask is not None:
+            self.token_mask[at] = True
         if cut.filled is not None:
             for row in np.flatnonzero(cut.filled < self.labels.shape[1]).tolist():
                 self.pad(int(at[row]), int(cut.filled[row]))
@@ -56,6 +68,9 @@ class Rows:
         if self.positions is not None and self.documents is not None:
             self.positions[row, column:] = np.arange(self.positions.shape[1] - column)
             self.documents[row, column:] = PADDING
+        if self.token_mask is not None:
+            self.token_mask[row, :column] = True
+            self.token_mask[row, column:] = False
 
     def batches(
         self, micro_batch: int, first: int, pin: bool = False, sources: "tuple[tuple[str, ...], np.ndarray] | None" = None
@@ -75,28 +90,29 @@ class Rows:
             found.append(batch if origins is None else replace(batch, sources=Sources(names, origins[start:stop])))
         return found
 
-    def tensors(self, pin: bool = False) -> "tuple[Tensor, Tensor, Tensor | None, Tensor | None]":
-        """(tokens, labels, positions, documents)."""
-        positions = None if self.positions is None else _tensor(self.positions, pin)
-        documents = None if self.documents is None else _tensor(self.documents, pin)
-        return _tensor(self.tokens, pin), _tensor(self.labels, pin), positions, documents
+    def tensors(self, pin: bool = False) -> "Parts":
+        """(tokens, labels, positions, documents, token mask)."""
+        marks = (None if array is None else _tensor(array, pin) for array in (self.positions, self.documents, self.token_mask))
+        return _tensor(self.tokens, pin), _tensor(self.labels, pin), *marks  # type: ignore[return-value]
 
     def batch(
         self,
         start: int,
         stop: int,
         samples: tuple[int, ...],
-        parts: "tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None" = None,
+        parts: "Parts | None" = None,
         pin: bool = False,
     ) -> Batch:
         """Rows [start, stop) as a batch; `parts` are the rows' `tensors`. `pin` as for `batches`."""
-        tokens, labels, positions, documents = parts or self.tensors(pin)
+        tokens, labels, positions, documents, token_mask = parts or self.tensors(pin)
+        full = self.token_mask is None or bool(self.token_mask[start:stop].all())
         batch = Batch(
             tokens=tokens[start:stop],
             labels=labels[start:stop],
             positions=None if positions is None else positions[start:stop],
             documents=None if documents is None else documents[start:stop],
             samples=samples,
+            token_mask=None if token_mask is None or full else token_mask[start:stop],
         )
         return _with_pinned_starts(batch) if pin else batch
 

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
+from forge_core.protocols.data import Illustrated
 from forge_data.loading.open_sources import OpenedSources
 from forge_data.loading.spec import LoadSpec
-from forge_data.order.cursor import EXACT, ROUNDED_PERIOD
+from forge_data.order.cursor import EQUAL, EXACT, ROUNDED_PERIOD
 from forge_data.order.phases import Stage, faults_of, refuse_faults, stages_of
 from forge_data.order.samples import Samples, order_of
 from forge_data.order.timeline import Timeline
+from forge_data.packing.streamed import READERS
 
 
 def stages_for(spec: LoadSpec, opened: OpenedSources) -> list[Stage]:
@@ -34,19 +36,15 @@ class SampleOrder:
         unit: tokens of a sample: the longest row of the run.
         timeline: steps, samples and sources.
         streams: numbers of the streamed sources.
-        readers: virtual readers of every stream.
     """
 
-    def __init__(
-        self, spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], rows: Sequence[int | None], readers: int
-    ) -> None:
+    def __init__(self, spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage], rows: Sequence[int | None]) -> None:
         """
         Args:
             spec: of the run.
             opened: its sources.
             stages: of `stages_for`.
             rows: samples of each source in one epoch; None for a stream.
-            readers: virtual readers of every stream.
 
         Raises:
             DataError: max_epochs of a source allows no sample.
@@ -54,8 +52,8 @@ class SampleOrder:
         self.spec, self.data, self.stages = spec, spec.data, stages
         self.labels, self.sources = tuple(opened.sources), tuple(opened.sources.values())
         self.unit = max(stage.length for stage in stages)
+        self._too_long = opened.too_long
         self.streams = tuple(source for source, count in enumerate(rows) if count is None)
-        self.readers = readers
         limits = zip(opened.max_epochs, rows, strict=True)
         caps = [None if most is None or count is None else int(most * count) for most, count in limits]
         if wrong := next((label for label, cap in zip(self.labels, caps, strict=True) if cap == 0), None):
@@ -64,16 +62,14 @@ class SampleOrder:
         self.samples = Samples(self.timeline, self.labels, rows, spec.seed, order_of(self.data))
 
     def rows_of(self, step: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, numbers of rows in them), each (stop - start,) int64, of rows [start, stop) of the global batch of a step."""
+        """(sources, numbers of rows in them), each (stop - start,) int64, of rows [start, stop) of the global batch of a step.
+
+        Rows of a stream are numbered in the order in which it is read, over all epochs.
+        """
         span = self.timeline.span_at(step)
         pieces = self.unit // span.length
         first, after = start // pieces, -(-stop // pieces)
         sources, numbers = self.samples.locate(self.timeline.first_of(step) + first, after - first)
-        if self.streams:
-            numbers = numbers.copy()
-            for source in self.streams:
-                own = np.flatnonzero(sources == source)
-                numbers[own] = (first + own) * self.readers // span.units
         if pieces > 1:
             part = slice(start - first * pieces, stop - first * pieces)
             sources = np.repeat(sources, pieces)[part]
@@ -97,6 +93,9 @@ class SampleOrder:
         begun = [stage for stage in self.stages if step is None or stage.step < step] or self.stages[:1]
         read = [any(stage.weights[index] > 0 for stage in begun) for index in range(len(self.labels))]
         mixture = self.timeline.segments[0].mixture
+        too_long = [
+            None if isinstance(source, Illustrated) else how for source, how in zip(self.sources, self._too_long, strict=True)
+        ]
         found: dict[str, Any] = {
             "seed": self.spec.seed,
             "global_batch": self.spec.global_batch,
@@ -108,6 +107,7 @@ class SampleOrder:
                     "fingerprint": source.fingerprint[:32],
                     "share": f"{mixture.shares[index]}/{mixture.period}",
                     **({} if self.timeline.caps[index] is None else {"max_samples": self.timeline.caps[index]}),
+                    **({} if too_long[index] is None else {"too_long": too_long[index]}),
                 }
                 for index, (label, source) in enumerate(zip(self.labels, self.sources, strict=True))
                 if read[index]
@@ -125,7 +125,8 @@ class SampleOrder:
         if self.data.shuffle == "block":
             found |= {"shuffle_block": self.data.shuffle_block, "shuffle_window": self.data.shuffle_window}
         if any(read[source] for source in self.streams):
-            found |= {"readers": self.readers, "shuffle_buffer": self.data.shuffle_buffer}
+            readers = READERS if self.data.readers is None else self.data.readers
+            found |= {"streams": EQUAL, "readers": readers, "shuffle_buffer": self.data.shuffle_buffer}
         return found
 
     def _redrawn(self, step: int | None) -> bool:

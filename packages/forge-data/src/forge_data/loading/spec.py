@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_data.loading.rows import Marks
 from forge_data.section import Data
 
 
@@ -26,6 +27,11 @@ class LoadSpec:
     global_batch: int = 1
     vocab_size: int | None = None
     model: Any = None
+
+    @property
+    def marks(self) -> Marks:
+        """How padding is told in training. Where documents are ignored, only packings that keep them whole have some."""
+        return "documents" if self.masked else "none" if self.data.packing == "concatenate" else "mask"
 
     @property
     def masked(self) -> bool:

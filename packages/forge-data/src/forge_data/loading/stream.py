@@ -7,6 +7,7 @@ micro-batches. So ranks, micro-batch and loader workers change who reads a sampl
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from forge_data.loading.workers.pool import WorkerPool
 from forge_data.loading.workers.recipe import WorkerRecipe
 from forge_data.order.cursor import cursor_at, fingerprint_of, refuse_other, sample_of
 from forge_data.order.phases import batch_faults, lr_scale_at, refuse_faults
-from forge_data.packing.streamed import refuse_ranks
+from forge_data.packing.plan import Planned
 from forge_data.store.checksums import FirstEpoch
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class TrainingStream:
         self._iterator: object = None
         self._identities: dict[int, tuple[dict[str, Any], str]] = {}
         self.fingerprint = fingerprint_of(self.order.identity_at(None))
+        summaries = (getattr(packing, "summary", None) for packing in reader.packings)
+        self._tokens_a_sample = [Fraction(s["tokens"], s["rows"]) if s else Fraction(self.order.unit) for s in summaries]
         end = self.order.end()
         self.steps = None if end is None else self.order.timeline.steps_in(end)
         self._refuse_sizes(end)
@@ -77,34 +80,44 @@ class TrainingStream:
         """
         sample, timeline = sample_of(cursor), self.order.timeline
         step = timeline.steps_in(sample)
-        for difference in refuse_other(cursor, self.order.identity_at(step), self.data.changed):
+        differences = refuse_other(cursor, self.order.identity_at(step), self.data.changed)
+        for difference in differences:
             _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
         if timeline.first_of(step) != sample:
             raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
-        return self._steps_from(step, self._own_positions(cursor, step))
+        return self._steps_from(step, self._positions(cursor, step, bool(differences)))
 
     def lr_scale(self, step: int) -> float:
         """Factor of the phases on the learning rate of a step."""
         return lr_scale_at(self.data.phases, step)
 
     def tokens_at(self, step: int) -> int:
-        """Positions of the global batch of a step, with or without a label."""
+        """Tokens of the global batch of a step, with or without a label; padding is none."""
         span = self.order.timeline.span_at(step)
-        return span.rows * span.length
+        if self.data.packing == "concatenate":
+            return span.rows * span.length
+        sources, numbers = self.order.rows_of(step, 0, span.rows)
+        packings = enumerate(self.reader.packings)
+        return sum(packing.tokens_in(numbers[sources == source]) for source, packing in packings if isinstance(packing, Planned))
 
     def batches_at(self, step: int) -> int:
         """Micro-batches of this rank in a step."""
         return self._shape(step)[0] // self.micro_batch
 
     def mix(self, step: int) -> dict[str, tuple[int, float]]:
-        """Tokens of each source that the first `step` steps read, and how many the weights ask for."""
-        timeline, unit = self.order.timeline, self.order.unit
+        """Tokens of each source that the first `step` steps read, and how many the weights ask for.
+
+        Rows with padding count as the mean of their source has tokens, which is exact after every epoch.
+        """
+        timeline = self.order.timeline
         samples = timeline.first_of(step)
-        pairs = zip(timeline.draws(samples), timeline.planned(samples), strict=True)
-        return {label: (drawn * unit, float(asked * unit)) for label, (drawn, asked) in zip(self.labels, pairs, strict=True)}
+        pairs = zip(timeline.draws(samples), timeline.planned(samples), self._tokens_a_sample, strict=True)
+        found = ((round(drawn * tokens), float(asked * tokens)) for drawn, asked, tokens in pairs)
+        return dict(zip(self.labels, found, strict=True))
 
     def describe(self, steps: int | None = None) -> Mapping[str, Any]:
-        """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time."""
+        """What is read, JSON as it stands; with `steps` also samples, tokens and epochs of each source in that time, tokens
+        as `mix` counts them."""
         timeline = self.order.timeline
         draws = timeline.draws(timeline.first_of(steps)) if steps is not None else None
         mixture = timeline.segments[0].mixture
@@ -122,7 +135,7 @@ class TrainingStream:
             if summary := getattr(self.reader.packings[index], "summary", None):
                 entry["packing"] = summary
             if draws is not None:
-                read = {"samples": draws[index], "tokens_read": draws[index] * self.order.unit}
+                read = {"samples": draws[index], "tokens_read": round(draws[index] * self._tokens_a_sample[index])}
                 entry |= read | {"epochs": None if rows is None else draws[index] / rows}
             sources.append(entry)
         return {
@@ -168,28 +181,27 @@ class TrainingStream:
         return {label: drawn * self.order.unit for label, drawn in draws.items()}
 
     def _made_here(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
-        """(rows of this rank, positions of its readers after them) of each step."""
+        """(rows of this rank, positions of the streams after them) of each step."""
         buffers = Buffers()
-        self.reader.seek(positions)
+        self.reader.seek(step, positions)
         self._iterator = iterator = object()
         while self.steps is None or step < self.steps:
             if self.reader.streams and self._iterator is not iterator:
                 raise DataError("streamed sources are read by one iterator at a time, and a newer one took over; open them again")
             own, length = self._shape(step)
-            buffers.drop_others((Rows.size_of(own, length, self.reader.spec.masked),))
-            rows = Rows.take(buffers, own, length, self.reader.spec.masked)
+            buffers.drop_others((Rows.size_of(own, length, self.reader.spec.marks),))
+            rows = Rows.take(buffers, own, length, self.reader.spec.marks)
             self.reader.fill(rows, step, self.rank * own, (self.rank + 1) * own)
-            after = self.reader.positions(self._readers())
-            yield rows, after
+            yield rows, self.reader.positions_after(step)
             del rows
             step += 1
 
     def _made_ahead(self, step: int, positions: dict[str, Any]) -> Iterator[tuple[Rows, dict[str, Any]]]:
         """The same by worker processes, `prefetch` steps ahead, and as many as there are workers: each makes another step."""
         assert self._recipe is not None, "loader workers need the recipe"
-        readers = self._readers() if self.reader.streams else None
-        with WorkerPool(self._recipe, self.data.loader_workers, self.order, readers, positions) as pool:
-            ahead, lead = step, max(self.data.prefetch, self.data.loader_workers)
+        workers = 1 if self.reader.streams else self.data.loader_workers  # each would read all that a stream gives
+        with WorkerPool(self._recipe, workers, (step, positions)) as pool:
+            ahead, lead = step, max(self.data.prefetch, workers)
             while self.steps is None or step < self.steps:
                 while ahead < step + lead and (self.steps is None or ahead < self.steps):
                     own, length = self._shape(ahead)
@@ -202,11 +214,6 @@ class TrainingStream:
         """(rows of this rank, tokens of a row) of a step."""
         span = self.order.timeline.span_at(step)
         return span.rows // self.ranks, span.length
-
-    def _readers(self) -> range:
-        """Virtual readers of this rank."""
-        each = self.order.readers // self.ranks
-        return range(self.rank * each, (self.rank + 1) * each)
 
     def _sources(self, step: int) -> tuple[tuple[str, ...], np.ndarray] | None:
         """Of this rank's rows in a step, where there are several sources to tell apart."""
@@ -224,19 +231,15 @@ class TrainingStream:
     def _first_row(self, step: int) -> int:
         return self.order.timeline.first_row_of(step) + self.rank * self._shape(step)[0]
 
-    def _own_positions(self, cursor: Cursor, step: int) -> dict[str, Any]:
-        """Positions of this rank's virtual readers; a cursor of one rank of several may lack them."""
-        mine = [str(number) for number in self._readers()] if self.reader.streams else []
-        held = cursor.get("readers", {})
-        found: dict[str, Any] = {self.labels[source]: {} for source in self.reader.streams}
-        for label in found if step else ():
-            known = held.get(label, {})
-            if missing := [number for number in mine if number not in known]:
-                raise DataError(
-                    f"the cursor has no position for readers {', '.join(missing)} of the stream {label!r}: it is of one rank of "
-                    "several; keep forge_data.order.cursor.merged of the cursors of all ranks"
-                )
-            found[label] = {number: known[number] for number in mine}
+    def _positions(self, cursor: Cursor, step: int, other: bool) -> dict[str, Any]:
+        """Of the streams, by label; a cursor of `other` data may have none of a stream, which then begins at its beginning."""
+        found: dict[str, Any] = cursor.get("streams", {})
+        draws = self.order.timeline.draws(self.order.timeline.first_of(step))
+        for label in (self.labels[source] for source in self.reader.streams if draws[source]):
+            if label not in found and not other:
+                raise DataError(f"the cursor has no position of the stream {label!r}; it is not one that this Forge wrote")
+            if label not in found:
+                _log.warning("the checkpoint has no position of the stream %r, which is read from its first document on", label)
         return found
 
     def _refuse_sizes(self, end: int | None) -> None:
@@ -250,15 +253,13 @@ class TrainingStream:
                 f"{limit} {end} samples, fewer than one global batch of {self.reader.spec.global_batch}; lower "
                 "train.global_batch or data.sequence_length, or raise the number of epochs"
             )
-        if self.reader.streams:
-            refuse_ranks(self.ranks, self.order.readers)
 
     def _cursor(self, step: int, positions: Mapping[str, Any]) -> Cursor:
         timeline = self.order.timeline
         sample = timeline.first_of(step)
-        readers = positions if self.reader.streams else None
+        streams = positions if self.reader.streams else None
         identity, fingerprint = self._identity(step)
-        return cursor_at(sample, self.labels, timeline.draws(sample), identity, readers, fingerprint)
+        return cursor_at(sample, self.labels, timeline.draws(sample), identity, streams, fingerprint)
 
     def _identity(self, step: int) -> tuple[dict[str, Any], str]:
         """The identity at a step and its fingerprint: worked out where a stage or phase begins, not at every step."""

@@ -9,6 +9,8 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Cursor
 
 VERSION = 1
+EQUAL = 2
+"""Version of the order of a stream's documents, `streams` in an identity; the one before has none."""
 EXACT = 2
 """Version of the arithmetic of a mixture, `mixture` in an identity; the one before has none."""
 ROUNDED_PERIOD = 65_536
@@ -25,7 +27,7 @@ def cursor_at(
     labels: Sequence[str],
     draws: Sequence[int],
     identity: Mapping[str, Any],
-    readers: Mapping[str, Any] | None = None,
+    streams: Mapping[str, Any] | None = None,
     fingerprint: str | None = None,
 ) -> Cursor:
     """The position before sample number `sample`.
@@ -34,7 +36,7 @@ def cursor_at(
         sample: samples consumed by all ranks together.
         labels, draws: how many of them came from each source: where a changed mixture would go on.
         identity: see `fingerprint_of`.
-        readers: positions of the virtual readers of each streamed source, as far as this rank knows them.
+        streams: position of each streamed source.
         fingerprint: of `identity`, where it is known already.
     """
     found: dict[str, Any] = {
@@ -44,7 +46,7 @@ def cursor_at(
         "identity": dict(identity),
         "fingerprint": fingerprint_of(identity) if fingerprint is None else fingerprint,
     }
-    return found if readers is None else found | {"readers": readers}
+    return found if streams is None else found | {"streams": streams}
 
 
 def sample_of(cursor: Cursor) -> int:
@@ -74,11 +76,14 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
     """
     if cursor.get("fingerprint") == fingerprint_of(identity):
         return []
-    found = cursor.get("identity")
-    differences = differences_of(found if isinstance(found, Mapping) else {}, identity)
+    found = cursor["identity"] if isinstance(cursor.get("identity"), Mapping) else {}
+    differences = differences_of(found, identity)
     lines = {name: f"{name} was {was}, is {now}" for name, (was, now) in differences.items()}
     if differences.get("mixture") == ("nothing", EXACT):
         lines["mixture"] = _ROUNDED
+    if differences.get("streams") == ("nothing", EQUAL) and "readers" in found:
+        lines = {name: line for name, line in lines.items() if name not in ("readers", "shuffle_buffer")}  # meant something else
+        lines["streams"] = _DEALT
     refused = [line for name, line in lines.items() if not any(f"{name}.".startswith(f"{other}.") for other in allowed)]
     if refused or not lines:
         raise DataError(
@@ -93,30 +98,34 @@ _ROUNDED = (
     f"mixture was version 1, which rounds these weights to a period of {ROUNDED_PERIOD:,} samples (4,096 in a ramp), is version "
     f"{EXACT}, which is exact, so sample numbers mean other samples; a run that an older Forge began goes on with that Forge"
 )
+_DEALT = (
+    f"streams was version 1, which read documents of small shards more often than others, is version {EQUAL}, which reads all "
+    "equally often, in another order; a run that an older Forge began goes on with that Forge, or, where data.changed names "
+    "streams, reads its streams from their first documents again"
+)
 
 
 def merged(cursors: Sequence[Cursor]) -> Cursor:
     """One cursor of those that all ranks had after the same step: what a checkpoint keeps.
 
-    They differ only where streams are read, or a foreign loader: there each rank knows its own position.
+    They differ only where a foreign loader is read: there each rank knows its own position.
 
     Raises:
         DataError: they are not of one step of one run.
     """
     first, *others = cursors
-    common = {key: value for key, value in first.items() if key not in _OWN}
+    common = {key: value for key, value in first.items() if key != _OWN}
     for other in others:
-        if {key: value for key, value in other.items() if key not in _OWN} != common:
+        if {key: value for key, value in other.items() if key != _OWN} != common:
             raise DataError("data cursors of several ranks belong to different steps or data; gather them after the same step")
     found = dict(common)
-    for key in _OWN:
-        if key in first:
-            found[key] = _united([cursor.get(key, {}) for cursor in cursors])
+    if _OWN in first:
+        found[_OWN] = _united([cursor.get(_OWN, {}) for cursor in cursors])
     return found
 
 
-_OWN = ("readers", "foreign")
-"""Keys under which ranks say different things."""
+_OWN = "foreign"
+"""The key under which ranks say different things."""
 
 
 def _united(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -99,7 +99,9 @@ def _normalized(weights: Sequence[Weight]) -> list[Fraction]:
 
 
 def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> list[Fault]:
-    """Everything that is wrong with the phases; `max_steps` of the run, where it is known."""
+    """Everything that is wrong with labels, weights and phases; `max_steps` of the run, where it is known."""
+    if faults := source_faults(data):
+        return faults
     faults = [fault for index, phase in enumerate(data.phases) for fault in _own_faults(data, index, phase, max_steps)]
     for index, (first, second) in enumerate(pairwise(data.phases), 1):
         if second.start < first.start + max(first.ramp, 1):
@@ -117,6 +119,21 @@ def faults_of(data: Data, global_batch: int, max_steps: int | None = None) -> li
         if phase.weights and not any(stage.weights):
             faults.append(Fault(f"data.phases.{index}.weights", "no source has a weight above 0", hint="raise one"))
     return [*faults, *_size_faults(data, stages)]
+
+
+def source_faults(data: Data) -> list[Fault]:
+    """Labels that two sources share, and weights of which none is above 0."""
+    faults = []
+    labels = labels_of(data)
+    for index, (source, label) in enumerate(zip(data.sources, labels, strict=True)):
+        given = getattr(source, "label", None)
+        if given is not None and given != label:
+            other = f"is empty; {label!r} would be taken" if not given.strip() else f"{given!r} is another source's name, too"
+            faults.append(Fault(f"data.sources.{index}.label", other, hint="give each source its own label"))
+    if data.sources and not any(base_weights(data)):
+        what = "no source has a weight above 0" + (" before the first phase" if data.phases else "")
+        faults.append(Fault("data.sources.0.weight", what, hint="raise the weight of a source that is to be read"))
+    return faults
 
 
 def _own_faults(data: Data, index: int, phase: Phase, max_steps: int | None) -> Iterator[Fault]:

@@ -36,7 +36,7 @@ class Samples:
         Args:
             timeline: draws of the sources.
             labels: of the sources; with the seed they make the key of each order.
-            rows: samples of each source in one epoch; None for a stream, whose readers know what comes next.
+            rows: samples of each source in one epoch; None for a stream, which does not know.
             seed: of the order.
             order: of the samples of one epoch.
         """
@@ -47,7 +47,7 @@ class Samples:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sources, rows), each (count,) int64, of samples [first, first + count); a stream's rows mean nothing."""
+        """(sources, rows), each (count,) int64, of samples [first, first + count); a stream's rows count on over epochs."""
         parts = []
         for block in range(first // BLOCK, (first + count - 1) // BLOCK + 1):
             sources, rows = self._block(block)

@@ -14,6 +14,11 @@ def max_epochs_of(source: Component) -> float | None:
     return getattr(source, "max_epochs", SourceComponent.max_epochs)
 
 
+def too_long_of(source: Component) -> str | None:
+    """What becomes of a document that is longer than a row: error, skip, truncate; None: it goes on in further rows."""
+    return getattr(source, "too_long", SourceComponent.too_long)
+
+
 def label_of(source: Component) -> str:
     """Its `label`, else the name of its component."""
     return getattr(source, "label", SourceComponent.label) or type(source).__name__.lower()

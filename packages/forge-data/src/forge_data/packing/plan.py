@@ -2,7 +2,8 @@
 
 A plan is a directory of three files and a description. Row r has pieces [firsts[r], firsts[r + 1]); piece p is tokens
 [starts[p], starts[p] + lengths[p]) of the source. A piece is a whole document, or, of a document longer than a row, one
-full row of it or what is left at its end. Documents are planned in portions, so that memory does not grow with the corpus.
+full row of it or what is left at its end; such a document has one piece or none where the source says so (`too_long`).
+Documents are planned in portions, so that memory does not grow with the corpus.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,6 +65,13 @@ class Planned:
         windows, learned = self._read(rows, self._starts[pieces].astype(np.int64), stops - lengths, lengths, len(numbers))
         whole = stored < _GOES_ON
         return RowWindows(windows, rows[whole], stops[whole], stops[heads + counts - 1], learned)
+
+    def tokens_in(self, numbers: np.ndarray) -> int:
+        """Tokens of rows `numbers` (N,) int64 together; padding is none."""
+        first, after = self._firsts[numbers].astype(np.int64), self._firsts[numbers + 1].astype(np.int64)
+        heads = np.cumsum(after - first) - (after - first)
+        pieces = np.arange(int((after - first).sum())) + np.repeat(first - heads, after - first)
+        return int((self._lengths[pieces] & ~_GOES_ON).sum(dtype=np.int64))
 
     def items(self, number: int) -> list[tuple[int, int]]:
         """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
@@ -125,30 +133,75 @@ class Planned:
         return windows, learned
 
 
-def planned(source: Source, length: int, mode: str, workspace: Path, label: str, most_items: int | None = None) -> Planned:
+def planned(
+    source: Source,
+    length: int,
+    mode: str,
+    workspace: Path,
+    label: str,
+    most_items: int | None = None,
+    too_long: str | None = None,
+) -> Planned:
     """The packing `best_fit` or `pad` of a source; the plan is made the first time.
 
-    `most_items` is how many items, such as images, the documents of one row may have together.
+    Args:
+        source: what is packed.
+        length: tokens of a row.
+        mode: `best_fit` or `pad`.
+        workspace: where the plan is kept.
+        label: of the source.
+        most_items: how many items, such as images, the documents of one row may have together.
+        too_long: what becomes of a longer document: `error`, `skip`, `truncate`; None: it goes on in further rows.
 
     Raises:
-        DataError: the workspace cannot be written, a plan in it is damaged, or a document with items fits no row.
+        DataError: the workspace cannot be written, a plan in it is damaged, a document fits no row, or none does.
     """
     limit = "" if most_items is None or not isinstance(source, Illustrated) else f"/{most_items}"
+    limit += "" if too_long is None else f"/{too_long}"
     key = blake2b(f"{VERSION}/{source.fingerprint}/{length}/{mode}{limit}".encode(), digest_size=8).hexdigest()
     path = workspace / f"packed-{label}-{key}".replace("/", "-")
     if not (path / "plan.json").exists():
         with locked(workspace):
             if not (path / "plan.json").exists():
-                _write(source, length, mode, path, most_items)
+                try:
+                    _write(source, length, mode, path, most_items, too_long)
+                except TooLong as error:
+                    raise TooLong(f"source {label!r}: {error}") from error
     try:
         return Planned(source, length, path)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the pack plan {path} is damaged ({error}); remove it, and it is made again") from error
 
 
-def pieces_of(source: Source, length: int, portion: int = PORTION) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
-    """Pieces of a source, portion by portion: (starts, lengths, whether the document goes on, documents), in order."""
-    done, begun = 0, 0
+class TooLong(DataError):
+    """A document is longer than a row, and must not be."""
+
+
+class Pieces(NamedTuple):
+    """Pieces of some documents, in order.
+
+    Attributes:
+        starts, lengths: (N,) int64 of each piece.
+        goes_on: (N,) bool, whether its document goes on in the next piece.
+        documents: of which they are.
+        left_out, cut: documents that are longer than a row: those without a piece, and those whose rest has none.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    goes_on: np.ndarray
+    documents: int
+    left_out: int = 0
+    cut: int = 0
+
+
+def pieces_of(source: Source, length: int, portion: int = PORTION, too_long: str | None = None) -> Iterator[Pieces]:
+    """Pieces of a source, portion by portion.
+
+    Raises:
+        TooLong: a document is longer than a row, and `too_long` is `error`.
+    """
+    done, begun, before = 0, 0, 0
     held: list[np.ndarray] = []
     for start in range(0, source.tokens, _WINDOW):
         stop = min(start + _WINDOW, source.tokens)
@@ -160,30 +213,53 @@ def pieces_of(source: Source, length: int, portion: int = PORTION) -> Iterator[t
         refuse_falling(listed, begun, source)
         ends = listed.astype(np.int64)
         if len(ends):
-            yield (*_pieces(np.concatenate([[begun], ends[:-1]]), ends, length), len(ends))
-            begun = int(ends[-1])
+            begins = np.concatenate([[begun], ends[:-1]])
+            if too_long == "error":
+                _refuse_long(source, begins, ends, length, before)
+            yield _pieces(begins, ends, length, too_long)
+            begun, before = int(ends[-1]), before + len(ends)
         done, held = 0, []
 
 
-def _pieces(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _refuse_long(source: Source, begins: np.ndarray, ends: np.ndarray, length: int, before: int) -> None:
     sizes = ends - begins
     if int(sizes.max()) <= length:
-        return begins, sizes, np.zeros(len(sizes), dtype=bool)
+        return
+    first = int(np.argmax(sizes > length))
+    number, name = before + first, getattr(source, "document_name", None)
+    where = name(number) if callable(name) else place_of(source, int(begins[first]))
+    raise TooLong(
+        f"document {number + 1} ({where}) has {sizes[first]} tokens, and a "
+        f"row has {length}; shorten it, raise data.sequence_length, or set too_long = 'skip' or 'truncate' in the source"
+    )
+
+
+def _pieces(begins: np.ndarray, ends: np.ndarray, length: int, too_long: str | None) -> Pieces:
+    sizes = ends - begins
+    none = np.zeros(len(sizes), dtype=bool)
+    if int(sizes.max()) <= length:
+        return Pieces(begins, sizes, none, len(sizes))
+    longer = int((sizes > length).sum())
+    if too_long == "skip":
+        kept = sizes <= length
+        return Pieces(begins[kept], sizes[kept], none[kept], len(sizes), left_out=longer)
+    if too_long == "truncate":
+        return Pieces(begins, np.minimum(sizes, length), none, len(sizes), cut=longer)
     counts = -(-sizes // length)
     document = np.repeat(np.arange(len(sizes)), counts)
     offsets = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * length
     left = sizes[document] - offsets
-    return begins[document] + offsets, np.minimum(left, length), left > length
+    return Pieces(begins[document] + offsets, np.minimum(left, length), left > length, len(sizes), cut=longer)
 
 
-def _write(source: Source, length: int, mode: str, path: Path, most_items: int | None) -> None:
+def _write(source: Source, length: int, mode: str, path: Path, most_items: int | None, too_long: str | None) -> None:
     try:
         owned = Partial(path, directory=True)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; choose another workspace") from error
     partial = owned.path
     try:
-        summary = _write_files(source, length, mode, partial, most_items)
+        summary = _write_files(source, length, mode, partial, most_items, too_long)
         (partial / "plan.json").write_text(json.dumps(summary), encoding="utf-8")
         for file in partial.iterdir():
             sync_path(file)
@@ -196,12 +272,17 @@ def _write(source: Source, length: int, mode: str, path: Path, most_items: int |
         owned.close()
 
 
-def _write_files(source: Source, length: int, mode: str, folder: Path, most_items: int | None) -> dict[str, Any]:
-    rows = pieces = documents = truncated = tokens = 0
+def _write_files(
+    source: Source, length: int, mode: str, folder: Path, most_items: int | None, too_long: str | None
+) -> dict[str, Any]:
+    rows = pieces = documents = truncated = left_out = tokens = 0
     with ExitStack() as stack:
         firsts, starts, sizes = (stack.enter_context((folder / name).open("wb")) for name in _FILES)
         firsts.write(np.zeros(1, dtype="<u8").tobytes())
-        for begins, lengths, goes_on, count in pieces_of(source, length):
+        for begins, lengths, goes_on, count, out, cut in pieces_of(source, length, too_long=too_long):
+            documents, left_out, truncated = documents + count, left_out + out, truncated + cut
+            if not len(lengths):
+                continue
             sizes_in_row = _with_items(source, begins, lengths, goes_on, length, most_items)
             row_of, used = best_fit(sizes_in_row, length) if mode == "best_fit" else (np.arange(len(lengths)), len(lengths))
             order = np.argsort(row_of, kind="stable")
@@ -209,9 +290,10 @@ def _write_files(source: Source, length: int, mode: str, folder: Path, most_item
             firsts.write(after.astype("<u8").tobytes())
             starts.write(begins[order].astype("<u8").tobytes())
             sizes.write((lengths.astype(np.uint32) | goes_on * _GOES_ON)[order].astype("<u4").tobytes())
-            rows, pieces, documents = rows + used, pieces + len(lengths), documents + count
-            truncated += int((goes_on & ~np.concatenate([[False], goes_on[:-1]])).sum())  # the first piece of each
+            rows, pieces = rows + used, pieces + len(lengths)
             tokens += int(lengths.sum())
+    if not rows:
+        raise TooLong(f"each of its {documents} documents is longer than a row of {length} tokens; raise data.sequence_length")
     return {
         "version": VERSION,
         "packing": mode,
@@ -221,6 +303,7 @@ def _write_files(source: Source, length: int, mode: str, folder: Path, most_item
         "rows": rows,
         "tokens": tokens,
         "truncated_documents": truncated,
+        "left_out": left_out,
         "efficiency": tokens / (rows * length),
         "padding": 1 - tokens / (rows * length),
     }

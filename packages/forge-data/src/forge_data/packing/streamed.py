@@ -1,17 +1,21 @@
-"""Sources that can only be read in order: virtual readers whose position is five integers, shuffled in windows.
+"""Sources that can only be read in order: one endless sequence of documents, equal on every rank, cut into rows.
 
-The shards of a stream are dealt to a fixed number of virtual readers, at any world size. Which reader a place of
-the global batch belongs to depends on that place alone, so a world whose size divides the number of readers reads the
-same samples in the same order, each rank only the shards of its readers.
+An epoch reads every document of every shard exactly once, and the next one begins only then. So no document is ever read
+twice more often than another, whatever the shards hold. `readers` shards are open at a time and give one document each in
+turn; where a shard ends, its reader opens the next one of the epoch's random order. The next `buffer` documents are
+shuffled together, in an order that follows from (seed, epoch, window). Rows are cut from the shuffled documents back to
+back, across windows, shards and epochs.
 
-A reader takes the next `buffer` documents of a shard at a time and gives them out in a random order that follows from
-(seed, reader, epoch, shard, window). So its shuffle buffer needs no saving: reading the window again, at most `buffer`
-documents, makes the same buffer. Rows are cut from the documents back to back, across windows, shards and epochs.
+How many documents a shard has, and how long they are, is known only when it has been read. So the place of a row follows
+from all documents before it, and every rank reads all of them; it keeps the rows that are its own (`docs/adr/0037`). A
+position is the state of the readers before a window and a place in the window, so the shuffle buffer needs no saving:
+reading the window again, at most `buffer` documents, makes the same buffer.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,174 +24,216 @@ from forge_core.protocols.data import StreamedSource
 from forge_data.order.permutation import key_of, permute
 from forge_data.packing.concatenate import RowWindows
 
-Position = list[int]
-"""[epoch, place in the reader's list of parts, first document of the window, documents used of it, tokens used of the next]."""
+READERS = 16
+"""Shards that are open at a time by default."""
+
+Position = Mapping[str, Any]
+"""Where a stream goes on, JSON as it stands: `epoch`, `window` in it, the `readers` before that window as [place of the shard
+in the epoch's order, documents read of it], `opened` shards of the order, documents `used` of the window, and the `offset` in
+the next document."""
 
 
-class Reader:
-    """One virtual reader: an endless sequence of rows.
+@dataclass(eq=False)
+class _Reader:
+    """One open shard: its place in the epoch's order, how many of its documents were read, and what gives the next."""
 
-    A part is a shard; where there are fewer shards than readers, a shard is dealt out document by document, and every one
-    of its readers skips what belongs to the others.
-    """
+    place: int
+    read: int = 0
+    documents: "Iterator[np.ndarray] | None" = None
 
-    def __init__(self, source: StreamedSource, number: int, readers: int, seed: object, buffer: int, shuffle: bool) -> None:
+
+class Documents:
+    """The endless sequence of a stream's documents, epoch by epoch, in windows."""
+
+    def __init__(self, source: StreamedSource, readers: int | None, seed: object, buffer: int, shuffle: bool) -> None:
+        """
+        Args:
+            source: what is read.
+            readers: shards that are open at a time; None: `READERS`.
+            seed: of the order of shards, and of documents in a window.
+            buffer: documents of a window.
+            shuffle: False: shard by shard and document by document, as stored.
+
+        Raises:
+            DataError: there is no shard.
+        """
         if source.shards < 1:
             raise DataError(f"{source.name} has no shard to read")
         self.source = source
-        self._stripes = -(-readers // source.shards)
-        self._parts = np.arange(number, source.shards * self._stripes, readers)
-        self._key = key_of("stream", seed, number)
+        self._most = min(readers or READERS, source.shards, buffer) if shuffle else 1
+        self._key = key_of("stream", seed)
         self._buffer = buffer
         self._shuffle = shuffle
-        self._documents: Iterator[np.ndarray] = iter(())
-        self.seek([0, 0, 0, 0, 0])
+        self._begin(0)
 
-    def seek(self, position: Position) -> None:
-        """Goes to a position that `position` gave; reads the window that it lies in again, at the first row."""
-        self._epoch, self._place, self._window, self._skipped, self._offset = position
-        self._ahead: deque[tuple[Position, np.ndarray]] = deque()
+    def state(self) -> dict[str, Any]:
+        """Where the next window begins."""
+        readers = [[reader.place, reader.read] for reader in self._readers]
+        return {"epoch": self._epoch, "window": self._window, "readers": readers, "opened": self._opened}
+
+    def seek(self, state: Position) -> None:
+        """Goes to a state that `state` gave.
+
+        Raises:
+            DataError: the source has fewer shards than it had then.
+        """
+        self._begin(state["epoch"])
+        self._window, self._opened = state["window"], state["opened"]
+        self._readers = [_Reader(place, read) for place, read in state["readers"]]
+        if self._opened > self.source.shards:
+            raise DataError(
+                f"the data position is in a stream of {self._opened} shards or more, but {self.source.name} has "
+                f"{self.source.shards} now; restore the others, or start a new run"
+            )
+
+    def next(self) -> tuple[dict[str, Any], list[tuple[int, np.ndarray]]]:
+        """The next window: the state before it, and (number in the window, ids) of its documents with tokens, shuffled.
+
+        Raises:
+            DataError: no document of a whole epoch has a token, or a document is not a list of ids.
+        """
+        before, documents = self.state(), self._read()
+        while not documents:  # the epoch has ended
+            if self._empty:
+                raise DataError(f"{self.source.name} has no tokens: all documents of its {self.source.shards} shards are empty")
+            self._begin(self._epoch + 1)
+            self._empty = True
+            before, documents = self.state(), self._read()
+        order = np.arange(len(documents))
+        if self._shuffle and len(documents) > 1:
+            key = key_of("window", self._key, self._epoch, self._window)
+            order = permute(order, len(documents), key, np.zeros_like(order))
+        self._window += 1
+        found = [(used, documents[number]) for used, number in enumerate(order.tolist()) if len(documents[number])]
+        self._empty = self._empty and not found
+        return before, found
+
+    def _read(self) -> list[np.ndarray]:
+        """The next documents of the epoch, at most `buffer`: one of each reader in turn, from the first reader on."""
+        found: list[np.ndarray] = []
+        turn = 0
+        while len(found) < self._buffer and self._readers:
+            turn %= len(self._readers)
+            reader = self._readers[turn]
+            if reader.documents is None:
+                reader.documents = iter(self.source.stream(int(self._order[reader.place]), reader.read))
+            document = next(reader.documents, None)
+            if document is not None:
+                found.append(_checked(document, self.source))
+                reader.read += 1
+                turn += 1
+            elif self._opened < len(self._order):
+                self._readers[turn] = _Reader(self._opened)
+                self._opened += 1
+            else:
+                del self._readers[turn]
+        return found
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._window, self._opened = epoch, 0, self._most
+        self._readers = [_Reader(place) for place in range(self._most)]
+        self._empty = False  # whether this epoch has been read from its first document on without meeting a token
+        self._order = np.arange(self.source.shards)
+        if self._shuffle and self.source.shards > 1:
+            self._order = permute(self._order, self.source.shards, self._key, np.full_like(self._order, epoch))
+
+
+class Streamed:
+    """Rows of one stream, as a packing whose samples are cut in ascending order.
+
+    Attributes:
+        source: what is read.
+        unit: tokens of a sample: the longest row of the run.
+    """
+
+    def __init__(self, source: StreamedSource, readers: int | None, unit: int, seed: object, buffer: int, shuffle: bool) -> None:
+        """`unit` is the tokens of a sample; the rest goes to `Documents`."""
+        self.source = source
+        self.unit = unit
+        self._how = (readers, seed, buffer, shuffle)
+        self.seek(0)
+
+    def seek(self, sample: int, position: Position | None = None) -> None:
+        """Continues with a sample at its position; without one, with the first document. Nothing is read before the next cut."""
+        self._documents = Documents(self.source, *self._how)
+        self._position = dict(position or self._documents.state() | {"used": 0, "offset": 0})
+        self._documents.seek(self._position)
+        self._sample = sample
+        self._last: tuple[np.ndarray, np.ndarray] | None = None
+        self._skipped, self._offset = self._position["used"], self._position["offset"]
+        self._ahead: deque[tuple[dict[str, Any], int, np.ndarray]] = deque()  # with the state before the window
         self._have = -self._offset  # tokens that lie ahead, less those of the first document that are used
-        self._opened = False
-        self._dry = 0  # times that the last part ended since a document had a token
 
-    def position(self) -> Position:
-        """Where the next row begins."""
+    def position(self) -> dict[str, Any]:
+        """Where the next sample begins."""
         if not self._ahead:
-            return [self._epoch, self._place, self._window, self._skipped, self._offset]
-        return [*self._ahead[0][0], self._offset]
+            return self._position
+        state, used, _ = self._ahead[0]
+        return state | {"used": used, "offset": self._offset}
 
-    def next(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next row: (length + 1,) token ids, and the columns of document ends in it, 1 to `length`.
+    def cut(self, numbers: np.ndarray, length: int) -> RowWindows:
+        """Rows `numbers` (N,) of `length` tokens, ascending: row n is a part of sample `n * length // unit`.
 
         Raises:
             DataError: the stream has no token, or a document is not a list of ids.
         """
-        while self._have <= length:
+        pieces = self.unit // length
+        windows, rows, columns = [], [], []
+        for row, number in enumerate(numbers.tolist()):
+            window, ends = self._sample_at(number // pieces)
+            start = number % pieces * length
+            own = ends[(ends > start) & (ends <= start + length)] - start
+            windows.append(window[start : start + length + 1])
+            rows.append(np.full(len(own), row))
+            columns.append(own)
+        return RowWindows(np.stack(windows), np.concatenate(rows), np.concatenate(columns))
+
+    def skip_to(self, sample: int) -> None:
+        """Reads over the samples before `sample`, which other ranks cut."""
+        assert sample >= self._sample, f"sample {sample} of {self.source.name} was cut before"
+        for _ in range(sample - self._sample):
             self._load()
+            self._advance()
+            self._last = None
+
+    def _sample_at(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """A sample: (unit + 1,) token ids, and the columns of document ends in it, 1 to `unit`."""
+        if self._last is None or sample != self._sample - 1:
+            self.skip_to(sample)
+            self._load()
+            self._last = self._cut()
+            self._advance()
+        return self._last
+
+    def _cut(self) -> tuple[np.ndarray, np.ndarray]:
         parts: list[np.ndarray] = []
         columns: list[int] = []
         column, offset = 0, self._offset
-        for _, document in self._ahead:
-            part = document[offset : offset + length + 1 - column]
+        for _, _, document in self._ahead:
+            part = document[offset : offset + self.unit + 1 - column]
             parts.append(part)
             column += len(part)
-            if offset + len(part) == len(document) and column <= length:
+            if offset + len(part) == len(document) and column <= self.unit:
                 columns.append(column)
             offset = 0
-            if column > length:
+            if column > self.unit:
                 break
-        self._offset += length
-        self._have -= length
-        while self._offset >= len(self._ahead[0][1]):
-            self._offset -= len(self._ahead.popleft()[1])
         return np.concatenate(parts), np.array(columns, dtype=np.int64)
 
+    def _advance(self) -> None:
+        self._sample += 1
+        self._offset += self.unit
+        self._have -= self.unit
+        while self._offset >= len(self._ahead[0][2]):
+            self._offset -= len(self._ahead.popleft()[2])
+
     def _load(self) -> None:
-        """Reads the next window."""
-        part = int(self._order()[self._place])
-        shard, stripe = part % self.source.shards, part // self.source.shards
-        if not self._opened:
-            documents = self.source.stream(shard, self._window * self._stripes + stripe)
-            self._documents = islice(documents, 0, None, self._stripes)
-            self._opened = True
-        found = [_checked(document, self.source) for document in islice(self._documents, self._buffer)]
-        base = [self._epoch, self._place, self._window]
-        order = np.arange(len(found))
-        if self._shuffle and len(found) > 1:
-            key = key_of("window", self._key, *base)
-            order = permute(order, len(found), key, np.zeros_like(order))
-        skipped, self._skipped = self._skipped, 0
-        for used, number in enumerate(order.tolist()):
-            if used >= skipped and len(found[number]):
-                self._ahead.append(([*base, used], found[number]))
-                self._have += len(found[number])
-                self._dry = 0
-        self._window += len(found)
-        if len(found) < self._buffer:  # it was the last window of its part
-            self._next_part()
-
-    def _next_part(self) -> None:
-        self._place, self._window, self._opened = self._place + 1, 0, False
-        if self._place < len(self._parts):
-            return
-        self._epoch, self._place, self._dry = self._epoch + 1, 0, self._dry + 1
-        if self._dry > 1:
-            raise DataError(f"{self.source.name}: shards {(self._parts % self.source.shards).tolist()} have no tokens")
-
-    def _order(self) -> np.ndarray:
-        if not self._shuffle or len(self._parts) == 1:
-            return self._parts
-        places = np.arange(len(self._parts))
-        return self._parts[permute(places, len(places), self._key, np.full_like(places, self._epoch))]
-
-
-class Streamed:
-    """The readers of one source, as a packing whose row number tells only which reader the row comes from."""
-
-    def __init__(self, source: StreamedSource, readers: int, unit: int, seed: object, buffer: int, shuffle: bool) -> None:
-        self.source = source
-        self.readers = readers
-        self.unit = unit
-        self._made: dict[int, Reader] = {}
-        self._how = (seed, buffer, shuffle)
-
-    def cut(self, numbers: np.ndarray, length: int) -> RowWindows:
-        """The next samples of readers `numbers // pieces` (N,): each sample is `pieces = unit / length` neighboring rows."""
-        pieces = self.unit // length
-        windows, rows, columns = [], [], []
-        for first in range(0, len(numbers), pieces):
-            window, ends = self._reader(int(numbers[first]) // pieces).next(self.unit)
-            for piece in range(pieces):
-                start = piece * length
-                own = ends[(ends > start) & (ends <= start + length)] - start
-                windows.append(window[start : start + length + 1])
-                rows.append(np.full(len(own), first + piece))
-                columns.append(own)
-        return RowWindows(np.stack(windows), np.concatenate(rows), np.concatenate(columns))
-
-    def positions(self, readers: Iterable[int]) -> dict[str, Position]:
-        """Where these readers go on."""
-        return {str(number): self._reader(number).position() for number in readers}
-
-    def seek(self, positions: Mapping[str, Position]) -> None:
-        """Continues readers at `positions`; the others begin at the beginning."""
-        self._made.clear()
-        for number, position in positions.items():
-            self._reader(int(number)).seek(list(position))
-
-    def _reader(self, number: int) -> Reader:
-        if number not in self._made:
-            seed, buffer, shuffle = self._how
-            self._made[number] = Reader(self.source, number, self.readers, seed, buffer, shuffle)
-        return self._made[number]
-
-
-def readers_for(wanted: int | None, units: Sequence[int]) -> int:
-    """The number of virtual readers: as stated, or the largest power of two up to 64 that divides the samples of every step.
-
-    Raises:
-        DataError: the stated one does not divide them.
-    """
-    if wanted is None:
-        return max(number for number in (1, 2, 4, 8, 16, 32, 64) if all(unit % number == 0 for unit in units))
-    if wrong := [unit for unit in units if unit % wanted]:
-        raise DataError(f"data.readers = {wanted} does not divide the {wrong[0]} samples of a step; choose a divisor of them")
-    return wanted
-
-
-def refuse_ranks(ranks: int, readers: int) -> None:
-    """Refuses a world that cannot share the readers.
-
-    Raises:
-        DataError: naming the legal numbers of data ranks.
-    """
-    if readers % ranks:
-        legal = ", ".join(str(number) for number in range(1, readers + 1) if readers % number == 0)
-        raise DataError(
-            f"a streamed source has {readers} virtual readers, which cannot be divided among {ranks} data ranks; legal "
-            f"numbers of data ranks are {legal}"
-        )
+        """Reads windows until the next sample and the token after it lie ahead."""
+        while self._have <= self.unit:
+            state, documents = self._documents.next()
+            self._ahead.extend((state, used, ids) for used, ids in documents if used >= self._skipped)
+            self._have += sum(len(ids) for used, ids in documents if used >= self._skipped)
+            self._skipped = 0
 
 
 def _checked(document: np.ndarray, source: StreamedSource) -> np.ndarray:

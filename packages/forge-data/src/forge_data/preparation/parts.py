@@ -12,6 +12,7 @@ Which parts there are and what is in each depends on the corpus, never on who wo
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_j
 CHUNK = 1 << 20
 """Documents are encoded in portions of about so many characters, which bounds the memory."""
 LONGEST_PIECE = 4 << 20
-"""A longer document is encoded in pieces cut after a line's end, which bounds the memory."""
+"""A longer document is encoded in pieces, which bounds the memory, where its tokenizer says at which places no id changes."""
 
 
 class Encoded(NamedTuple):
@@ -52,6 +53,7 @@ class Job:
         tokenizer_eos: id of the tokenizer's end of document.
         vocab_size: ids at or above it are an error.
         skip: broken records that may be left out, of all parts together.
+        add_special_tokens: whether documents get the tokenizer's own prefix and suffix.
     """
 
     parts: tuple[Part, ...]
@@ -61,17 +63,18 @@ class Job:
     tokenizer_eos: int | None
     vocab_size: int | None
     skip: int
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of one part. `text_bytes` is None for records of ids."""
+    """What became of one part. `text_bytes` is None for records of ids; `messages` name the records that were left out."""
 
     tokens: int
     documents: int
     text_bytes: int | None
     skipped: int
-    first_skipped: str
+    messages: list[str]
     ids: str
     ends: str
 
@@ -135,7 +138,7 @@ def write_part(directory: Path, number: int, dtype: str, portions: Iterable[Enco
             documents=len(all_ends),
             text_bytes=text_bytes if text_bytes or not tokens else None,
             skipped=skips.count,
-            first_skipped=skips.first,
+            messages=skips.messages,
             ids=digest.hexdigest(),
             ends=xxhash.xxh3_128_hexdigest(all_ends.data),
         )
@@ -170,13 +173,15 @@ def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np
 
 
 def encode(documents: Iterable[str], tokenizer: Tokenizer) -> Encoded:
-    """Token ids of whole documents, each followed by the end of document, where the tokenizer has one."""
-    closing = [] if tokenizer.eos is None else [np.array([tokenizer.eos], dtype=np.int64)]
+    """Token ids of whole documents: the tokenizer's prefix, the text, its suffix, and the end of document where it has one."""
+    end = () if tokenizer.eos is None else (tokenizer.eos,)
+    opening, closing = ([np.array(around)] if around else [] for around in (tokenizer.prefix, (*tokenizer.suffix, *end)))
+    parting = getattr(tokenizer, "parting", None)
     parts: list[np.ndarray] = []
     lengths: list[int] = []
     size = 0
     for text in documents:
-        ids = [*(tokenizer.encode(piece) for piece in pieces(text)), *closing]
+        ids = [*opening, *(tokenizer.encode(piece) for piece in pieces(text, parting)), *closing]
         length = sum(len(part) for part in ids)
         size += len(text) if text.isascii() else len(text.encode("utf-8"))
         if length:
@@ -185,14 +190,20 @@ def encode(documents: Iterable[str], tokenizer: Tokenizer) -> Encoded:
     return Encoded(np.concatenate([*parts, np.empty(0, np.int64)]), np.cumsum(lengths, dtype=np.int64), size)
 
 
-def pieces(text: str) -> Iterator[str]:
-    """A document in pieces of at most `LONGEST_PIECE` characters, cut after a line's end where there is one."""
+def pieces(text: str, parting: re.Pattern[str] | None) -> Iterator[str]:
+    """A document in pieces of about `LONGEST_PIECE` characters, or as a whole.
+
+    Args:
+        text: of the document.
+        parting: matches, without a character, where a text can be cut so that the ids of its parts are those of the whole.
+    """
     start = 0
-    while len(text) - start > LONGEST_PIECE:
-        cut = text.rfind("\n", start, start + LONGEST_PIECE) + 1
-        stop = cut if cut > start else start + LONGEST_PIECE
-        yield text[start:stop]
-        start = stop
+    while parting is not None and len(text) - start > LONGEST_PIECE:
+        found = parting.search(text, start + LONGEST_PIECE)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
     yield text[start:]
 
 

@@ -4,8 +4,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from glob import escape
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,12 @@ from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part
 from forge_data.preparation.progress import Progress
-from forge_data.sources.records.parts import Part, Records, Skips, Wanted
+from forge_data.sources.records.parts import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped, read
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.manifest import MANIFEST, VERSION
 from forge_data.store.reader import StoreSource, open_store
 from forge_data.store.writer import SHARD_TOKENS, StoreWriter, dtype_for
+from forge_data.tokenizers.adapt import identity_of
 
 SMALLEST_PART, LARGEST_PART = 4 << 20, 128 << 20
 """Bytes of input in one part: small ones spread well over workers, large ones keep their number in the thousands."""
@@ -45,14 +48,26 @@ def prepared(texts: Texts, context: SourceContext, name: str, eos: int | None = 
     tokenizer = context.tokenizer
     if tokenizer is None and not _holds_ids(texts):
         raise DataError(f"source {name!r} is text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
-    made_with = tokenizer.fingerprint if tokenizer else f"ids {eos}"
+    made_with = _made_with(texts, tokenizer) if tokenizer else f"ids {eos}"
     key = sha256(f"{VERSION} {texts.fingerprint} {made_with} {eos}".encode()).hexdigest()[:16]
     path = context.workspace / "stores" / f"{name}-{key}"
     if not (path / MANIFEST).exists():
         with locked(context.workspace):
             if not (path / MANIFEST).exists():
                 tokenize(texts, tokenizer, path, source=name, workers=context.workers, report=context.report, eos=eos)
-    return open_store(path, tokenizer)
+    store = open_store(path, tokenizer)
+    store.document_name = partial(_document_name, texts)
+    return store
+
+
+def _document_name(texts: Texts, number: int) -> str:
+    """What a corpus calls one of its documents: mostly its file and where it begins there. For messages: it reads up to it."""
+    if isinstance(texts, Records):
+        skips = Skips(texts.skip)
+        documents = (document for part in texts.parts(LARGEST_PART) for document in read(part, texts.wanted, skips))
+    else:
+        documents = iter(texts)
+    return next((name for name, _ in islice(documents, number, None)), f"document {number} of the prepared store")
 
 
 def tokenize(
@@ -96,7 +111,7 @@ def tokenize(
     with _crew(texts, tokenizer, directory, job, workers, processes, todo) as (work, stop):
         pool.run(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
         parts = [finished(directory, number) for number in range(len(job.parts))]
-        skipped = _skipped(parts, job.skip, report)
+        skipped = _skipped(parts, job.skip, path, report)
         note = f"{source}, {skipped} broken records left out" if skipped else source
         with StoreWriter(
             path, dtype=job.dtype, tokenizer=tokenizer, source=note, shard_tokens=shard_tokens, request=request
@@ -128,6 +143,7 @@ def _job(texts: Texts, tokenizer: Tokenizer | None, eos: int | None) -> Job:
         dtype=dtype_for(vocabulary or 1 << 32),
         eos=eos,
         tokenizer_eos=tokenizer.eos if tokenizer else None,
+        add_special_tokens=tokenizer is not None and bool(tokenizer.prefix or tokenizer.suffix),
         vocab_size=vocabulary,
         skip=records.skip if records else 0,
     )
@@ -137,11 +153,16 @@ def _holds_ids(texts: Texts) -> bool:
     return isinstance(texts, Records) and texts.wanted.ids
 
 
+def _made_with(texts: Texts, tokenizer: Tokenizer) -> str:
+    """What the ids of documents depend on besides them; ids that they hold are copied."""
+    return tokenizer.fingerprint if _holds_ids(texts) else identity_of(tokenizer)
+
+
 def _work_directory(path: Path, texts: Texts, job: Job, tokenizer: Tokenizer | None) -> Path:
     """Where the parts of this very job are kept: of the same corpus, cut the same way, for the same tokenizer."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} exists and is not empty; choose another directory or remove this one")
-    made_with = tokenizer.fingerprint if tokenizer else ""
+    made_with = _made_with(texts, tokenizer) if tokenizer else ""
     # The fingerprint knows the content of the files; their times say nothing about it.
     parts = [(part.start, part.stop, *(file.name for file in part.files)) for part in job.parts]
     key = sha256(f"{replace(job, skip=0, parts=())} {parts} {texts.fingerprint} {made_with}".encode()).hexdigest()[:16]
@@ -187,19 +208,24 @@ def _restorable(tokenizer: Tokenizer | None, job: Job) -> bool:
     if job.wanted.ids or tokenizer is None:
         return True
     try:
-        return restore(tokenizer.dump(), tokenizer.eos, tokenizer.name).fingerprint == tokenizer.fingerprint
+        again = restore(tokenizer.dump(), tokenizer.eos, tokenizer.name, job.add_special_tokens)
+        return identity_of(again) == identity_of(tokenizer)
     except DataError:
         return False
 
 
-def _skipped(parts: list[Done | None], budget: int, report: Callable[[str], None]) -> int:
+def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable[[str], None]) -> int:
     done = [part for part in parts if part is not None]
     skipped = sum(part.skipped for part in done)
-    first = next((part.first_skipped for part in done if part.skipped), "")
+    messages = [message for part in done for message in part.messages][:LISTED]
     if skipped > budget:
-        raise DataError(f"{skipped} records are broken, and `skip` allows {budget}; the first: {first}")
-    if skipped:
-        report(f"left out {skipped} broken records; the first: {first}")
+        named = "".join(f"\n  {message}" for message in messages[1:SHOWN])
+        raise DataError(f"{skipped} records are broken, and `skip` allows {budget}; the first: {messages[0]}{named}")
+    if messages:
+        try:
+            name_skipped(f"{skipped} broken records", messages, path, report)
+        except OSError as error:
+            raise DataError(f"{path.parent} cannot be written: {error.strerror}; choose another directory") from error
     return skipped
 
 

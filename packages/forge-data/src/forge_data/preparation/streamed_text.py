@@ -16,6 +16,7 @@ from forge_core.protocols.data import Tokenizer
 from forge_data.preparation.parts import encode
 from forge_data.sources.records import huggingface
 from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read
+from forge_data.tokenizers.adapt import identity_of
 
 
 class StreamedRecords:
@@ -37,7 +38,7 @@ class StreamedRecords:
         self.name = records.what
         self.vocab_size = tokenizer.vocab_size if tokenizer else None
         self.tokenizer = tokenizer.fingerprint if tokenizer else None
-        self.fingerprint = sha256(f"stream {records.fingerprint} {self.tokenizer} {eos}".encode()).hexdigest()
+        self.fingerprint = self._documents.fingerprint(records.fingerprint)
         self._files = [file for file in records.files if file.size]
         self._skip = records.skip
         self.shards = len(self._files)
@@ -116,7 +117,7 @@ class StreamedDataset:
         self._documents = _Tokens(self._texts.wanted, tokenizer, eos, self.name)
         self.vocab_size = tokenizer.vocab_size if tokenizer else None
         self.tokenizer = tokenizer.fingerprint if tokenizer else None
-        self.fingerprint = sha256(f"stream {self._texts.fingerprint} {self.tokenizer} {eos}".encode()).hexdigest()
+        self.fingerprint = self._documents.fingerprint(self._texts.fingerprint)
         self.shards = self._texts.shards
 
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
@@ -134,6 +135,12 @@ class _Tokens:
         self.wanted = wanted
         self._tokenizer = tokenizer
         self._eos = eos
+
+    def fingerprint(self, texts: str) -> str:
+        """Of the stream of the documents that have the fingerprint `texts`."""
+        tokenizer = self._tokenizer
+        made_with = None if tokenizer is None else tokenizer.fingerprint if self.wanted.ids else identity_of(tokenizer)
+        return sha256(f"stream {texts} {made_with} {self._eos}".encode()).hexdigest()
 
     def of(self, name: str, content: "str | np.ndarray") -> np.ndarray:
         """(tokens,) int64.

@@ -22,7 +22,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     job = read_job(directory)
     content = directory / "tokenizer.json"
-    tokenizer = None if job.wanted.ids else restore(content.read_bytes(), job.tokenizer_eos, str(content))
+    tokenizer = None if job.wanted.ids else restore(content.read_bytes(), job.tokenizer_eos, str(content), job.add_special_tokens)
     for line in sys.stdin:
         try:
             answer = {"done": asdict(tokenize_part(directory, job, int(line), tokenizer))}

@@ -58,8 +58,10 @@ def find(path: str, suffixes: Sequence[str], what: str) -> list[File]:
         what: a word for messages, such as "text".
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or the path is empty.
     """
+    if not path.strip():
+        raise DataError(f"the path of {what} files is empty; '.' is the working directory")
     found = remote.list_files(path, suffixes) if is_url(path) else local.list_files(path, suffixes, what)
     if not found:
         raise DataError(f"{path} matches no {what} file; in a directory, Forge looks for {', '.join(suffixes)}")

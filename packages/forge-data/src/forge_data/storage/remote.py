@@ -7,6 +7,7 @@ between runs.
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -16,6 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from forge_core.errors import DataError
+from forge_core.redact import redacted_url
 from forge_data.storage.file import File
 
 _BLOCK = 1 << 24
@@ -108,7 +110,8 @@ def cache() -> Path:
 
 def _place(file: File) -> Path:
     key = sha256(f"{file.where}\n{file.size}\n{file.stamp}".encode()).hexdigest()
-    return cache() / "files" / key[:2] / f"{key[2:34]}-{file.where.rpartition('/')[2]}"
+    name = redacted_url(file.where).rpartition("/")[2]
+    return cache() / "files" / key[:2] / f"{key[2:34]}-{re.split(r'[?#;]', name)[0]}"  # what follows them may be a secret
 
 
 def _file(system: Any, name: str, info: dict[str, Any], base: str) -> File:

@@ -48,12 +48,13 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class TokenizerEntry:
-    """Which tokenizer made the tokens."""
+    """Which tokenizer made the tokens. `add_special_tokens`: whether documents have its own prefix and suffix."""
 
     name: str
     sha256: str
     vocab_size: int
     eos: int | None
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ class Manifest:
         return sha256("\n".join(parts).encode()).hexdigest()
 
     def as_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        content = asdict(self)
+        if self.tokenizer is not None and not self.tokenizer.add_special_tokens:
+            del content["tokenizer"]["add_special_tokens"]  # as in stores that were written before there was the key
+        return json.dumps({"format": FORMAT, "version": VERSION, **content}, indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -1,6 +1,7 @@
 """Reads a token store through memory maps; opening reads the manifest, the sizes of all files, and samples of them."""
 
 import io
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class StoreSource:
         """
         self.path = path
         self.name = str(path)
+        self.document_name: Callable[[int], str] | None = None  # of a document by its number, where the corpus is known
         self.manifest: Manifest = read_manifest(path)
         self.tokens = self.manifest.tokens
         self.documents = self.manifest.documents
@@ -178,8 +180,10 @@ def open_store(path: str | Path, tokenizer: Tokenizer | None = None) -> StoreSou
     """Opens a store and, where a tokenizer is given, refuses tokens that another one made.
 
     Raises:
-        DataError: see `StoreSource`; or the tokenizers differ.
+        DataError: see `StoreSource`; or the tokenizers differ, or the path is empty.
     """
+    if not str(path).strip():
+        raise DataError("the path of a store is empty; '.' is the working directory")
     store = StoreSource(Path(path))
     entry = store.manifest.tokenizer
     if tokenizer is not None and entry is not None and entry.sha256 != tokenizer.fingerprint:

@@ -117,7 +117,10 @@ class StoreWriter:
         if not self._shards:
             raise DataError(f"{self.source or self.path} has no documents; nothing to store")
         tokenizer = self.tokenizer
-        entry = TokenizerEntry(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos) if tokenizer else None
+        entry = None
+        if tokenizer is not None:
+            around = bool(tokenizer.prefix or tokenizer.suffix)
+            entry = TokenizerEntry(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos, around)
         try:
             if tokenizer is not None:
                 _durable(self.partial / TOKENIZER, tokenizer.dump())

@@ -1,8 +1,9 @@
 """Byte-level byte-pair encoding with the `tokenizers` library: trained once and kept, or loaded."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,9 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts
 from forge_data.sources.records.text import text_files
 from forge_data.storage.workspace_lock import locked
-from forge_data.tokenizers.cached_bpe import Words, cuts_into_words
+from forge_data.tokenizers.cached_bpe import PARTING, Words, cuts_into_words
+from forge_data.tokenizers.control import Controlled, load_backend, text_makes_controls
+from forge_data.tokenizers.pieces import Pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -40,39 +43,63 @@ class BpeSettings:
 
 
 class BpeTokenizer:
-    """A tokenizer of the `tokenizers` library; text that spells its special tokens is encoded as ordinary text."""
+    """A tokenizer of the `tokenizers` library. In `encode`, text that spells its special tokens is ordinary text.
+
+    Attributes:
+        prefix, suffix: what the post-processor of its file puts around a text; `suffix` is without the end of a document.
+        parting: where a text can be cut so that no id changes; None where nothing says.
+        revision: 2 where `encode` made control tokens of ordinary text before.
+    """
 
     name = "bpe"
 
-    def __init__(self, content: bytes, eos: str = "<|endoftext|>", where: str = "tokenizer.json") -> None:
-        """Reads the content of a `tokenizer.json`; `where` names it in messages.
+    def __init__(
+        self, content: bytes, eos: str = "<|endoftext|>", where: str = "tokenizer.json", add_special_tokens: bool = True
+    ) -> None:
+        """Reads the content of a `tokenizer.json`.
+
+        Args:
+            content: of the file.
+            eos: the token that ends a document.
+            where: names it in messages.
+            add_special_tokens: whether `prefix` and `suffix` are those of the file, or empty.
 
         Raises:
             DataError: it is not such a file, or has no token `eos`.
         """
-        from tokenizers import Tokenizer as Backend
-
         self._content = content
-        try:
-            self._backend: Backend = Backend.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception for anything that it cannot read
-            raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
+        self._backend = load_backend(content, where)
         self._backend.encode_special_tokens = True
-        self._backend.no_padding()
-        self._backend.no_truncation()
         self.eos: int | None = self._backend.token_to_id(eos)
         if self.eos is None:
             raise DataError(f"{where} has no token {eos!r}; set data.tokenizer.eos to its end-of-document token")
         self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = sha256(content).hexdigest()
-        self._words = Words(self._backend) if cuts_into_words(json.loads(content)) else None
+        self.prefix, self.suffix = _around(self._backend, self.eos) if add_special_tokens else ((), ())
+        parsed = json.loads(content)
+        self._makes_controls = text_makes_controls(parsed, eos)
+        self.special_tokens: Mapping[str, str] = {"eos_token": eos}
+        self.revision = 2 if self._makes_controls else 1
+        self._words = Words(self._backend) if cuts_into_words(parsed) and not self._makes_controls else None
+        self.parting = PARTING if self._words is not None else None
+        self._controlled = cache(lambda: Controlled(content, eos, where))
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64, without special tokens."""
         if self._words is not None:
             return self._words.encode(text)
+        if self._makes_controls:
+            return np.array(self._controlled().encode_ordinary(text), dtype=np.int64)
         # The batched form gives the same ids without computing the offset of each token: about a third less time.
         return np.array(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.int64)
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """See `forge_core.protocols.data.Tokenizer`: the ids are those of transformers for the whole text."""
+        if self._words is not None and _are_apart(pieces, cuts):
+            parts = [self._words.encode(text) for text, _ in pieces]
+            numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            return np.concatenate([np.empty(0, dtype=np.int64), *parts]), np.stack([numbers, numbers], axis=1)
+        return self._controlled().encode(Pieces(pieces, cuts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out."""
@@ -82,7 +109,35 @@ class BpeTokenizer:
         return self._content
 
 
-def load(path: str, eos: str) -> BpeTokenizer:
+def _are_apart(pieces: Sequence[tuple[str, bool]], cuts: Sequence[int]) -> bool:
+    """Whether there is only untrusted text, and a cut between any two pieces, as in a text with images."""
+    parted = {0, *cuts}
+    joined = False
+    for number, (text, trusted) in enumerate(pieces):
+        joined = joined and number not in parted
+        if text and (trusted or joined):
+            return False
+        joined = joined or bool(text)
+    return True
+
+
+def _around(backend: "Backend", eos: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that the library puts before and after a text."""
+    for text in ("a", *backend.get_vocab()):  # some vocabularies cannot write the first
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # noqa: BLE001 (the library raises it for what a vocabulary cannot write)
+            continue
+        if places := [place for place, sequence in enumerate(encoding.sequence_ids) if sequence is not None]:
+            break
+    else:
+        return (), ()
+    first, last = places[0], places[-1] + 1
+    before, after = tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
+    return before, after[:-1] if after[-1:] == (eos,) else after
+
+
+def load(path: str, eos: str, add_special_tokens: bool = True) -> BpeTokenizer:
     """The tokenizer in a file.
 
     Raises:
@@ -92,7 +147,30 @@ def load(path: str, eos: str) -> BpeTokenizer:
         content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
-    return BpeTokenizer(content, eos, path)
+    tokenizer = BpeTokenizer(content, eos, path, add_special_tokens)
+    tokenizer.special_tokens = dict(tokenizer.special_tokens) | (named_tokens(Path(path).parent) or {})
+    return tokenizer
+
+
+def named_tokens(folder: Path) -> dict[str, str] | None:
+    """The special tokens that a folder of transformers names, such as `bos_token`; None where it has no file that does.
+
+    Raises:
+        DataError: such a file is not valid JSON.
+    """
+    files = [path for name in ("special_tokens_map.json", "tokenizer_config.json") if (path := folder / name).is_file()]
+    found: dict[str, str] = {}
+    for path in files:
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not valid JSON: {error}; restore or remove it") from error
+        settings = settings if isinstance(settings, dict) else {}
+        more = settings.get("extra_special_tokens")
+        values = settings | (more if isinstance(more, dict) else {})
+        spelled = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+        found |= {name: value for name, value in spelled.items() if name.endswith("_token") and isinstance(value, str)}
+    return found if files else None
 
 
 def train(settings: BpeSettings, context: SourceContext) -> BpeTokenizer:

@@ -1,10 +1,14 @@
 """UTF-8 bytes as tokens."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 
 import numpy as np
+
+from forge_data.tokenizers.pieces import Pieces, characters_of
 
 
 class ByteTokenizer:
@@ -14,6 +18,11 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eos: int | None = 256
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    parting = re.compile("")
+    """A text can be cut anywhere."""
 
     def __init__(self) -> None:
         self.fingerprint = sha256(self.dump()).hexdigest()
@@ -21,6 +30,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """(bytes,) int64."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """See `forge_core.protocols.data.Tokenizer`. No text spells a control token."""
+        whole = Pieces(pieces, cuts)
+        ids = self.encode(whole.text)
+        return ids, whole.places(*characters_of(whole.text, np.ones(len(ids), dtype=np.int64)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; the end of a document is left out, broken characters become U+FFFD."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _WORD = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 """What `ByteLevel` of the tokenizers library cuts by, that of GPT-2 (Radford et al., 2019), for ASCII."""
-_PARTING = re.compile(r"(?<=[!-~])(?=\n)")
+PARTING = re.compile(r"(?<=[!-~])(?=\n)")
+"""Where a text can be cut so that the ids of its parts are those of the whole."""
 _MOST = 1 << 18
 """Words whose ids are kept, about 40 MB."""
 _LONGEST = 64
@@ -86,7 +87,7 @@ class Words:
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
     """The text in order, cut into longest stretches of lines that are ASCII and of lines that are not."""
-    for ascii_only, lines in groupby(_PARTING.split(text), key=str.isascii):
+    for ascii_only, lines in groupby(PARTING.split(text), key=str.isascii):
         yield "".join(lines), ascii_only
 
 

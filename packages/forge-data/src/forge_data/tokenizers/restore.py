@@ -8,13 +8,15 @@ from forge_data.tokenizers import sentencepiece, tiktoken
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 
-def restore(content: bytes, eos: int | None, where: str) -> Tokenizer:
+def restore(content: bytes, eos: int | None, where: str, add_special_tokens: bool = True) -> Tokenizer:
     """The tokenizer whose `dump` is `content`.
 
     Args:
         content: a JSON file: one of Forge's kinds, or a `tokenizer.json` of the `tokenizers` library.
         eos: id of the end of document, which a `tokenizer.json` does not say.
         where: names it in messages.
+        add_special_tokens: whether `prefix` and `suffix` are what a `tokenizer.json` puts around a text; our own kinds of
+            files say that themselves.
 
     Raises:
         DataError: it is none of these.
@@ -33,10 +35,10 @@ def restore(content: bytes, eos: int | None, where: str) -> Tokenizer:
             return sentencepiece.restore(parsed, where)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where} is a damaged tokenizer: {type(error).__name__} {error}") from error
-    return _backend(content, eos, where)
+    return _backend(content, eos, where, add_special_tokens)
 
 
-def _backend(content: bytes, eos: int | None, where: str) -> Tokenizer:
+def _backend(content: bytes, eos: int | None, where: str, add_special_tokens: bool) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     from forge_data.tokenizers.bpe import BpeTokenizer
@@ -45,4 +47,4 @@ def _backend(content: bytes, eos: int | None, where: str) -> Tokenizer:
         name = Backend.from_str(content.decode("utf-8")).id_to_token(eos) if eos is not None else None
     except Exception as error:  # the library raises bare Exception for anything that it cannot read
         raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
-    return BpeTokenizer(content, name or "", where)
+    return BpeTokenizer(content, name or "", where, add_special_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
+from forge_data.tokenizers.pieces import Encoded, Pieces
 
 KIND = "forge-sentencepiece"
 
@@ -19,13 +20,14 @@ class SentencePieceTokenizer:
 
     name = "sentencepiece"
 
-    def __init__(self, model: bytes, eos: str | int | None, where: str) -> None:
+    def __init__(self, model: bytes, eos: str | int | None, where: str, begins: bool = False, ends: bool = False) -> None:
         """Reads the content of a `.model` file.
 
         Args:
             model: its bytes.
             eos: piece or id that ends a document; None is the model's own.
             where: names it in messages.
+            begins, ends: whether the model's own BOS and EOS stand around a text, which a model does not say itself.
 
         Raises:
             DataError: sentencepiece is not installed, this is not a model, or it lacks the piece.
@@ -43,20 +45,54 @@ class SentencePieceTokenizer:
             raise DataError(f"{where} is not a sentencepiece model: it is empty")
         self.vocab_size: int = self._processor.get_piece_size()
         self.eos: int | None = self._end(eos, where)
+        self._around = (begins, ends)
+        bos, end = self._processor.bos_id(), self._processor.eos_id()
+        self.prefix: tuple[int, ...] = (bos,) if begins and bos >= 0 else ()
+        self.suffix: tuple[int, ...] = (end,) if ends and end >= 0 and end != self.eos else ()
+        named = {
+            "bos_token": bos,
+            "eos_token": self.eos,
+            "unk_token": self._processor.unk_id(),
+            "pad_token": self._processor.pad_id(),
+        }
+        self.special_tokens: Mapping[str, str] = {
+            name: self._processor.id_to_piece(index) for name, index in named.items() if 0 <= index < self.vocab_size
+        }
+        special = (index for index in range(self.vocab_size) if self._special(index))
+        self._controls: dict[str, int] = {self._processor.id_to_piece(index): index for index in special}
         self.fingerprint = sha256(self.dump()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64, without begin and end."""
         return np.array(self._processor.encode(text, add_bos=False, add_eos=False), dtype=np.int64)
 
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """See `forge_core.protocols.data.Tokenizer`. A text behind a control piece begins as each text of the model does."""
+        return Pieces(pieces, cuts).encode(self._controls, self._encode_text)
+
+    def _encode_text(self, text: str) -> Encoded:
+        ids = self.encode(text)
+        try:
+            offsets = self._processor.encode(text, add_bos=False, add_eos=False, return_type="offset_mapping")["offsets"]
+        except TypeError:  # the library before 0.2.2
+            older: Any = self._processor
+            found = older.encode(text, out_type="immutable_proto", add_bos=False, add_eos=False)
+            offsets = [(piece.begin, piece.end) for piece in found.pieces]
+        places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        return ids, places[:, 0], places[:, 1]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; control pieces are left out."""
         return self._processor.decode([int(index) for index in ids])
 
     def dump(self) -> bytes:
-        """The model and its end of document as JSON."""
-        content = {"type": KIND, "version": 1, "eos": self.eos, "model": b64encode(self._model).decode()}
+        """The model, its end of document and what stands around a text as JSON."""
+        content: dict[str, Any] = {"type": KIND, "version": 1, "eos": self.eos, "model": b64encode(self._model).decode()}
+        content |= {"begins": self._around[0], "ends": self._around[1]} if any(self._around) else {}
         return (json.dumps(content, sort_keys=True) + "\n").encode()
+
+    def _special(self, index: int) -> bool:
+        return self._processor.is_control(index) or self._processor.is_unknown(index)
 
     def _end(self, eos: str | int | None, where: str) -> int:
         if isinstance(eos, int):
@@ -72,8 +108,10 @@ class SentencePieceTokenizer:
         return found
 
 
-def load(path: str, eos: str | None) -> SentencePieceTokenizer:
+def load(path: str, eos: str | None, add_special_tokens: bool = True) -> SentencePieceTokenizer:
     """The model in a file.
+
+    What stands around a text is said by `add_bos_token` and `add_eos_token` of the `tokenizer_config.json` next to it.
 
     Raises:
         DataError: it cannot be read.
@@ -82,9 +120,23 @@ def load(path: str, eos: str | None) -> SentencePieceTokenizer:
         content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error.strerror}") from error
-    return SentencePieceTokenizer(content, eos, path)
+    settings = _settings(Path(path).with_name("tokenizer_config.json")) if add_special_tokens else {}
+    return SentencePieceTokenizer(
+        content, eos, path, settings.get("add_bos_token") is True, settings.get("add_eos_token") is True
+    )
 
 
 def restore(content: Mapping[str, Any], where: str) -> SentencePieceTokenizer:
     """The tokenizer of a parsed `dump`."""
-    return SentencePieceTokenizer(b64decode(content["model"], validate=True), content["eos"], where)
+    model = b64decode(content["model"], validate=True)
+    return SentencePieceTokenizer(model, content["eos"], where, content.get("begins", False), content.get("ends", False))
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}; restore or remove it") from error
+    return settings if isinstance(settings, Mapping) else {}

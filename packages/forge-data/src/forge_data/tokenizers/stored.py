@@ -19,7 +19,7 @@ def tokenizer_of(store: StoreSource) -> Tokenizer | None:
     path = Path(store.path) / TOKENIZER
     if entry is None or not path.exists():
         return None
-    tokenizer = restore(path.read_bytes(), entry.eos, str(path))
+    tokenizer = restore(path.read_bytes(), entry.eos, str(path), entry.add_special_tokens)
     if tokenizer.fingerprint != entry.sha256:
         raise DataError(f"{path} is not the tokenizer that the manifest names (sha256 {entry.sha256[:12]}); restore the file")
     return tokenizer

@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
+from forge_data.tokenizers.pieces import Encoded, Pieces, characters_of
 
 KIND = "forge-tiktoken"
 
 
 class TiktokenTokenizer:
-    """An encoding; text that spells its special tokens is encoded as ordinary text."""
+    """An encoding. In `encode`, text that spells its special tokens is ordinary text. It puts nothing around a text."""
+
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
 
     def __init__(self, name: str, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int], eos: str) -> None:
         """
@@ -39,12 +43,22 @@ class TiktokenTokenizer:
         self._parts = (pattern, dict(ranks), dict(special), eos)
         self._encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special))
         self.eos: int | None = special[eos]
+        self.special_tokens: Mapping[str, str] = {"eos_token": eos}
         self.vocab_size: int = self._encoding.max_token_value + 1
         self.fingerprint = sha256(self.dump()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64, without special tokens."""
         return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]], cuts: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """See `forge_core.protocols.data.Tokenizer`."""
+        return Pieces(pieces, cuts).encode(self._parts[2], self._encode_text)
+
+    def _encode_text(self, text: str) -> Encoded:
+        ids = self.encode(text)
+        sizes = [len(token) for token in self._encoding.decode_tokens_bytes(ids.tolist())]
+        return ids, *characters_of(text, np.array(sizes, dtype=np.int64))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
-from forge_core.component import FREE, IDENTITY, Component, Slot
+from forge_core.component import FREE, IDENTITY, Component, Place, Slot
 from forge_core.features import Feature
 from forge_core.specs import Outline
 from forge_models.components.attentions import GQA
@@ -83,7 +83,7 @@ class Decoder(Component):
     """Norm of each part of a block, and before the head."""
     mtp: Annotated[MTP | None, Feature("mtp", unless=None, plane="model")] = None
     """Multi-token prediction in training; only the next token is predicted when absent."""
-    from_hf: Annotated[str | None, FREE] = None
+    from_hf: Annotated[str | None, FREE, Place] = None
     """Folder in the Hugging Face format whose weights a run starts from; keys that are absent here are those of its
     config.json."""
 

@@ -49,6 +49,9 @@ class KVCache:
         self.kept: dict[str, Tensor] = {}
         """What a model keeps from one forward to the next besides keys and values."""
         self.slots = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        self.lengths: list[int] | None = None
+        """Tokens of each row that belong to its text: what lies behind is padding. None = all. No result depends on them; what
+        reads inner values leaves padding out."""
 
     def advance(self, positions: Tensor | None, length: int) -> Tensor:
         """Begins a forward over `length` more tokens; returns their positions (B, T).

@@ -11,6 +11,8 @@ from torch import Tensor
 from forge_models.decoder import Decoder
 from forge_models.generation.cache import KVCache
 from forge_models.generation.sampling import GREEDY, GenerationError, Sampler, Sampling
+from forge_models.generation.text import NewText, texts_of
+from forge_models.generation.text import before_stop as before_stop  # part of this module's interface
 
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -37,8 +39,9 @@ def generate(
         sampling: how each token is chosen.
         max_tokens: new tokens of a row at most.
         eos: id or ids at which a row stops.
-        stop: text or texts at which a row stops; the token that completes one is the row's last. See `before_stop`.
-        decode: new tokens of a row -> their text; needed by `stop`.
+        stop: text or texts at which a row stops, in the text that new tokens add to the prompt (`generation.text.NewText`); the
+            token that completes one is the row's last. See `generation.text.before_stop`.
+        decode: tokens -> their text; needed by `stop`.
         prefill: prompt tokens taken at once at most; None = all. It bounds memory and changes no result.
         on_token: called with (row, token) for each new token.
         agree: tokens (B,) that this process chose -> those that all processes take, where several hold the model together.
@@ -81,15 +84,9 @@ def stream(
         raise GenerationError(
             f"prefill {prefill} takes a prompt in portions, and {', '.join(sorted(inputs))} come whole; leave it out"
         )
-    ends = ends_of(eos, stop, decode)
+    ends = ends_of(prompts, eos, stop, decode)
     rows = [list(prompt) for prompt in prompts]
     return _steps(model, rows, max_tokens, Sampler(sampling), ends, prefill, agree, inputs or {})
-
-
-def before_stop(text: str, stop: str | Sequence[str]) -> str:
-    """`text` up to where the first of the stop texts begins."""
-    places = [text.find(end) for end in _texts(stop)]
-    return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
 def _steps(
@@ -97,7 +94,7 @@ def _steps(
     prompts: list[list[int]],
     max_tokens: int,
     sampler: Sampler,
-    ends: Callable[[list[int]], bool],
+    ends: Callable[[int, list[int]], bool],
     prefill: int | None,
     agree: Callable[[Tensor], Tensor] | None,
     inputs: Mapping[str, Tensor],
@@ -106,6 +103,7 @@ def _steps(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = max(len(prompt) for prompt in prompts)
     cache = model.new_cache(len(prompts), longest + max_tokens)
+    _tell(cache, known := [len(prompt) for prompt in prompts])
     # A shorter row is filled up with token 0; the cache's rule "slot = position" keeps these out of every result.
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
     logits = _prefill(model, tokens, lengths, cache, prefill or longest, inputs)
@@ -125,10 +123,17 @@ def _steps(
             row.append(token)
         if seen is not None:
             seen.scatter_(1, chosen.to(device).unsqueeze(1), True)
-        running = [runs and not ends(row) for row, runs in zip(rows, running, strict=True)]
+        running = [runs and not ends(index, row) for index, (row, runs) in enumerate(zip(rows, running, strict=True))]
         if not any(running) or step + 1 == max_tokens:
             return
+        _tell(cache, known := [length + runs for length, runs in zip(known, running, strict=True)])
         logits = _forward(model, chosen.to(device).unsqueeze(1), (lengths + step).unsqueeze(1), cache)[:, 0]
+
+
+def _tell(cache: KVCache | Mapping[int, KVCache], lengths: list[int]) -> None:
+    """Tells the cache, or those of the stages of a pipeline, which tokens of each row are no padding."""
+    for part in cache.values() if isinstance(cache, Mapping) else (cache,):
+        part.lengths = lengths
 
 
 def _prefill(model: Decoder, tokens: Tensor, lengths: Tensor, cache: KVCache, chunk: int, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -172,28 +177,28 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
 def ends_of(
-    eos: int | Collection[int] | None, stop: str | Sequence[str], decode: Callable[[list[int]], str] | None
-) -> Callable[[list[int]], bool]:
-    """Whether a row of new tokens has come to its end with the last one."""
+    prompts: Sequence[Sequence[int]],
+    eos: int | Collection[int] | None,
+    stop: str | Sequence[str],
+    decode: Callable[[list[int]], str] | None,
+) -> Callable[[int, list[int]], bool]:
+    """Whether the new tokens of a prompt, given by its index, have come to their end with the last one."""
     tokens = frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
-    texts = _texts(stop)
+    texts = texts_of(stop)
     if not all(texts):
         raise GenerationError("a stop text is empty; every row would stop at once")
     if texts and decode is None:
         raise GenerationError("stop texts need decode, the function from tokens to text")
+    added = [NewText(decode, prompt) for prompt in prompts] if texts and decode is not None else []
 
-    def ends(row: list[int]) -> bool:
-        if row[-1] in tokens:
+    def ends(index: int, new: list[int]) -> bool:
+        if new[-1] in tokens:
             return True
-        if decode is None or not texts:
+        if not added:
             return False
-        # The whole row: a stop text may span tokens, and one character may need several of them.
-        text = decode(row)
+        # All new tokens: a stop text may span tokens, and one character may need several of them.
+        text = added[index](new)
         return any(end in text for end in texts)
 
     return ends

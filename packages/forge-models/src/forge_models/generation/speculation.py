@@ -74,7 +74,7 @@ def speculate(
     if model.cache_limit is not None:
         raise GenerationError("speculation does not support dynamic rope scaling; generate without it")
     return _Rounds(model, [list(prompt) for prompt in prompts], max_tokens, prefill, Tally() if tally is None else tally).run(
-        ends_of(eos, stop, decode)
+        ends_of(prompts, eos, stop, decode)
     )
 
 
@@ -96,11 +96,11 @@ class _Rounds:
         self.streams: Tensor | None = None
         self.room = room
 
-    def run(self, ends: Callable[[list[int]], bool]) -> Iterator[list[list[int]]]:
+    def run(self, ends: Callable[[int, list[int]], bool]) -> Iterator[list[list[int]]]:
         """Rounds until every row has stopped."""
         found = [[token] for token in self._prompts()]
         while True:
-            made = [self._taken(row, tokens, ends) for row, tokens in zip(self.rows, found, strict=True)]
+            made = [self._taken(index, tokens, ends) for index, tokens in enumerate(found)]
             yield made
             if not any(row.runs for row in self.rows):
                 return
@@ -113,13 +113,13 @@ class _Rounds:
                 self._draft(before)
                 found = self._verified()
 
-    def _taken(self, row: _Row, found: list[int], ends: Callable[[list[int]], bool]) -> list[int]:
+    def _taken(self, index: int, found: list[int], ends: Callable[[int, list[int]], bool]) -> list[int]:
         """The tokens of `found` up to the row's end, which are its newest ones then."""
-        taken: list[int] = []
+        row, taken = self.rows[index], list[int]()
         for token in found if row.runs else ():
             row.new.append(token)
             taken.append(token)
-            if ends(row.new) or len(row.new) == self.max_tokens:
+            if ends(index, row.new) or len(row.new) == self.max_tokens:
                 row.runs = False
                 break
         self.tally.tokens += len(taken)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_core.errors import BrokenPlugin
 from forge_core.machine.memory import available_memory
 from forge_core.protocols.convert import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
@@ -11,7 +12,7 @@ from forge_core.terminal.quantities import size
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
-from forge_models.hf.reader import Folder
+from forge_models.hf.reader import Folder, unknown_kind
 from forge_models.hf.writer import write
 
 if TYPE_CHECKING:
@@ -70,7 +71,12 @@ def opened(path: Path, loader: str) -> Any:
     except ImportError:
         return "transformers is not installed"
     model = getattr(transformers, loader).from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        path,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation="eager",
+        trust_remote_code=False,  # else a terminal is asked whether the folder's code may run
     )
     # grouped products need widths that are multiples of 16 bytes
     model.config.get_text_config()._experts_implementation = "eager"
@@ -78,11 +84,18 @@ def opened(path: Path, loader: str) -> Any:
 
 
 def _other(path: Path) -> HfModel | None:
-    """Who reads a folder that holds something else than a decoder of text; None where the families do."""
-    kind = read_config(path).get("model_type")
-    registry = Registry()
-    if not isinstance(kind, str) or kind in FAMILIES or kind not in registry.names(GROUP):
+    """Who reads a folder that holds something else than a decoder of text; None where the families do.
+
+    Raises:
+        Unsupported: nobody does.
+    """
+    values = read_config(path)
+    kind, registry = values.get("model_type"), Registry()
+    if isinstance(kind, str) and kind in FAMILIES:
         return None
+    others = registry.names(GROUP)
+    if not isinstance(kind, str) or kind not in others:
+        raise unknown_kind(values, str(path / CONFIG), others)
     return registry.load(GROUP, kind)().build()
 
 
@@ -103,7 +116,12 @@ def _chosen(weights: Weights, wanted: str | None) -> HfModel:
     order = [wanted] if wanted is not None else [*([first] if first in known else []), *known]
     reasons, asked = [], []
     for name in dict.fromkeys(order):
-        component = registry.load(GROUP, name)
+        try:
+            component = registry.load(GROUP, name)
+        except BrokenPlugin:  # one that nobody asked for stops nothing
+            if name in (wanted, first):
+                raise
+            continue
         model: HfModel = component().build()
         found = model.misfits(weights)
         if not found and name not in (wanted, first) and getattr(component, "own_code", False):

@@ -52,13 +52,19 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
-        raise Unsupported(f"{where}: model_type {kind!r} is not implemented{code}; implemented are {', '.join(FAMILIES)}")
+        raise unknown_kind(values, where)
     family = FAMILIES[kind]
     architectures = values.get("architectures")
     if architectures and architectures != [family.architecture]:
         raise Unsupported(f"{where}: architectures {architectures} is not implemented; only {family.architecture} is")
     return family
+
+
+def unknown_kind(values: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Unsupported:
+    """The error for a `model_type` that nothing reads; `others` are kinds that are read besides the families of this package."""
+    code = " (the code that auto_map names is never run)" if values.get("auto_map") else ""
+    known = ", ".join((*FAMILIES, *others))
+    return Unsupported(f"{where}: model_type {values.get('model_type')!r} is not implemented{code}; implemented are {known}")
 
 
 def read_model(folder: Path, ignore: Sequence[str] = ()) -> Decoder:

@@ -24,6 +24,24 @@ class InterpError(ForgeError):
     """A name, a selection or a value with which nothing can be captured or edited."""
 
 
+def require_finite(what: str, x: Tensor) -> None:
+    """Refuses values that are NaN or infinite: no measure of them means anything.
+
+    Args:
+        what: the noun for the message, in the plural, such as "activations".
+        x: (rows, ...).
+
+    Raises:
+        InterpError: names how many there are, and the first row that has one.
+    """
+    finite = x.isfinite()
+    if not bool(finite.all()):
+        bad = (~finite).nonzero()
+        raise InterpError(
+            f"{what} hold {len(bad)} values that are NaN or infinite, the first in row {int(bad[0, 0])}; leave them out"
+        )
+
+
 @dataclass(frozen=True)
 class TapInfo:
     """One inner value of a model.
@@ -118,6 +136,14 @@ def choose(found: Mapping[str, TapInfo], names: str | Sequence[str], layers: Seq
                 fnmatchcase(word, pattern) for word in (name, one.alias, *([inside(name)] if allowed is not None else [])) if word
             )
         }
+        if (
+            not matched
+            and allowed is None
+            and any(fnmatchcase(inside(name), pattern) for name in within if layer_of(name) is not None)
+        ):
+            raise InterpError(
+                f"{pattern!r} is a name inside of a block; write 'blocks.*.{pattern}', or choose blocks with layers"
+            )
         if not matched:
             raise InterpError(f"{pattern!r} matches no inner value of this model{_in(layers)}; {_near(pattern, within)}")
         of_tokens = {name for name in matched if not within[name].partial}

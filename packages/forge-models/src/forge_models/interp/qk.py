@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core.batch import PADDING
 from forge_core.protocols.model import Placed
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.blocks.visible import placed_mask
@@ -80,17 +81,28 @@ class AttentionScores:
         return self.scores(layer, heads, queries).softmax(-1)
 
     def entropy(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """(B, heads, queries) in nats: - sum p ln p; 0 where a query sees one key only."""
-        return torch.cat([_entropy(part) for part in self._parts(layer, heads, queries)], 2)
+        """(B, heads, queries) in nats: - sum p ln p; 0 where a query sees one key only, NaN where the query is padding."""
+        return torch.cat(
+            [_entropy(part).masked_fill(~real, float("nan")) for part, real in self._parts(layer, heads, queries)], 2
+        )
 
     def max_logit(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
-        """(heads,): the largest score of all rows and queries, before the softmax and behind the cap."""
-        return torch.stack([part.amax((0, 2, 3)) for part in self._parts(layer, heads, queries)]).amax(0)
+        """(heads,): the largest score of all rows and queries but padding, before the softmax and behind the cap."""
+        parts = [
+            part.masked_fill(~real[..., None], float("-inf")).amax((0, 2, 3)) for part, real in self._parts(layer, heads, queries)
+        ]
+        return torch.stack(parts).amax(0)
 
-    def _parts(self, layer: int, heads: Sequence[int] | None, queries: Sequence[int] | range | None) -> Iterator[Tensor]:
+    def _parts(
+        self, layer: int, heads: Sequence[int] | None, queries: Sequence[int] | range | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scores of some queries at a time, and (B, 1, queries) bool: which of them are not padding."""
         places = list(range(self._length(layer)) if queries is None else queries)
         for start in range(0, len(places), CHUNK):
-            yield self.scores(layer, heads, places[start : start + CHUNK])
+            some = places[start : start + CHUNK]
+            scores = self.scores(layer, heads, some)
+            real = scores.new_ones((), dtype=torch.bool) if self._documents is None else self._documents[:, None, some] != PADDING
+            yield scores, real.expand(len(scores), 1, len(some))
 
     def _length(self, layer: int) -> int:
         if layer not in self._rules:

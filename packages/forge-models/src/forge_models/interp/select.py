@@ -12,7 +12,8 @@ from forge_models.interp.listing import InterpError
 
 Positions = Literal["all", "last", "mean", "last_of_word"] | int | Sequence[int] | slice
 """`last`: the last token of a row that is not padding. `mean`: their mean, a single position. Integers count from 0, negative
-ones from the end of the row; in generation they are places in the whole text."""
+ones from the end of the row; in generation they are places in the whole text. Padding is left out: the
+documents of a forward tell it, and in generation the lengths of the prompts and which rows have stopped."""
 
 
 class Forward(NamedTuple):
@@ -23,12 +24,15 @@ class Forward(NamedTuple):
         documents: (B, T) of each token; None = each row is one document.
         at: (B,) of the only token of each row whose logits are made; None = of all.
         cached: whether earlier tokens are in a cache.
+        lengths: (B,) tokens of each row, those in the cache included; what lies behind is padding. None = no row is padded, or
+            only `documents` tell.
     """
 
     places: Tensor
     documents: Tensor | None
     at: Tensor | None
     cached: bool
+    lengths: Tensor | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], given: Mapping[str, Any]) -> "Forward":
@@ -38,14 +42,23 @@ class Forward(NamedTuple):
         places = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         if cache is not None:
             places = places + cache.extent if positions is None else positions.to(torch.int64).expand(x.shape[0], -1)
-        return cls(places, given.get("documents"), given.get("at"), cache is not None)
+        known = None if cache is None else cache.lengths
+        lengths = None if known is None else torch.tensor(known, device=x.device)
+        return cls(places, given.get("documents"), given.get("at"), cache is not None, lengths)
+
+    def real(self) -> Tensor:
+        """(B, T) bool: the tokens that are not padding."""
+        mask = torch.ones_like(self.places, dtype=torch.bool)
+        if self.documents is not None:
+            mask = self.documents != PADDING
+        return mask if self.lengths is None else mask & (self.places < self.lengths[:, None])
 
     def narrowed(self) -> "Forward":
         """Of the one token of each row that has logits."""
         assert self.at is not None
         column = self.at.unsqueeze(1)
         documents = None if self.documents is None else self.documents.gather(1, column)
-        return Forward(self.places.gather(1, column), documents, None, self.cached)
+        return Forward(self.places.gather(1, column), documents, None, self.cached, self.lengths)
 
 
 class Picked(NamedTuple):
@@ -111,7 +124,7 @@ class Selection:
         Raises:
             InterpError: a position beyond the row, documents that do not exist, words of another shape, or no token at all.
         """
-        allowed = self._documents(forward)
+        allowed = forward.real() & self._documents(forward)
         positions = [self.positions] if isinstance(self.positions, int) else self.positions
         if positions == "last_of_word":
             mask = allowed & self._word_ends(forward)
@@ -127,16 +140,15 @@ class Selection:
             return self._listed(forward, positions, allowed)
         if not forward.cached and not bool(mask.any(1).all() if positions in ("mean", "last") else mask.any()):
             raise InterpError(f"positions {self.positions!r}: a row has no token that is meant; see documents and words")
-        whole = positions in ("all", "mean") and self.documents is None and (forward.documents is None or bool(mask.all()))
-        if positions == "last" or whole:
+        unpadded = forward.documents is None and forward.lengths is None
+        whole = positions in ("all", "mean") and self.documents is None and (unpadded or bool(mask.all()))
+        if whole or (positions == "last" and bool(mask.any(1).all())):
             return Picked(mask, mask.nonzero()[:, 1].view(len(mask), -1), positions == "mean")
         return Picked(mask, None, positions == "mean")
 
     def _documents(self, forward: Forward) -> Tensor:
         if self.documents is None:
-            return (
-                torch.ones_like(forward.places, dtype=torch.bool) if forward.documents is None else forward.documents != PADDING
-            )
+            return torch.ones_like(forward.places, dtype=torch.bool)
         if forward.documents is None:
             raise InterpError("documents are chosen, but this forward has none; pass documents to the model, or leave them out")
         wanted = torch.as_tensor(list(self.documents), device=forward.documents.device)

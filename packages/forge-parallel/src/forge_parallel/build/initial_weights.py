@@ -1,24 +1,20 @@
 """Initial weights as a function of (seed, global name), the same for every layout on one device type.
 
-A global tensor is flattened and cut into blocks of `BLOCK` elements. Each block has its own counter-based random
-stream, so a rank draws only the blocks that its shard touches and no rank ever holds the full tensor. On CPU the stream
-is numpy's Philox with the tensor's 128-bit key and the block as counter; on CUDA torch's Philox, seeded per block.
-(torch's CPU generator is not an option: it keeps 32 bits of a seed, too few for the blocks of a large model.)
+`forge_core.draws` says which random stream gives which element. A rank draws only the blocks that its shard touches, and no rank
+ever holds the full tensor. (torch's CPU generator is not an option: it keeps 32 bits of a seed, too few for the blocks of a large
+model.)
 """
 
 from collections.abc import Callable
-from hashlib import blake2b
 from math import prod
 
 import numpy as np
 import torch
 
+from forge_core.draws import BLOCK, device_seed, key_of, philox, row_name
 from forge_core.specs import Init, TensorSpec
 from forge_parallel import accelerator
 from forge_parallel.placement.boxes import Box
-
-BLOCK = 1 << 16
-"""Elements drawn from one random stream."""
 
 SLAB = 1 << 20
 """Elements drawn at a time, so that the extra memory is a few megabytes for any tensor."""
@@ -35,7 +31,7 @@ def fill(box: Box, spec: TensorSpec, name: str, seed: int, device: torch.device 
     if spec.stacked:
         for row in range(box.local.shape[0]):
             part = Box(box.shape[1:], box.offset[1:], box.local[row])
-            _fill(part, spec.init, f"{name}[{box.offset[0] + row}]", seed, device)
+            _fill(part, spec.init, row_name(name, box.offset[0] + row), seed, device)
     else:
         _fill(box, spec.init, name, seed, device)
 
@@ -69,15 +65,14 @@ def _scatter(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...
 
 
 def _stream(seed: int, name: str, device: torch.device) -> Draw:
-    key = blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    key = key_of(seed, name)
 
     def cpu(block: int) -> torch.Tensor:
-        philox = np.random.Philox(key=int.from_bytes(key, "little"), counter=[0, 0, block, 0])
-        return torch.from_numpy(np.random.Generator(philox).standard_normal(BLOCK, dtype=np.float32))
+        generator = np.random.Generator(np.random.Philox(**philox(key, block)))  # type: ignore[arg-type]
+        return torch.from_numpy(generator.standard_normal(BLOCK, dtype=np.float32))
 
     def cuda(block: int) -> torch.Tensor:
-        digest = blake2b(key + block.to_bytes(8, "little"), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = torch.Generator(device).manual_seed(device_seed(key, block))
         return torch.empty(BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
 
     one = cuda if accelerator.draws(device) else cpu

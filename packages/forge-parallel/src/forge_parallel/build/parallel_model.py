@@ -118,11 +118,10 @@ class ParallelModel:
         yield from ((name, tensor) for name, tensor in self._tensors if isinstance(tensor, nn.Parameter))
 
     def reshard(self) -> None:
-        """Frees gathered parameters. After a forward without backward they would linger, and the next one use them."""
+        """Frees gathered parameters, so that the modules' parameters are this rank's shards."""
         for part in self.parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            if (copies := getattr(part, "gathered_copies", None)) is not None:
+                copies.free()
 
     def evaluate_with(self, averages: Averages) -> None:
         """For optimizers: inference, and what is saved, has the weights that parameters hold inside of this context."""
@@ -180,11 +179,14 @@ class ParallelModel:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Spans forwards and backwards: parameters have the compute dtype inside."""
-        with ExitStack() as casts:
+        """Spans forwards and backwards in which no parameter changes: they have the compute dtype inside, and what several
+        forwards need is gathered once."""
+        with ExitStack() as spans:
             for part in self.parts:
                 if not isinstance(part, FSDPModule):
-                    casts.enter_context(cast_parameters(part, self.compute))
+                    spans.enter_context(cast_parameters(part, self.compute))
+                if (copies := getattr(part, "gathered_copies", None)) is not None:
+                    spans.enter_context(copies.kept())
             yield
 
     def at_step(self, step: int, steps: int) -> None:

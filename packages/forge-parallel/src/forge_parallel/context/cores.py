@@ -87,7 +87,8 @@ def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
         positions = cut(positions)
     documents = None if batch.documents is None else cut(batch.documents)
     mtp_targets = None if batch.mtp_targets is None else MTPTargets(*map(cut, batch.mtp_targets))
-    kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets)
+    token_mask = None if batch.token_mask is None else cut(batch.token_mask)
+    kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets, token_mask=token_mask)
     return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
 
 

@@ -4,54 +4,26 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from forge_core.errors import PlanError
 from forge_core.specs import Group, Init, Specs, TensorSpec
 
 NOT_DRAWN = Init("zeros")
 """Foreign weights come from the module itself, never from a spec."""
 
 
-def describe(module: nn.Module, blocks: Sequence[str] | None = None) -> Specs:
+def describe(module: nn.Module, blocks: Sequence[str]) -> Specs:
     """Specs without logical dimensions: enough for sharding, recomputation, compilation and optimizer groups.
 
     Args:
         module: with or without memory.
-        blocks: paths of the repeated blocks in the order of their use; found by `find_blocks` when None.
-
-    Raises:
-        PlanError: no blocks were found or a given one does not exist.
+        blocks: paths of the repeated blocks in the order of their use.
     """
-    paths = dict(module.named_modules())
-    found = tuple(find_blocks(module) if blocks is None else blocks)
-    if missing := [path for path in found if path not in paths]:
-        raise PlanError(f"parallelize: the module has no {', '.join(missing)}; give paths of existing modules, blocks=[...]")
-    if not found:
-        raise PlanError(
-            "parallelize: found no list of two or more modules of one class to take as blocks; give their paths in the order "
-            "of their use, blocks=[...]"
-        )
-    ties = tied(module)
     return Specs(
         tensors={name: _spec(module, name) for name, _ in _tensors(module)},
         modules={},
-        blocks=found,
+        blocks=tuple(blocks),
         units={},
-        ties=ties,
+        ties=tied(module),
     )
-
-
-def find_blocks(module: nn.Module) -> list[str]:
-    """Paths of the longest `ModuleList` or `Sequential` whose modules are of one class; classes that `_no_split_modules`
-    names, as transformers' models do, are preferred."""
-    named = getattr(module, "_no_split_modules", None) or ()
-    if chosen := [path for path, part in module.named_modules() if type(part).__name__ in named]:
-        return chosen
-    lists = (
-        [f"{path}.{name}".removeprefix(".") for name, _ in part.named_children()]
-        for path, part in module.named_modules()
-        if isinstance(part, nn.ModuleList | nn.Sequential) and len({type(child) for child in part}) == 1
-    )
-    return max((paths for paths in lists if len(paths) > 1), key=len, default=[])
 
 
 def tied(module: nn.Module) -> dict[str, str]:

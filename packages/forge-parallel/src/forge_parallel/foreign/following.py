@@ -1,169 +1,194 @@
-"""What tensor parallelism makes of a module, followed through one forward without memory, before anything is laid out.
+"""What tensor parallelism makes of a module, followed through forwards without memory, before anything is laid out.
 
 A plan names layers; what lies between them it does not name. Between a layer cut by its outputs and one cut by its inputs every
 rank has a part of the features: a parameter that works there gets a part of its gradient on each rank, and an operator that looks
-across the features sees a part of them. So each operator's arguments are followed: which dimension is split, and from which whole
-parameters they come.
+across the features sees a part of them. So the module runs twice: whole, and with the sizes that a rank has. Both have to run the
+same operators, and of each result a rank has to get the whole, or a share along one dimension.
 """
 
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_parallel.foreign.dimensions import UNKNOWN, across, dimension_of, named_arguments
-from forge_parallel.foreign.example import Example, call
-from forge_parallel.foreign.recording import SeemingReal, without_memory, written
+from forge_parallel.foreign.dimensions import VIEWS, effect, is_elementwise, makes_alike, named_arguments, viewed
+from forge_parallel.foreign.example import Example, called_hollow, hollow
+from forge_parallel.foreign.forward import Forward, Step, Whole, like_the_first, place
+from forge_parallel.foreign.recording import written
+from forge_parallel.placement.shares import chunk
 from forge_parallel.tensor.rules import Role, Rules
-from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter, tree_map
+from forge_parallel.torch_private import storage_key, tree_iter
 
-OPAQUE = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
-"""Roles that change what is split. Their modules' own operators are the layout's business."""
-
-VALUELESS = ("_like", "new_")
-"""In the names of operators that take a shape from a tensor, and no value."""
+NUMBERS = "where a number of heads or features is named, write -1 there, or take the number from the tensor's shape"
 
 
 @dataclass(frozen=True)
-class _State:
-    """What is known of a tensor: the dimension that is split over ranks (None: every rank has the whole), and the whole
-    parameters and outputs of modules to which its gradient goes without a sum over ranks."""
+class State:
+    """What is known of a tensor.
 
-    split: int | None = None
+    Attributes:
+        whole: the shape that it has in the whole module. Where it has another size here, a rank has a share.
+        outer: how many stretches of the split dimension follow each other, of each of which a rank has its share.
+        sources: the whole parameters, and outputs of modules, to which its gradient goes without a sum over ranks.
+    """
+
+    whole: tuple[int, ...]
+    outer: int = 1
     sources: frozenset[str] = frozenset()
 
 
-CLEAN = _State()
+class Share(Forward):
+    """The forward of one rank: follows what is split, and which whole parameters meet it.
 
+    Attributes:
+        partial: whole parameters and outputs of modules that meet split features.
+        whole: those that work on whole features.
+        outputs: paths of modules whose output every rank has.
+    """
 
-class Follower(TorchDispatchMode):
-    """Follows one forward of `module`, whose parameters have no memory. What depends on none of them, such as positions and
-    masks, has its value."""
+    DRAWN = 1 - 2**-24
 
-    def __init__(self, module: nn.Module, rules: Rules) -> None:
-        super().__init__()
-        self._rules, self._path, self._inside = rules, [""], 0
-        self._states: dict[int, tuple[Tensor, _State]] = {}  # a tensor is kept, so that its id stays its own
-        self._filled: dict[int, Tensor] = {}  # storages that split features were written into
-        self._cut: dict[int, str] = {}
+    def __init__(self, module: nn.Module, rules: Rules, steps: Sequence[Step], ranks: int, rank: int) -> None:
+        self._steps, self._ranks, self._rank = iter(steps), ranks, rank
+        self._states: dict[int, tuple[Tensor, State]] = {}  # a tensor is kept, so that its id stays its own
+        self._written: dict[int, frozenset[str]] = {}  # by storage: the sources of what an operator wrote
         self.partial: set[str] = set()
         self.whole: set[str] = set()
         self.outputs: set[str] = set()
-        self.drawing: list[str] = []
+        super().__init__(module, rules)
         for name, parameter in module.named_parameters():
             if rules.cut.get(name) is None:
-                self._set(parameter, _State(None, frozenset({name})))
-            else:
-                self._cut[id(parameter)] = name
-        for path, part in module.named_modules():
-            if rules.roles.get(path) is Role.EXPERTS:  # such modules ask for values; what they return has the form of their input
-                part.forward = lambda x, *_, **__: torch.zeros_like(x)
-            part.register_forward_pre_hook(self._entering(path), with_kwargs=True)
-            part.register_forward_hook(self._leaving(path))
+                self._set(parameter, State(tuple(parameter.shape), 1, frozenset({name})))
 
-    def _of(self, tensor: Tensor) -> _State:
-        state = self._states.get(id(tensor), (tensor, CLEAN))[1]
-        if state.split is None and storage_key(tensor.untyped_storage()) in self._filled:
-            return replace(state, split=UNKNOWN)
-        return state
+    def _of(self, tensor: Tensor) -> State:
+        _, state = self._states.get(id(tensor)) or (tensor, State(tuple(tensor.shape)))
+        more = self._written.get(storage_key(tensor.untyped_storage()), frozenset())
+        return replace(state, sources=state.sources | more)
 
-    def _set(self, out: Any, state: _State) -> None:
-        for leaf in tree_iter(out):
-            if isinstance(leaf, Tensor):
-                self._states[id(leaf)] = leaf, state
+    def _set(self, tensor: Tensor, state: State) -> None:
+        self._states[id(tensor)] = tensor, state
 
-    def _entering(self, path: str) -> Any:
-        role = self._rules.roles.get(path)
+    def _split(self, tensor: Tensor) -> int | None:
+        """The dimension of which this rank has a share."""
+        return next(iter(_differing(tensor, self._of(tensor).whole)), None)
 
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._path.append(path)
-            if role not in OPAQUE:
-                return
-            given = [self._of(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            if role is Role.ROW and given[0].split is None:
+    def cut(self, path: str, part: nn.Module, role: Role) -> Callable[..., Any]:
+        """Makes the sizes that this rank has."""
+        forward = part.forward if role is not Role.EXPERTS else like_the_first
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            split = self._split(given[0])
+            if role is Role.ROW and split is None:
                 raise PlanError(f"tensor: {path} is rowwise, but takes whole features; the layer that makes them must be colwise")
-            if role is not Role.ROW and any(state.split is not None for state in given):
+            if role is not Role.ROW and any(self._split(leaf) is not None for leaf in given):
                 raise PlanError(f"tensor: {path} needs whole features, but takes split ones; make the layer before it whole")
-            self.whole |= set().union(*(state.sources for state in given))
-            self._inside += 1
-
-        return hook
-
-    def _leaving(self, path: str) -> Any:
-        role = self._rules.roles.get(path)
-
-        def hook(_: nn.Module, __: Any, out: Any) -> None:
-            self._path.pop()
-            if role not in OPAQUE:
-                return
-            self._inside -= 1
+            self.whole |= set().union(*(self._of(leaf).sources for leaf in given))
+            if role is Role.ROW:
+                x, state = given[0], self._of(given[0])
+                mine = self._share(state.whole[-1])
+                if split != x.dim() - 1 or state.outer != 1 or x.shape[-1] != mine:
+                    raise PlanError(
+                        f"tensor: {path} is rowwise and takes {mine} of {state.whole[-1]} features on a rank, but is given "
+                        f"{tuple(x.shape)} of {state.whole}; the layers that make it must be cut alike"
+                    )
+                args = (x.new_empty(state.whole),)
+            out = forward(*args, **kwargs)
+            shape = tuple(out.shape)
             if role is Role.ENTERING:
-                self._set(out, _State(out.dim() - 1))
+                out = out.new_empty((*shape[:-1], self._share(shape[-1])))
+                self._set(out, State(shape))
             else:
                 self.outputs.add(path)
-                self._set(out, _State(None, frozenset({path})))
-
-        return hook
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and follows what it does."""
-        with DisableTorchFunction():
-            return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = named_arguments(func, args, kwargs)
-        if _draws(func, given):
-            self.drawing.append(self._path[-1])
-        states = [self._of(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        if cut := [self._cut[id(leaf)] for leaf in tree_iter((args, kwargs)) if id(leaf) in self._cut and not self._inside]:
-            raise PlanError(f"tensor: the plan cuts {cut[0]}, but it is read outside of its module's forward; leave it whole")
-        out = self._compute(func, args, kwargs)
-        name = func.overloadpacket.__name__
-        if self._inside or any(part in name for part in VALUELESS):
+                self._set(out, State(shape, 1, frozenset({path})))
             return out
-        if any(state.split is not None for state in states):
-            self.partial |= set().union(*(state.sources for state in states if state.split is None))
-            self._split(name, given, out)
-            self._filled |= {storage_key(leaf.untyped_storage()): leaf for leaf in written(func, args, kwargs)}
-        else:
-            sources = frozenset().union(*(state.sources for state in states))
-            for leaf in tree_iter(out):
-                if isinstance(leaf, Tensor):
-                    self._set(leaf, _State(None, sources if leaf.is_floating_point() else frozenset()))
-        return out
 
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """With values where all arguments have them."""
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_iter((args, kwargs))):
-            return func(*args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        return func(*args, **without_memory(kwargs))
+        return run
 
-    def _split(self, name: str, given: Mapping[str, Any], out: Any) -> None:
-        """Of an operator with a split argument."""
-        tensors = [leaf for leaf in tree_iter(list(given.values())) if isinstance(leaf, Tensor)]
-        splits = [(leaf, split) for leaf in tensors if (split := self._of(leaf).split) is not None]
-        for leaf, split in splits:
-            if split != UNKNOWN and across(name, given, leaf, split, out):
-                raise PlanError(
-                    f"tensor: {self._path[-1] or 'the module'} applies {name} across features that are split over tp ranks, "
-                    "and each rank has a part of them; split the layer before it, so that each layer makes one thing, such as "
-                    "queries, or remove it from the plan"
-                )
-        for leaf in tree_iter(out):
-            if isinstance(leaf, Tensor):
-                known = (dimension_of(name, given, tensor, split, leaf) for tensor, split in splits if split != UNKNOWN)
-                self._set(leaf, _State(next((dim for dim in known if dim != UNKNOWN), UNKNOWN)))
+    def _share(self, size: int) -> int:
+        return chunk(size, self._ranks, self._rank)[1]
+
+    def take(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Compares an operator with that of the whole module."""
+        expected, step = next(self._steps, None), self.step(func, args, kwargs, out)
+        given, name = named_arguments(func, args, kwargs), step.name
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
+        splits = [(leaf, split) for leaf in tensors if (split := self._split(leaf)) is not None]
+        alike = makes_alike(name)
+        for leaf, split in splits if not alike else []:
+            if (found := effect(func, given, leaf, split, out)) != "none":
+                raise self._across(name, known=found == "across")
+        if expected is None or (expected.name, expected.numbers, len(expected.shapes)) != (name, step.numbers, len(leaves)):
+            raise _draws(self._drawn.values()) if self._drawn else self._depends(name)
+        for leaf, whole in zip(leaves, expected.shapes, strict=True):
+            differing = _differing(leaf, whole) if leaf.dim() == len(whole) else list(range(leaf.dim()))
+            if not splits or alike:
+                if differing and not (alike and len(differing) == 1):
+                    raise self._depends(name)
+                self._set(leaf, State(whole))
+            else:
+                self._set(leaf, State(whole, self._outer(func, leaf, whole, differing, splits)))
+        sources = frozenset().union(*(self._of(leaf).sources for leaf in tensors if self._split(leaf) is None))
+        if alike:
+            return
+        if splits:
+            self.partial |= sources
+            return
+        for leaf in leaves:
+            state = self._of(leaf)
+            self._set(leaf, State(state.whole, state.outer, sources if leaf.is_floating_point() else frozenset()))
+        for leaf in written(func, args, kwargs):
+            self._written[storage_key(leaf.untyped_storage())] = sources
+
+    def copied(self, tensor: Tensor, out: Tensor) -> None:
+        """Knows the same of it."""
+        self._set(out, self._of(tensor))
+
+    def _outer(
+        self, func: Any, leaf: Tensor, whole: tuple[int, ...], differing: list[int], splits: Sequence[tuple[Tensor, int]]
+    ) -> int:
+        """How many stretches the split dimension of a result has; refuses a result of which a rank gets no share."""
+        name = func.overloadpacket.__name__
+        split, states = splits[0][1], [self._of(tensor) for tensor, _ in splits]
+        if len(differing) != 1:
+            raise self._across(name)
+        (dim,) = differing
+        if name in VIEWS:
+            if (moved := viewed(states[0].whole, split, states[0].outer, whole)) is None or moved[0] != dim:
+                raise self._across(name)
+            return moved[1]
+        same = all(leaf.shape[dim] == tensor.shape[at] for tensor, at in splits)
+        aligned = not is_elementwise(func) or all(at - tensor.dim() == dim - leaf.dim() for tensor, at in splits)
+        if not same or not aligned or len({state.outer for state in states}) != 1 or whole[dim] != states[0].whole[split]:
+            raise self._across(name)
+        return states[0].outer
+
+    def _across(self, name: str, known: bool = True) -> PlanError:
+        what = f"applies {name} across features that are split over tp ranks, and each rank has a part of them"
+        if not known:
+            what = f"applies {name} to features that are split over tp ranks, and Forge does not know that a part is enough"
+        advice = "split the layer before it, so that each layer makes one thing, such as queries, or remove it from the plan"
+        if name in VIEWS:
+            advice = f"{NUMBERS}; else {advice}"
+        return PlanError(f"tensor: {self._where()} {what}; {advice}")
+
+    def _depends(self, name: str) -> PlanError:
+        return PlanError(
+            f"tensor: {self._where()} computes something else ({name}) with the features of a tp rank than with all of them; "
+            "take sizes and numbers, such as that of heads, from the configuration there, or set tp to 1"
+        )
+
+    def _where(self) -> str:
+        return f"{self.path[-1] or 'the module'} ({place()})"
 
     def finish(self, out: Any) -> None:
         """Takes the module's output, which the loss uses alike on all ranks."""
         for leaf in tree_iter(list(out.values()) if isinstance(out, Mapping) else out):
             if isinstance(leaf, Tensor):
-                if self._of(leaf).split is not None:
+                if self._split(leaf) is not None:
                     raise PlanError(
                         "tensor: the module's output is split over tp ranks; give the last layer 'colwise_gather_output', or "
                         "take it out of the plan"
@@ -171,41 +196,72 @@ class Follower(TorchDispatchMode):
                 self.whole |= self._of(leaf).sources
 
 
-def follow(module: nn.Module, rules: Rules, example: Example) -> frozenset[str]:
+def follow(module: nn.Module, rules: Rules, example: Example, ranks: int) -> frozenset[str]:
     """Names of whole parameters that see split activations, whose gradients are sums over tp ranks.
 
     Args:
-        module: parameters on the meta device; unchanged.
+        module: parameters on the meta device; unchanged. It is followed as in training.
         rules: how it is to be cut.
         example: what the module is called with.
+        ranks: number of tp ranks.
 
     Raises:
-        PlanError: it draws random numbers, looks across what is split, uses one parameter on both sides, or cannot be run
-            without memory.
+        PlanError: it draws random numbers, looks across what is split, uses one parameter on both sides, names a number of heads,
+            cuts a layer that computes something else, or cannot be run without memory.
     """
-    hollow = deepcopy(module)
-    follower = Follower(hollow, rules)
+    copy = _copied(module)
+    whole = Whole(copy, rules)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), follower:
-            out = call(hollow, example)
+        called_hollow(copy, example, whole)
     except PlanError:
         raise
     except Exception as cause:
         raise PlanError(
-            f"parallelize: tensor parallelism has to follow one forward of {type(module).__name__} without memory, and it fails: "
-            f"{cause}; give example=, what the module is called with, or set tp to 1"
+            f"parallelize: tensor parallelism has to follow one forward of {type(module).__name__} without memory, and "
+            f"{whole.path[-1] or 'it'} fails ({place(cause)}): {cause}; give example=, what the module is called with, "
+            "or set tp to 1"
         ) from cause
-    follower.finish(out)
-    _judge(follower, rules)
-    return frozenset(follower.partial)
+    if whole.drawing:
+        raise _draws(whole.drawing)
+    cut = [parameter.shape[dim] for name, parameter in module.named_parameters() if (dim := rules.cut.get(name)) is not None]
+    uneven = any(size % ranks for size in cut)
+    return frozenset().union(
+        *(_of_rank(module, rules, example, whole.steps, ranks, rank) for rank in {0, ranks - 1 if uneven else 0})
+    )
 
 
-def _judge(found: Follower, rules: Rules) -> None:
-    if found.drawing:
+def _of_rank(module: nn.Module, rules: Rules, example: Example, steps: Sequence[Step], ranks: int, rank: int) -> frozenset[str]:
+    copy = _copied(module)
+    share = Share(copy, rules, steps, ranks, rank)
+    try:
+        out = called_hollow(copy, example, share)
+    except PlanError:
+        raise
+    except Exception as cause:
         raise PlanError(
-            f"parallelize: {_listed(found.drawing)} draws random numbers in forward, such as dropout, and tp ranks would draw "
-            "different ones; set its rate to 0, or set tp to 1"
-        )
+            f"tensor: {share.path[-1] or 'the module'} ({place(cause)}) fails with the part of the features that a tp rank has: "
+            f"{cause}; {NUMBERS}; where it looks across all features, or meets whole ones, take the layers before it out of the "
+            "plan, or set tp to 1"
+        ) from cause
+    if share.drawing:
+        raise _draws(share.drawing)
+    share.finish(out)
+    _judge(share, rules)
+    return frozenset(share.partial)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise PlanError(
+                    f"tensor: {path} holds {name!r}, which is computed from parameters before its forward, as the hooks of "
+                    "torch.nn.utils.weight_norm do; use torch.nn.utils.parametrizations outside of the plan, or set tp to 1"
+                )
+    return hollow(module)
+
+
+def _judge(found: Share, rules: Rules) -> None:
     if mixed := sorted(found.partial & found.outputs):
         raise PlanError(
             f"tensor: the whole output of {mixed[0]} meets split features, and its gradient would be a part on each rank; cut "
@@ -223,12 +279,13 @@ def _judge(found: Follower, rules: Rules) -> None:
         )
 
 
-def _draws(func: Any, given: Mapping[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    return given["dropout_p"] > 0 if "dropout_p" in given else True
+def _differing(tensor: Tensor, whole: tuple[int, ...]) -> list[int]:
+    return [dim for dim, (mine, every) in enumerate(zip(tensor.shape, whole, strict=True)) if mine != every]
 
 
-def _listed(paths: Iterable[str]) -> str:
+def _draws(paths: Iterable[str]) -> PlanError:
     found = list(dict.fromkeys(path or "the module itself" for path in paths))
-    return ", ".join(found[:3])
+    return PlanError(
+        f"parallelize: {', '.join(found[:3])} draws random numbers in forward, such as dropout, and tp ranks would draw "
+        "different ones; set its rate to 0, or set tp to 1"
+    )

@@ -5,7 +5,7 @@ is given must be what the one before it returned, and all else the same both tim
 can make it again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
@@ -70,14 +70,14 @@ def units_of(module: nn.Module, blocks: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def visits(module: nn.Module, units: Sequence[str], blocks: Sequence[str], example: Example, seed: int) -> list[Visit]:
-    """The calls of `units` in one forward, in their order. With another `seed`, inputs and outputs have other values."""
+def visits(module: nn.Module, units: Sequence[str], blocks: Sequence[str], example: tuple[Example, int]) -> list[Visit]:
+    """The calls of `units` in one forward, in their order, for an example as `changed` makes it."""
     found: list[Visit] = []
     stubbed = deepcopy(module)
     for path in units:
         above, _, name = path.rpartition(".")
         stubbed.get_submodule(above)._modules[name] = _Stub(path, stubbed.get_submodule(path), found, path in blocks)
-    given = tree_map(lambda leaf: _other(leaf, seed), example)
+    given, seed = example
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -85,11 +85,41 @@ def visits(module: nn.Module, units: Sequence[str], blocks: Sequence[str], examp
     except PlanError:
         raise
     except Exception as cause:
+        where = f", after {found[-1].path}" if found else ""
         raise PlanError(
-            f"parallelize: {type(module).__name__} cannot be followed to see what its blocks are given: {cause}; give "
+            f"parallelize: {type(module).__name__} cannot be followed to see what its blocks are given: {cause}{where}; give "
             "example=, what the module is called with, or set pp to 1"
         ) from cause
     return found
+
+
+def changed(example: Example, seed: int, last: Collection[str], one: str | None = None) -> tuple[Example, int]:
+    """An example with other values for each `seed`, which is also that of what stands for outputs. Of arguments that `last` names
+    only `one` has others, which are of the same kind: they may be class numbers, a mask or weights."""
+    if isinstance(example, Tensor):
+        return _other(example, seed), seed
+    kept = {name: value for name, value in example.items() if name in last}
+    given = {name: tree_map(lambda leaf: _other(leaf, seed), value) for name, value in example.items() if name not in last}
+    return {**given, **kept, **({one: _same_kind(kept[one])} if one is not None else {})}, seed
+
+
+def must_not_reach(name: str, one: Sequence[Visit], other: Sequence[Visit]) -> None:
+    """Refuses an argument that is for the last stage, but changes what modules are given.
+
+    Args:
+        name: of the argument.
+        one: calls of units.
+        other: the same with another value of the argument alone.
+
+    Raises:
+        PlanError: a module is given something else.
+    """
+    for mine, theirs in zip(one, other, strict=False):
+        if mine.path != theirs.path or not _same(list(mine.given.values()), list(theirs.given.values())):
+            raise PlanError(
+                f"parallelize: what {mine.path} is given depends on {name!r}; a pipeline hands one input through its stages, and "
+                "the last one gets what only the loss needs; set pp to 1"
+            )
 
 
 def must_hand_on(
@@ -164,6 +194,15 @@ def _other(leaf: Any, seed: int) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dtype == torch.bool:
         return leaf
     return leaf + seed if not leaf.is_floating_point() else leaf + torch.randn(leaf.shape, generator=_generator(seed)).to(leaf)
+
+
+def _same_kind(leaf: Tensor) -> Tensor:
+    """Other values out of those that are there; of a constant 0 or 1."""
+    if leaf.dtype == torch.bool:
+        return ~leaf
+    if (rolled := leaf.flatten().roll(1).view(leaf.shape)).ne(leaf).any():
+        return rolled
+    return torch.zeros_like(leaf) if leaf.any() else torch.ones_like(leaf)
 
 
 def _generator(seed: int) -> torch.Generator:

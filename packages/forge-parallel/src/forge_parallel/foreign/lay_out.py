@@ -1,7 +1,8 @@
 """A foreign module laid out over ranks, once it is known what to cut: what `parallelize` and its verification share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,13 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_parallel import accelerator
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
+from forge_parallel.foreign.blocks import find_blocks, reads, refuse_blocks
 from forge_parallel.foreign.describe import describe
-from forge_parallel.foreign.example import Example, example_for
+from forge_parallel.foreign.example import Example, example_for, guessed
 from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.parallelized import Parallelized
 from forge_parallel.foreign.staged import stage
@@ -27,7 +30,7 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.rules import Rules
 from forge_parallel.tensor.transform import Tensor
-from forge_parallel.torch_private import BatchNorm, Dropout
+from forge_parallel.torch_private import BatchNorm
 from forge_parallel.transforms.shard import Shard
 
 
@@ -68,21 +71,88 @@ def lay_out(
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
+    _lie_in_order(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    specs = describe(skeleton.module, blocks)
+    specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, example))
     if layout.pp > 1:
-        stage(skeleton.module, list(specs.blocks), example_for(skeleton.module) if example is None else example)
+        on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
         specs = skeleton.module.specs()  # type: ignore[operator]
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
-    model = realize(Blueprint(skeleton.hollow(), specs), plan, topology, skeleton.fill, compute, state)
-    if compute != state:
-        for part in model.parts:
-            if not isinstance(part, FSDPModule):  # which casts by itself
-                part.register_forward_pre_hook(partial(_must_be_cast, model.compute))
-    return Parallelized(**{field.name: getattr(model, field.name) for field in fields(model)})
+    hollow = skeleton.hollow()
+
+    def realized(module: nn.Module, fill: Restore) -> ParallelModel:
+        model = realize(Blueprint(module, specs), plan, topology, fill, compute, state)
+        if compute != state:
+            for part in model.parts:
+                if not isinstance(part, FSDPModule):  # which casts by itself
+                    part.register_forward_pre_hook(partial(_must_be_cast, model.compute))
+        return model
+
+    again = _copied(hollow)
+    return Parallelized(realized(hollow, skeleton.fill), lambda fill: realized(deepcopy(again()), fill))
+
+
+def _lie_in_order(module: nn.Module) -> None:
+    """FSDP takes parameters only whose elements lie in memory in the order of their indices. Tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for slot, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_contiguous():
+                part._parameters[slot] = made.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().contiguous(), parameter.requires_grad)
+                )
+
+
+def _blocks(
+    module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, example: Example | None
+) -> Sequence[str]:
+    """The blocks in the order of their use. Without any, the whole module is sharded as one."""
+    sharded = layout.data > 1
+    seen = reads(module, example) if sharded else None
+    blocks = find_blocks(module, seen) if given is None else given
+    refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
+    needing = [one.name for one in transforms if one.phase in (Phase.RECOMPUTE, Phase.COMPILE)]
+    needing += ["pp"] if layout.pp > 1 else []
+    if needing and not blocks:
+        raise PlanError(
+            f"parallelize: {needing[0]} works on blocks, and there is no list of two or more modules of one class to take as "
+            "such; give their paths in the order of their use, blocks=[...]"
+        )
+    return blocks
+
+
+def on_input(module: nn.Module, example: Example | None, follows: Callable[[Example], Any]) -> Any:
+    """What `follows` gives for the example, or for a guess: then a refusal says so, if a forward failed."""
+    if example is not None:
+        return follows(example)
+    guess = example_for(module)
+    try:
+        return follows(guess)
+    except PlanError as refusal:
+        if refusal.__cause__ is None:
+            raise
+        raise PlanError(f"{refusal}; {guessed(module, guess)}") from refusal.__cause__
+
+
+def _copied(hollow: nn.Module) -> Callable[[], nn.Module]:
+    """Gives a copy of a module that is about to be laid out: it has no memory now, and its classes are its own.
+
+    Raises:
+        PlanError: when it is asked for a module that cannot be copied.
+    """
+    try:
+        copy = deepcopy(hollow)
+    except Exception as error:  # noqa: BLE001 (whatever a module holds, and only a copy needs it)
+        cause = error
+
+        def refuse() -> nn.Module:
+            raise PlanError(f"deepcopy: {type(hollow).__name__} cannot be copied: {cause}") from cause
+
+        return refuse
+    return lambda: copy
 
 
 def _transforms(
@@ -99,10 +169,9 @@ def _transforms(
                 f"parallelize: tp = {layout.tp} needs a plan of what to cut, such as "
                 "tp_plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}"
             )
-        _refuse_dropout(skeleton.module)
         rules = rules_of(skeleton.module, plan)
-        sample = example_for(skeleton.module) if example is None else example
-        rules = replace(rules, summed=rules.summed | follow(skeleton.module, rules, sample))
+        found = on_input(skeleton.module, example, lambda given: follow(skeleton.module, rules, given, layout.tp))
+        rules = replace(rules, summed=rules.summed | found)
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
 
@@ -129,18 +198,6 @@ def prepare(module: nn.Module) -> None:
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
-
-
-def _refuse_dropout(module: nn.Module) -> None:
-    """Ranks of tp hold the same residual stream only as long as they draw the same numbers, which nothing ensures."""
-    found = [path for path, part in module.named_modules() if isinstance(part, Dropout) and part.p > 0]
-    settings = vars(getattr(module, "config", object())) if hasattr(module, "config") else {}
-    found += [f"config.{key}" for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
-    if found:
-        raise PlanError(
-            f"parallelize: {', '.join(found[:3])} uses dropout; tensor-parallel ranks would draw different masks. "
-            "Set it to 0, or set tp to 1"
-        )
 
 
 def refuse_batch_statistics(module: nn.Module) -> None:

@@ -3,8 +3,8 @@
     model = parallelize(lambda: MyModel(config), "dp2tp2", [Recompute(policy="full")], tp_plan={"blocks.*.up": "colwise", ...})
     optimizer = torch.optim.AdamW(model.parameters())
     for inputs in loader:                        # other data on each of `model.data_ranks` ranks
-        loss_of(model.module(**inputs)).backward()
-        model.clip_grad_norm(1.0)
+        loss_of(model(**inputs)).backward()
+        model.clip_grad_norm_(1.0)
         optimizer.step(); optimizer.zero_grad()
 
 Strategies are applied in the order of their phases, not in the order given, as everywhere in Forge.
@@ -55,7 +55,8 @@ def parallelize(
         state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
         seed: of a builder's random numbers.
         example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
-            module begins with an embedding or a linear layer that is its only input.
+            module begins with an embedding or a linear layer that is its only input. With pp it has all arguments that steps give,
+            labels for a loss in the module among them.
         verify: first compare a probe step with one process, as `forge_parallel.verify_layout` does. Do so once for every module.
 
     Raises:

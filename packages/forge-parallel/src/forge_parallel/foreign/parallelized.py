@@ -1,30 +1,68 @@
 """A foreign module as `parallelize` leaves it: for a loop that is not ours."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forge_core.batch import Batch
 from forge_core.errors import PlanError
 from forge_core.protocols.model import LossTerms
 from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.build.realize import Restore
 from forge_parallel.pipeline.runner import Runner
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.step.clipping import clip
 from forge_parallel.step.reduce import squared_norm, world_sum
 from forge_parallel.step.strategies import after_backward, before_micro_batch, refresh
+from forge_parallel.torch_private import IncompatibleKeys, mark_as_partial, tree_map_only
 from forge_parallel.verify.gather import gathered
 
-Loss = Callable[[Any, Mapping[str, Tensor]], Tensor]
-"""(the module's output, the batch) -> sum over the batch's valid tokens."""
+Inputs = Mapping[str, Any]
+"""Keyword arguments of the module, for one micro-batch."""
+
+Loss = Callable[[Any, Any], Tensor]
+"""(the module's output, the micro-batch or its target) -> sum over its valid tokens, a scalar with its graph."""
 
 
-@dataclass(frozen=True)
-class Parallelized(ParallelModel):
-    """A laid out module for a loop that is not ours."""
+class Parallelized(ParallelModel, nn.Module):
+    """A laid out module for a loop that is not ours, used as a module wherever that means one thing in every layout.
+
+    Parameters are this rank's shares (`DTensor`s where something is cut) under the module's own names. `deepcopy` gives another
+    model with the same weights, such as for an average of them; hooks that were registered after the layout are not copied.
+    Collective under a pipeline.
+
+    Args:
+        model: what was laid out.
+        again: makes another one like it from the same module and plan, filled by the function that it is given.
+    """
+
+    __eq__ = nn.Module.__eq__  # type: ignore[assignment]
+    __hash__ = nn.Module.__hash__  # type: ignore[assignment]
+    __repr__ = nn.Module.__repr__
+
+    def __init__(self, model: ParallelModel, again: Callable[[Restore], ParallelModel]) -> None:
+        nn.Module.__init__(self)
+        ParallelModel.__init__(self, **{field.name: getattr(model, field.name) for field in fields(ParallelModel)})
+        self._again = again
+        if self.cut is None:
+            self._modules["module"] = self.parts[0]
+            if self.topology.layout.world > 1:
+                self.parts[0].__deepcopy__ = lambda memo: deepcopy(self, memo).module  # type: ignore[assignment]
+            return
+        self._modules.update({f"stage{stage}": part for stage, part in zip(self.cut.local, self.parts, strict=True)})
+        mark_as_partial(
+            self.everything.values(),
+            PlanError(
+                "torch.nn.utils.clip_grad_norm_ sees the gradients of one pipeline stage, and would clip each stage by its own "
+                "norm; write model.clip_grad_norm_(max_norm)"
+            ),
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -45,15 +83,93 @@ class Parallelized(ParallelModel):
         """Into how many shares the data is cut."""
         return self.topology.data_size
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer takes: this rank's share of every trainable parameter, a tied one once."""
-        yield from (tensor for _, tensor, _ in self.trainable())  # type: ignore[misc]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module.
+
+        Raises:
+            PlanError: under a pipeline no rank has a single module; train with `step`.
+        """
+        if self.cut is not None:
+            raise PlanError(
+                f"layout {self.topology.layout} cuts the model into {len(self.cut.placement)} pipeline stages, which no rank "
+                "calls alone; write model.step(batches, loss, tokens), or use a layout with pp = 1"
+            )
+        return self.parts[0](*args, **kwargs)
+
+    def named_parameters(
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's share of every parameter, frozen ones too, under the module's own names; a tied one once."""
+        start, mine = f"{prefix}." if prefix else "", dict(self.parameters_held())
+        yield from ((start + name, parameter) for name, parameter in mine.items())
+        if not remove_duplicate:
+            ties = self.specs.ties.items()
+            yield from ((start + copy, mine[original]) for copy, original in ties if original in mine)
+
+    def named_buffers(
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this rank's modules under the module's own names."""
+        for part in self.parts:
+            yield from part.named_buffers(prefix, True, remove_duplicate)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "Parallelized":
+        """As `nn.Module.apply`, on one rank.
+
+        Raises:
+            PlanError: modules hold shards, which a function for whole modules, such as an initializer, does not know.
+        """
+        if self.topology.layout.world > 1:
+            raise PlanError(
+                "apply: modules hold this rank's shards; do so in the function that builds the module, or, where shards do not "
+                "matter, for part in model.parts: part.apply(fn)"
+            )
+        return super().apply(fn)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Parallelized":
+        """What `.to`, `.cuda`, `.half` and their like call: nothing to do, or refused."""
+        for name, tensor in self.tensors():
+            held = local_box(tensor).local
+            found = fn(torch.empty(0, dtype=held.dtype, device=held.device))
+            if found.dtype != held.dtype or found.device != held.device:
+                raise PlanError(
+                    f"{name} is {held.dtype} on {held.device} and cannot become {found.dtype} on {found.device}: the module is "
+                    "laid out, and may have optimizers; write parallelize(..., device=..., state=..., compute=...)"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized":
+        copy = Parallelized(self._again(self._copy_to), self._again)
+        for mine, theirs in zip(self.modules(), copy.modules(), strict=True):
+            theirs.training = mine.training
+        memo[id(self)] = copy
+        return copy
+
+    @torch.no_grad()
+    def _copy_to(self, other: ParallelModel) -> None:
+        """Fills a model of the same layout with this one's parameters and buffers."""
+        for name, tensor in other.everything.items():
+            if isinstance(tensor, nn.Parameter):
+                local_box(tensor).local.copy_(local_box(self.everything[name]).local)
+                tensor.requires_grad_(self.everything[name].requires_grad)
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            for here, there in zip(mine.modules(), theirs.modules(), strict=True):
+                there._buffers.update({slot: None if b is None else b.clone() for slot, b in here._buffers.items()})
 
     def clip_grad_norm(self, limit: float) -> Tensor:
         """Scales all gradients by min(1, limit / norm); returns the norm over all parameters and ranks, equal on all of them."""
         (square,) = world_sum([squared_norm(self)], self.topology)
         clip(self, square.sqrt(), limit)
         return square.sqrt()
+
+    clip_grad_norm_ = clip_grad_norm
+    """As torch's FSDP calls it."""
 
     def mean(self, value: Tensor) -> float:
         """The mean over data ranks of a number that each has from its own share of the data, such as a loss."""
@@ -62,58 +178,62 @@ class Parallelized(ParallelModel):
 
     def step(
         self,
-        batches: Sequence[Mapping[str, Tensor]],
-        loss: Loss,
-        tokens: Callable[[Mapping[str, Tensor]], Tensor],
+        batches: Sequence[Inputs],
+        loss: Loss | None = None,
+        tokens: Callable[[Inputs], Tensor] | None = None,
+        *,
+        targets: Sequence[Any] | None = None,
     ) -> Tensor:
         """Forward and backward of several micro-batches; the gradient is that of the mean over the tokens of all ranks.
 
         Args:
-            batches: keyword arguments of the module, as many on every rank; a single one under a pipeline.
+            batches: keyword arguments of the module, as many on every rank. Under a pipeline the first stage gets one of them;
+                others, such as `labels`, go to the last stage, and have to be in `parallelize`'s `example`.
             loss: (output, batch) -> sum over the batch's valid tokens, a scalar with its graph; `output` is the module's, or
-                under a pipeline its first tensor.
-            tokens: batch -> number of its valid tokens, a scalar.
+                under a pipeline its first tensor. By default the module returns its own mean loss: a scalar, `.loss`, `["loss"]`,
+                or the first scalar of a tuple.
+            tokens: batch -> number of its valid tokens, a scalar; by default every micro-batch counts as one.
+            targets: one for each micro-batch, which `loss` gets in its place.
 
         Returns:
             The mean loss per valid token over all ranks and micro-batches.
+
+        Raises:
+            PlanError: the module returns no loss, or a pipeline does not know an argument of the module.
         """
-        counts = torch.stack([tokens(batch).to(self.topology.device, torch.float64) for batch in batches]).sum()
-        (count,) = world_sum([self._counted(counts, first=True)], self.topology)
+        ones = torch.ones((), dtype=torch.float64, device=self.topology.device)
+        counts = [ones if tokens is None else torch.as_tensor(tokens(batch)).to(ones) for batch in batches]
+        scoring = _Scoring(batches, counts, loss, self._on_device(batches if targets is None else targets))
+        (count,) = world_sum([self._counted(torch.stack(counts).sum(), first=True)], self.topology)
         # Gradients are averaged over data ranks, as loops outside of Forge expect; here they are to be summed.
         divisor = count.clamp(min=1) / self.data_ranks
         refresh(self)
         run = self._plain if self.cut is None else self._pipelined
         total = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        for term in run(batches, loss, divisor):
+        for term in run(scoring, divisor):
             total += term.detach().double()
         after_backward(self)
         (whole,) = world_sum([self._counted(total)], self.topology)
         return whole / count.clamp(min=1)
 
-    def _plain(self, batches: Sequence[Mapping[str, Tensor]], loss: Loss, divisor: Tensor) -> Iterator[Tensor]:
-        for index, batch in enumerate(batches):
-            before_micro_batch(self, last=index == len(batches) - 1)
+    def _plain(self, scoring: "_Scoring", divisor: Tensor) -> Iterator[Tensor]:
+        for number, batch in enumerate(scoring.batches):
+            before_micro_batch(self, last=number == len(scoring.batches) - 1)
             with self.computing():
-                found = loss(self.module(**batch), batch)
+                found = scoring.sum(self.module(**batch), number)
                 (found / divisor.to(found.dtype)).backward()
             yield found
 
-    def _pipelined(self, batches: Sequence[Mapping[str, Tensor]], loss: Loss, divisor: Tensor) -> Iterator[Tensor]:
-        def objective(head: Any, hidden: Tensor, labels: Tensor) -> LossTerms:  # noqa: ARG001
-            """A pipeline's names for the output and the batch's number."""
-            return LossTerms(loss(hidden, batches[int(labels)]), labels, {})
-
-        inputs = [self._only_input(batch) for batch in batches]
+    def _pipelined(self, scoring: "_Scoring", divisor: Tensor) -> Iterator[Tensor]:
+        stage: Any = self.parts[0]
+        split = [stage.split_inputs(batch) for batch in scoring.batches]
+        scoring.last_stage = self._on_device([others for _, others in split])
+        inputs = self._on_device([first for first, _ in split])
         numbered = [Batch(tokens, torch.tensor(number)) for number, tokens in enumerate(inputs)]
-        yield from (term.sum for term in Runner(self, objective).train(numbered, divisor))
+        yield from (term.sum for term in Runner(self, scoring).train(numbered, divisor))
 
-    def _only_input(self, batch: Mapping[str, Tensor]) -> Tensor:
-        if len(batch) != 1:
-            raise PlanError(
-                f"a pipeline hands one input through foreign modules, but a batch has {', '.join(sorted(batch))}; give what the "
-                "loss needs by closure, or set pp to 1"
-            )
-        return next(iter(batch.values())).to(self.topology.device)
+    def _on_device(self, values: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.topology.device), values)
 
     def _counted(self, value: Tensor, first: bool = False) -> Tensor:
         """One of the ranks that read the same data speaks for all: for losses one that has them, else (`first`) any."""
@@ -121,33 +241,103 @@ class Parallelized(ParallelModel):
         speaks = at["tp"] == 0 and (at["pp"] == 0 if first or self.cut is None else self.scores)
         return value if speaks else torch.zeros_like(value)
 
-    def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
-        """Parameters and persistent buffers under the module's own names: this rank's (packed experts with a dimension for what
-        is packed), or with `whole` complete copies on the host of every rank (small models, exports)."""
+    def state_dict(  # type: ignore[override]
+        self, whole: bool = False, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Parameters and persistent buffers under the module's own names, a tied one under each of its names: this rank's (packed
+        experts with a dimension for what is packed), or with `whole` complete copies on the host of every rank (small models,
+        exports; collective). As a part of another module, what `nn.Module` gives for the module of this rank."""
+        if destination is not None or prefix:
+            given = {} if destination is None else destination
+            return nn.Module.state_dict(self, destination=given, prefix=prefix, keep_vars=keep_vars)
         mine = dict(self.tensors())
-        if not whole:
-            return mine
-        full = gathered(self, mine)
-        dtype = next((tensor.dtype for _, tensor, _ in self.trainable()), torch.float32)
-        buffers = {name: tensor.detach().cpu() for name, tensor in mine.items() if name not in self.shapes}
-        return {name: tensor.to(dtype) for name, tensor in full.items()} | buffers
+        if whole:
+            dtype = next((tensor.dtype for _, tensor, _ in self.trainable()), torch.float32)
+            buffers = {name: tensor.detach().cpu().clone() for name, tensor in mine.items() if name not in self.shapes}
+            found = {name: tensor.to(dtype) for name, tensor in gathered(self, mine).items()} | self._of_all_stages(buffers)
+        else:
+            found = mine if keep_vars else {name: tensor.detach() for name, tensor in mine.items()}
+        return found | {copy: found[original] for copy, original in self.specs.ties.items() if original in found}
+
+    def _of_all_stages(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.cut is None:
+            return buffers
+        found: list[Any] = [None] * self.topology.layout.pp
+        dist.all_gather_object(found, buffers, group=self.topology.group("pp"))
+        return {name: tensor for stage in reversed(found) for name, tensor in stage.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes whole tensors under the module's own names; every rank brings all of them.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+        """Takes whole tensors under the module's own names; every rank brings all of them. A tied one may be there under one of
+        its names. Returns the missing and the unknown names, as `nn.Module` does.
 
         Raises:
-            PlanError: names or shapes differ.
+            PlanError: names differ and `strict`, shapes differ, tied tensors differ, or `assign`.
         """
+        if assign:
+            raise PlanError("load_state_dict: assign = True would replace shards by whole tensors; leave it out")
+        state = dict(state_dict)
+        for copy, original in self.specs.ties.items():
+            if copy in state and not torch.equal(tied := state.pop(copy), state.setdefault(original, tied)):
+                raise PlanError(f"load_state_dict: {copy} and {original} are one parameter, and the state has two values for it")
         mine = dict(self.tensors())
-        known = set(self.shapes) | set(mine)
-        if unknown := sorted(set(state) - known - set(self.specs.ties)):
+        unknown = sorted(set(state) - set(self.specs.tensors))
+        missing = sorted((set(mine) | set(self.shapes)) - set(state))
+        if strict and unknown:
             raise PlanError(f"load_state_dict: the module has no {', '.join(unknown)}")
-        if missing := sorted(set(mine) - set(state)):
+        if strict and missing:
             raise PlanError(f"load_state_dict: the state lacks {', '.join(missing)}")
-        for name, tensor in mine.items():
-            shape = self.shapes.get(name, tuple(tensor.shape))
-            if tuple(state[name].shape) != shape:
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()} | dict(self.shapes)
+        for name, shape in shapes.items():
+            if name in state and tuple(state[name].shape) != shape:
                 raise PlanError(f"load_state_dict: {name} is {shape} here and {tuple(state[name].shape)} there")
-            box = local_box(tensor)
-            box.local.copy_(box.within(state[name].reshape(box.shape)))
+        self.reshard()
+        for name in mine.keys() & state.keys():
+            box = local_box(mine[name])
+            value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+            box.local.copy_(box.within(value.reshape(box.shape)))
+        return IncompatibleKeys(missing, unknown)
+
+
+@dataclass
+class _Scoring:
+    """What a step makes of the module's outputs; the objective of a pipeline, for which the number of a batch stands for it."""
+
+    batches: Sequence[Inputs]
+    counts: Sequence[Tensor]
+    loss: Loss | None
+    targets: Sequence[Any]
+    last_stage: Sequence[Mapping[str, Any]] = ()
+
+    def arguments(self, number: Tensor) -> Mapping[str, Any]:
+        """Of the module, that the last stage gets besides the hidden states."""
+        return self.last_stage[int(number)]
+
+    def __call__(self, head: Any, hidden: Any, labels: Tensor) -> LossTerms:
+        """By a pipeline's names for the module's output and the number of the batch."""
+        if self.loss is not None and not isinstance(hidden, Tensor):
+            hidden = hidden[0]
+        return LossTerms(self.sum(hidden, int(labels)), labels, {})
+
+    def sum(self, output: Any, number: int) -> Tensor:
+        """The loss of a micro-batch, summed over its tokens."""
+        if self.loss is not None:
+            return self.loss(output, self.targets[number])
+        found = own_loss(output)
+        return found * self.counts[number].to(found.dtype)
+
+
+def own_loss(output: Any) -> Tensor:
+    """The loss in a module's output.
+
+    Raises:
+        PlanError: there is none.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    of = output if isinstance(output, tuple | list) else (output,)
+    for found in (named, *of):
+        if isinstance(found, Tensor) and found.dim() == 0:
+            return found
+    raise PlanError(
+        f"step: the module returned a {type(output).__name__} without a loss; give loss=, or the labels that it needs"
+    )

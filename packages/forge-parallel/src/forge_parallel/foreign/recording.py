@@ -13,9 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from forge_core.errors import PlanError
 from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, schema, storage_key, tree_iter, tree_map
 
 RAW = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
@@ -25,10 +27,6 @@ OVERWRITING = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "bernoulli_", "exponential_", "random_", "log_normal_"}
 )
 """Operators after which it does not matter what their first argument held."""
-
-
-LOOKING = frozenset({"_local_scalar_dense", "equal"})
-"""Operators that give Python a value."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,10 @@ class Recording(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         args, kwargs = tree_map(self._standing_for, (args, kwargs))
-        if func.overloadpacket.__name__ in LOOKING:  # a constructor that draws again until the numbers please it
-            args = tree_map(lambda leaf: self.replay(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, args)
+        if gives_values(func):  # a constructor that draws again until the numbers please it
+            args = tree_map(self._with_memory, args)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        out = func(*args, **(without_memory(kwargs) if any(tensor.is_meta for tensor in inputs) else kwargs))
+        out = self._computed(func, args, kwargs) if any(tensor.is_meta for tensor in inputs) else func(*args, **kwargs)
         outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in (*inputs, *outputs)):
             self._record(func, args, kwargs, out)
@@ -91,6 +89,24 @@ class Recording(TorchDispatchMode):
             for tensor in written(func, args, kwargs):
                 self._raw.pop(tensor.untyped_storage(), None)
         return out
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives on tensors without memory and others, whose values the tape keeps."""
+        changed = {id(tensor): tensor for tensor in written(func, args, kwargs)}
+        hollow = tree_map(
+            lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and id(leaf) not in changed else leaf, (args, kwargs)
+        )
+        try:
+            return func(*hollow[0], **without_memory(hollow[1]))
+        except NotImplementedError:  # torch does not know the shapes of its results, or writes them into memory
+            if any(tensor.is_meta for tensor in changed.values()):
+                raise
+            args, kwargs = tree_map(self._with_memory, (args, kwargs))
+            out = func(*args, **kwargs)
+            return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and id(leaf) not in changed else leaf, out)
+
+    def _with_memory(self, leaf: Any) -> Any:
+        return self.replay(leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
 
     def _standing_for(self, leaf: Any) -> Any:
         """A module keeps a parameter without memory; its constructor may still hold the one that it gave to the module."""
@@ -116,6 +132,7 @@ class Recording(TorchDispatchMode):
         original = nn.Module.register_parameter
 
         def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            refuse_lazy(param, f"{name} of a {type(module).__name__}")
             with DisableTorchFunction():
                 hollow = param if param is None or param.is_meta else self.hollow(param)
             original(module, name, hollow)
@@ -141,7 +158,7 @@ class Recording(TorchDispatchMode):
 
     def starts(self, parameter: Tensor) -> bool:
         """Whether anything says what a parameter holds at first."""
-        return _key(parameter) in self._given or _key(parameter) in self._writers
+        return not parameter.numel() or _key(parameter) in self._given or _key(parameter) in self._writers
 
     def replay(self, parameter: Tensor) -> Tensor:
         """What a parameter without memory would hold: (its shape), on the host."""
@@ -184,6 +201,18 @@ class Recording(TorchDispatchMode):
         return torch.empty(0, dtype=leaf.dtype).set_(memory[key], leaf.storage_offset(), leaf.size(), leaf.stride())
 
 
+def refuse_lazy(parameter: Tensor | None, name: str) -> None:
+    """
+    Raises:
+        PlanError: the parameter has no size yet.
+    """
+    if isinstance(parameter, UninitializedParameter):
+        raise PlanError(
+            f"parallelize: {name} has no size before its module is called; give sizes to its constructor, or call the module "
+            "once and give it instead of its builder"
+        )
+
+
 def _bind(recorded: Any, real: Any, memory: dict[int, torch.UntypedStorage]) -> None:
     for hollow, made in zip(tree_iter(recorded), tree_iter(real), strict=True):
         if isinstance(hollow, Tensor) and _key(hollow) not in memory:
@@ -210,6 +239,12 @@ def _kept(leaf: Any) -> Any:
 def without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of an operator on a tensor without memory, which has been told that it is elsewhere."""
     return {name: torch.device("meta") if name == "device" and value is not None else value for name, value in kwargs.items()}
+
+
+def gives_values(func: Any) -> bool:
+    """Whether an operator gives Python values and no tensor, such as `equal`, `allclose` or what is behind `item`."""
+    returned = [str(one.type) for one in schema(func).returns]
+    return bool(returned) and not any("Tensor" in kind for kind in returned)
 
 
 def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -4,9 +4,11 @@ A part is the whole module in which absent modules hand on what they are given. 
 nothing on the hidden states between its modules, so this is tried: with everything left out, it has to be the identity.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,8 +18,7 @@ from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.foreign.describe import describe
 from forge_parallel.foreign.example import Example
-from forge_parallel.foreign.handed import ADVICE, must_hand_on, units_of, visits
-from forge_parallel.torch_private import tree_iter
+from forge_parallel.foreign.handed import ADVICE, changed, must_hand_on, must_not_reach, units_of, visits
 
 
 class Passing(nn.Module):
@@ -33,6 +34,10 @@ class Staged(nn.Module):
 
     unit_paths: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
     width: int
+    first_input: str | None
+    """Of the arguments of forward, what the first stage gets; None: the only one."""
+    last_inputs: frozenset[str]
+    """What the last stage gets, such as labels."""
 
     def specs(self) -> Specs:
         """Of the modules that are here."""
@@ -47,6 +52,22 @@ class Staged(nn.Module):
         above, _, name = path.rpartition(".")
         self.get_submodule(above)._modules[name] = Passing()
 
+    def split_inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """What the first stage gets of a batch, and what the last one gets.
+
+        Raises:
+            PlanError: an argument was not in the example that the module was laid out by.
+        """
+        others = dict(batch)
+        first = others.pop(self.first_input if self.first_input in others else next(iter(others), ""), None)
+        if first is None or others.keys() - self.last_inputs:
+            raise PlanError(
+                "a pipeline hands one input to the first stage, and to the last one what parallelize's example has besides, but "
+                f"a batch has {', '.join(sorted(batch)) or 'nothing'}; name all of them in parallelize(..., example={{...}}), "
+                "give what only the loss needs as targets=, or set pp to 1"
+            )
+        return first, others
+
     def forward(
         self,
         x: Tensor,
@@ -57,9 +78,11 @@ class Staged(nn.Module):
         objective: Any = None,
     ) -> Any:
         """Inputs or hidden states -> hidden states, or what `objective` makes of the output."""
-        out = super().forward(x)
-        out = out if isinstance(out, Tensor) else out[0]
-        return out if objective is None else objective(self, out, labels)
+        others = {} if objective is None else objective.arguments(labels)
+        out = super().forward(x) if self.first_input is None else super().forward(**{self.first_input: x}, **others)
+        if objective is not None:
+            return objective(self, out, labels)
+        return out if isinstance(out, Tensor) else out[0]
 
 
 @cache
@@ -82,23 +105,36 @@ def stage(module: nn.Module, blocks: list[str], example: Example) -> None:
             f"parallelize: {own[0] or 'the root'} holds parameters outside the blocks directly, which no single stage can hold; "
             f"{ADVICE}"
         )
-    one, other = (visits(module, units, blocks, example, seed) for seed in (1, 2))
+    first_input, last_inputs = _inputs(module, example)
+    one, other = (visits(module, units, blocks, changed(example, seed, last_inputs)) for seed in (1, 2))
     must_hand_on(module, one, other, units, blocks)
+    for name in sorted(last_inputs):
+        must_not_reach(name, one, visits(module, units, blocks, changed(example, 1, last_inputs, name)))
     order = [visit.path for visit in one]
     start = order.index(blocks[0])
     entry, leaving = tuple(order[:start]), tuple(order[start + len(blocks) :])
     hidden = one[start - 1].out
-    given = [tuple(leaf.shape) for leaf in tree_iter(example) if isinstance(leaf, Tensor)]
-    if len(given) != 1 or len(given[0]) != 2 or tuple(hidden.shape[:-1]) != given[0]:
+    given = example if first_input is None else example[first_input]  # type: ignore[index]
+    if not isinstance(given, Tensor) or given.dim() != 2 or hidden.shape[:-1] != given.shape:
+        shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise PlanError(
             "parallelize: a pipeline needs one input (rows, length), such as token ids, and hidden states (rows, length, width); "
-            f"{type(module).__name__} is called with {', '.join(map(str, given))}, and {entry[-1]} makes {tuple(hidden.shape)}; "
-            "set pp to 1"
+            f"{type(module).__name__} is called with {shape}, and {entry[-1]} makes {tuple(hidden.shape)}; set pp to 1"
         )
     width = hidden.shape[-1]
     module.__class__ = _staged(type(module))
     module.unit_paths, module.width = (entry, tuple(blocks), leaving), width  # type: ignore[assignment]
+    module.first_input, module.last_inputs = first_input, last_inputs  # type: ignore[assignment]
     _must_pass(module, (*entry, *blocks, *leaving), width)
+
+
+def _inputs(module: nn.Module, example: Example) -> tuple[str | None, frozenset[str]]:
+    """Of the example's arguments that are tensors, the first one of forward, and the others."""
+    if isinstance(example, Tensor):
+        return None, frozenset()
+    tensors = [name for name in signature(module.forward).parameters if isinstance(example.get(name), Tensor)]
+    tensors += [name for name, value in example.items() if isinstance(value, Tensor) and name not in tensors]  # of **kwargs
+    return next(iter(tensors or example)), frozenset(tensors[1:])
 
 
 def _must_pass(module: Any, paths: tuple[str, ...], width: int) -> None:

@@ -1,11 +1,13 @@
 """One probe step of a foreign module against one process: what no static rule sees is found before a run, not after it.
 
-Both sides compute in fp64 from the same weights, on the same rows. Compared are the initial values with what the constructors
+Both sides compute from the same weights, on the same rows, in fp64 or else the widest format that the module's operators accept:
+grouped matrix products take no fp64, and those of CUDA only bf16. Compared are the initial values with what the constructors
 make, the loss, every gradient, and every buffer on every rank. Random numbers in forward depend on the place in the module and on
 the rows, and on the tp rank, as they do in a run.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel.build.plan import Phase
+from forge_parallel.build.precision import DTYPES
 from forge_parallel.foreign.draws import Draws, random_numbers_kept
 from forge_parallel.foreign.example import Example, call, example_for, shares
 from forge_parallel.foreign.forked import forked
@@ -25,13 +28,14 @@ from forge_parallel.foreign.lay_out import lay_out, prepare
 from forge_parallel.foreign.parallelized import Parallelized
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import BALANCED
-from forge_parallel.torch_private import tree_iter
+from forge_parallel.torch_private import tree_iter, tree_map_only
 from forge_parallel.transforms.shard import Shard
 from forge_parallel.verify.gather import gathered
 
-TOLERANCE = 1e-6
-"""Largest accepted error, relative to a tensor's largest element. Modules that compute a norm or a softmax in fp32 for
-parameters of any format stay below it; a wrong layout is larger by orders of magnitude."""
+TOLERANCES = {"fp64": 1e-6, "fp32": 2**-12, "bf16": 2**-4}
+"""Formats in which a probe step may compute, the widest first, with the largest accepted error relative to a tensor's largest
+element: some thousand roundings of fp32, and 16 of bf16. Modules that compute a norm or a softmax in fp32 for parameters of any
+format stay below that of fp64. Errors of a wrong layout are larger."""
 
 FLOOR = 0.1
 """Of the model's largest gradient: gradients that are zero but for rounding are compared with that share of it."""
@@ -59,33 +63,34 @@ class _Probe:
     example: Example | None
     loss: Loss | None
     seed: int
+    width: str = "fp64"
 
     def whole(self, seed: int) -> nn.Module:
-        """The module in one process, in fp64."""
+        """The module in one process."""
         if isinstance(self.source, nn.Module):
             module = deepcopy(self.source)
         else:
             torch.manual_seed(seed)
             module = self.source()
         prepare(module)
-        return module.double()
+        return module.to(DTYPES[self.width])
 
     def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> Parallelized:
-        """The module in a layout, in fp64."""
+        """The module in a layout."""
         left_out = {Phase.QUANTIZE, Phase.COMPILE} | ({Phase.RECOMPUTE} if draws else set())
         kept = [one for one in self.transforms if one.phase not in left_out]
         chosen = [replace(one, offload=False) if isinstance(one, Shard) else one for one in kept]
-        source = self.source
+        source, dtype = self.source, DTYPES[self.width]
         pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)
         return lay_out(
-            _wide_buffers(deepcopy(source)) if isinstance(source, nn.Module) else lambda: _wide_buffers(source()),
+            _buffers_in(dtype, deepcopy(source)) if isinstance(source, nn.Module) else lambda: _buffers_in(dtype, source()),
             layout,
             chosen,
             **self.options,
             pipeline=pipeline,
             device=device,
-            compute="fp64",
-            state="fp64",
+            compute=self.width,
+            state=self.width,
             seed=self.seed,
             example=self.example,
         )
@@ -104,7 +109,7 @@ def verify_layout(
     example: Example | None = None,
     loss: Loss | None = None,
     timeout: float = 600.0,
-) -> None:
+) -> str:
     """Collective: compares a step of `parallelize(source, layout, ...)` with one process. `source` is not changed.
 
     In a single process, each axis in use is tried on two local processes, forked from this one, on the CPU. Under a launcher,
@@ -119,6 +124,10 @@ def verify_layout(
             pipeline the output is the module's first tensor.
         timeout: of the local processes together, in seconds.
 
+    Returns:
+        The format in which both sides computed: "fp64", or the widest one that the module's operators accept, of which a warning
+        tells: errors up to `TOLERANCES` of it are taken for rounding.
+
     Raises:
         PlanError: what differs, by parameter or buffer and axis; or what `parallelize` refuses.
     """
@@ -128,26 +137,35 @@ def verify_layout(
     probe = _Probe(source, built, options, pipeline, example, loss, seed)
     together = dist.is_initialized() and dist.get_world_size() > 1
     axes = [axis for axis in AXES if layout.size(axis) > 1]
+    width = "fp64"
     with random_numbers_kept():
         if together or not axes:
-            _raise(_faults(probe, layout, device), layout)
-            return
-        for axis in axes:
+            width, found = _faults(probe, layout, device)
+            _raise(found, layout, width)
+        for axis in () if together else axes:
             pair = Layout.of({axis: 2, **({"dp_shard": 1} if axis != "dp_shard" else {})}, 2)
-            found, _ = forked(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
-            _raise(found, pair)
+            (width, found), _ = forked(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
+            _raise(found, pair, width)
+    if width != "fp64" and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"verify: the module does not compute in fp64, so both sides were compared in {width}, up to {TOLERANCES[width]:.2g} "
+            "of a tensor's largest element",
+            stacklevel=2,
+        )
+    return width
 
 
-def _raise(faults: list[str], layout: Layout) -> None:
+def _raise(faults: list[str], layout: Layout, width: str) -> None:
     if faults:
+        narrow = "" if width == "fp64" else f" (in {width}; the module does not compute in fp64)"
         axis = next((axis for axis in ("tp", "pp", "dp_shard", "dp_replicate") if layout.size(axis) > 1), None)
         more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
         advice = "" if axis is None else f". Under {axis} {ADVICE.get(axis, ADVICE['dp_shard'])}"
-        raise PlanError(f"verify: layout {layout} differs from one process: {'; '.join(faults[:4])}{more}{advice}")
+        raise PlanError(f"verify: layout {layout} differs from one process{narrow}: {'; '.join(faults[:4])}{more}{advice}")
 
 
-def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) -> list[str]:
-    """Collective: what differs, the same on all ranks."""
+def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) -> tuple[str, list[str]]:
+    """Collective: the format in which both sides computed, and what differs; the same on all ranks."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     each = 2 if layout.data == 1 or layout.pp > 1 else 1
     count = each * layout.data
@@ -155,7 +173,11 @@ def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) ->
     probe = probe if probe.example is not None else replace(probe, example=example_for(_outline(probe), count))
     assert probe.example is not None
     rows = shares(probe.example, count)
-    draws = _agreed(first and _draws(probe, rows, loss))
+    width, draws, cause = _agreed(_tried(probe, rows, loss) if first else None)
+    if width is None:
+        raise PlanError(cause)
+    probe, tolerance = replace(probe, width=width), TOLERANCES[width]
+    rows = _floats_in(DTYPES[width], rows)
     model = probe.laid_out(layout, device, draws)
     start = model.state_dict(whole=True)
     mine = [_on(share, model.topology.device) for share in rows[model.data_rank * each :][:each]]
@@ -171,10 +193,10 @@ def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) ->
         whole = probe.whole(0)
         whole.load_state_dict(start, strict=False)
         expected = _alone(whole, rows, loss, Draws(probe.seed, 0, 0) if draws else None)
-        found += _compared(whole, expected, total, gradients, buffers)
+        found += _compared(whole, expected, total, gradients, buffers, tolerance)
         if found and draws:
             found.insert(0, "it draws random numbers in forward")
-    return _agreed(found)
+    return width, _agreed(found)
 
 
 def _step(model: Parallelized, mine: list[Any], loss: Loss) -> float:
@@ -209,15 +231,27 @@ def _alone(module: nn.Module, rows: list[Any], loss: Loss, draws: Draws | None) 
     return total
 
 
-def _draws(probe: _Probe, rows: list[Any], loss: Loss) -> bool:
-    """Whether one process gives another loss with other random numbers."""
-    found = []
-    for seed in (1, 2):
-        module = probe.whole(0)
-        Draws(seed, 0, 0).attach(module)
-        with torch.no_grad():
-            found.append(float(loss(call(module, rows[0]), rows[0])))
-    return found[0] != found[1]
+def _tried(probe: _Probe, rows: list[Any], loss: Loss) -> tuple[str | None, bool, str]:
+    """The widest format in which one process makes a step, whether that has another loss with other random numbers, and why not
+    in any."""
+    cause = ""
+    for width in TOLERANCES:
+        one, share = replace(probe, width=width), _floats_in(DTYPES[width], rows[0])
+        found = []
+        try:
+            for seed in (1, 2):
+                module = one.whole(0)
+                Draws(seed, 0, 0).attach(module)
+                value = loss(call(module, share), share)
+                found.append(value.item())
+            value.backward()
+        except PlanError as refusal:
+            return None, False, str(refusal)
+        except Exception as error:  # noqa: BLE001 (of somebody else's module)
+            cause = f"verify: the module fails in one process, in {', '.join(TOLERANCES)}: {type(error).__name__}: {error}"
+            continue
+        return width, found[0] != found[1], ""
+    return None, False, cause
 
 
 def _initial(probe: _Probe, start: Mapping[str, Tensor]) -> list[str]:
@@ -226,14 +260,16 @@ def _initial(probe: _Probe, start: Mapping[str, Tensor]) -> list[str]:
     if isinstance(probe.source, nn.Module):
         expected = dict(probe.whole(0).named_parameters())
         return [f"initial value of {name}" for name, value in expected.items() if not torch.equal(start[name].to(value), value)]
-    one, other = (dict(probe.whole(seed).named_parameters()) for seed in (1, 2))
+    # In fp64: rounded to few bits, some of what is drawn would be equal in both.
+    one, other = (dict(replace(probe, width="fp64").whole(seed).named_parameters()) for seed in (1, 2))
     return [f"initial value of {name}" for name in one if not _alike(start[name], one[name].detach(), other[name].detach())]
 
 
 def _alike(found: Tensor, one: Tensor, other: Tensor) -> bool:
     drawn = one != other
-    if not torch.equal(found[~drawn].to(one), one[~drawn]):
+    if not torch.equal(found[~drawn], one[~drawn].to(found.dtype)):
         return False
+    found = found.to(one)
     count = int(drawn.sum())
     if count < 16:
         return True
@@ -243,10 +279,15 @@ def _alike(found: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def _compared(
-    whole: nn.Module, expected: float, total: float, gradients: Mapping[str, Tensor], buffers: Sequence[Mapping[str, Tensor]]
+    whole: nn.Module,
+    expected: float,
+    total: float,
+    gradients: Mapping[str, Tensor],
+    buffers: Sequence[Mapping[str, Tensor]],
+    tolerance: float,
 ) -> list[str]:
     found = []
-    if not abs(total - expected) <= TOLERANCE * max(abs(expected), TOLERANCE):
+    if not abs(total - expected) <= tolerance * max(abs(expected), tolerance):
         found.append(f"the loss is {total:.9g} instead of {expected:.9g}")
     right = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     largest = max((float(gradient.abs().max()) for gradient in right.values() if gradient.numel()), default=0.0)
@@ -254,12 +295,12 @@ def _compared(
         one, other = right.get(name, torch.zeros_like(parameter)), gradients.get(name, torch.zeros_like(parameter))
         scale = max(float(one.abs().max()) if one.numel() else 0.0, FLOOR * largest)
         error = float((one - other).abs().max()) if one.numel() else 0.0
-        if not error <= TOLERANCE * scale:
+        if not error <= tolerance * scale:
             found.append(f"the gradient of {name} is off by {error / scale if scale else error:.2g} of its largest element")
     theirs = dict(whole.named_buffers())
     for rank, held in enumerate(buffers):
         for name, buffer in held.items():
-            if name in theirs and not torch.allclose(buffer.double(), theirs[name].double().cpu(), TOLERANCE, TOLERANCE, True):
+            if name in theirs and not torch.allclose(buffer.double(), theirs[name].double().cpu(), tolerance, tolerance, True):
                 found.append(f"buffer {name} has another value on rank {rank}")
     return found
 
@@ -288,11 +329,15 @@ def _outline(probe: _Probe) -> nn.Module:
         return probe.source()
 
 
-def _wide_buffers(module: nn.Module) -> nn.Module:
+def _buffers_in(dtype: torch.dtype, module: nn.Module) -> nn.Module:
     for part in module.modules():
-        wide = {name: b.double() for name, b in part._buffers.items() if b is not None and b.is_floating_point()}
-        part._buffers.update(wide)
+        cast = {name: b.to(dtype) for name, b in part._buffers.items() if b is not None and b.is_floating_point()}
+        part._buffers.update(cast)
     return module
+
+
+def _floats_in(dtype: torch.dtype, values: Any) -> Any:
+    return tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, values)
 
 
 def _on(share: Any, device: torch.device) -> Any:

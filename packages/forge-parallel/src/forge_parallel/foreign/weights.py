@@ -14,8 +14,9 @@ from torch import nn
 
 from forge_core.errors import PlanError
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.foreign.recording import recorded
+from forge_parallel.foreign.recording import recorded, refuse_lazy
 from forge_parallel.placement.boxes import local_box
+from forge_parallel.torch_private import BatchNorm
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Skeleton:
                     name = f"{path}.{slot}".removeprefix(".")
                     if name in self.buffers:  # in the number format that its constructor chose
                         module._buffers[slot] = self.buffers[name].to(model.topology.device)
+                if isinstance(module, BatchNorm):
+                    _with_statistics_as_computed(module, path, model.compute)
 
 
 def of_module(module: nn.Module, device: torch.device) -> Skeleton:
@@ -72,6 +75,8 @@ def of_module(module: nn.Module, device: torch.device) -> Skeleton:
     Raises:
         PlanError: the module has tensors without memory, or ranks hold different weights; names the first such tensor.
     """
+    for name, parameter in module.named_parameters():
+        refuse_lazy(parameter, name)
     truth = {name: parameter.detach() for name, parameter in module.named_parameters()}
     if hollow := [name for name, tensor in truth.items() if tensor.is_meta]:
         raise PlanError(f"parallelize: {hollow[0]} has no memory; give the function that builds the module instead")
@@ -88,7 +93,11 @@ def of_builder(build: Callable[[], nn.Module], seed: int) -> Skeleton:
         PlanError: a buffer has no memory, or nothing says what a parameter holds at first.
     """
     module, recording = recorded(build, seed)
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    buffers = {
+        # Those without memory are made of parameters, such as the vectors of a spectral norm.
+        name: recording.replay(buffer) if buffer.is_meta and recording.starts(buffer) else buffer.detach().clone()
+        for name, buffer in module.named_buffers()
+    }
     if hollow := [name for name, buffer in buffers.items() if buffer.is_meta]:
         raise PlanError(f"parallelize: the builder gave {hollow[0]} no memory; let it create buffers on a real device")
     wanted = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -98,6 +107,23 @@ def of_builder(build: Callable[[], nn.Module], seed: int) -> Skeleton:
             "give a materialized module"
         )
     return Skeleton(module, buffers, lambda: ({name: recording.replay(p)} for name, p in wanted.items()))
+
+
+def _with_statistics_as_computed(module: nn.Module, path: str, compute: torch.dtype) -> None:
+    """Gives a batch norm its running statistics in the format that it computes in: torch takes no other.
+
+    Raises:
+        PlanError: the format is too coarse for averages over many steps.
+    """
+    for slot, buffer in module._buffers.items():
+        if buffer is None or not buffer.is_floating_point() or buffer.dtype == compute:
+            continue
+        if compute.itemsize < buffer.dtype.itemsize:
+            raise PlanError(
+                f"parallelize: {path} ({type(module).__name__}) keeps running statistics in {buffer.dtype} and would compute in "
+                f'{compute}, in which such averages stand still; set compute = "fp32", track_running_stats=False or another norm'
+            )
+        module._buffers[slot] = buffer.to(compute)
 
 
 def _to_meta(module: nn.Module) -> None:

@@ -1,23 +1,16 @@
-"""Do the ranks of a job have devices of one kind? They tell each other at the start, and rank 0 judges.
+"""Do the ranks of a job have devices of one kind? They tell each other when they meet, and rank 0 judges.
 
 Ranks with GPUs of different capabilities would choose different kernels, for attention and for float8: one rank would not compute
 what another one does, and nothing would say so. Devices that are alike but for memory or clocks are only slow together.
 """
 
-import json
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from forge_core.errors import LayoutError
 from forge_core.terminal.quantities import size
 from forge_parallel import accelerator
-
-_LAST_WORDS = 10.0
-"""Seconds for which rank 0 lets the others read why they are refused."""
 
 _NEARLY = 0.02
 """By which share two memories may differ and count as alike: error correction and drivers take some of it."""
@@ -42,39 +35,6 @@ class Device:
     def __str__(self) -> str:
         told = [self.name, f"of {self.architecture}" if self.architecture else "", size(self.memory) if self.memory else ""]
         return " ".join(filter(None, told))
-
-
-def tell(store: dist.Store, rank: int, device: Device) -> None:
-    """Leaves word of this rank's device for rank 0."""
-    store.set(f"device/{rank}", json.dumps(asdict(device)))
-
-
-def agree(store: dist.Store, rank: int, ranks: int, until: Callable[[Callable[[], bool], Callable[[], str]], None]) -> str:
-    """Collective, once every rank has told of its device: what is unequal among them, and may be; "" where nothing is.
-
-    `until(true, missing)` waits.
-
-    Raises:
-        LayoutError: on every rank, in the same words: devices of different kinds or architectures.
-    """
-    if rank == 0:
-        told = store.multi_get([f"device/{one}" for one in range(ranks)])
-        store.set("devices", json.dumps(judged([Device(**json.loads(one)) for one in told])))
-    else:
-        until(lambda: store.check(["devices"]), lambda: "rank 0 has not compared the devices of all ranks")
-    fault, remark = json.loads(store.get("devices"))
-    if fault:
-        if store.add("devices/read", 1) < ranks and rank == 0:
-            _wait_for_readers(store, ranks)
-        raise LayoutError(fault)
-    return remark
-
-
-def _wait_for_readers(store: dist.Store, ranks: int) -> None:
-    """The store ends with rank 0, so the others read first; never for long."""
-    end = time.monotonic() + _LAST_WORDS
-    while store.add("devices/read", 0) < ranks and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 def judged(devices: Sequence[Device]) -> tuple[str, str]:

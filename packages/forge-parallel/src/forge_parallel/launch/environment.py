@@ -4,6 +4,7 @@ Only what a launcher really set is used; nothing is guessed. A contradiction (a 
 outside the world, no address) is one message before any socket is opened.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ class Launch:
 
     Attributes:
         device: number of the local device; the local rank, unless a launcher leaves devices out.
+        identity: of the start that this process belongs to, so that ranks of two of them never meet; "" where the launcher
+            gives none.
+        note: what a user should know of how the launcher was read.
     """
 
     rank: int = 0
@@ -31,6 +35,8 @@ class Launch:
     port: int = 0
     launcher: str = "none"
     device: int = 0
+    identity: str = ""
+    note: str = ""
 
 
 def read_launcher(environment: Mapping[str, str]) -> Launch:
@@ -56,20 +62,15 @@ def read_launcher(environment: Mapping[str, str]) -> Launch:
             port=_integer(environment, "MASTER_PORT"),
             launcher="torchrun",
             device=_integer(environment, DEVICE, local_rank),
+            identity="" if (run := environment.get("TORCHELASTIC_RUN_ID", "none")) == "none" else f"torchrun {run}",
         )
-    elif "SLURM_PROCID" in environment and _integer(environment, "SLURM_NTASKS", 1) > 1:
-        job = _integer(environment, "SLURM_JOB_ID")
-        size, local_rank = _integer(environment, "SLURM_NTASKS"), _integer(environment, "SLURM_LOCALID")
-        found = Launch(
-            rank=_integer(environment, "SLURM_PROCID"),
-            size=size,
-            local_rank=local_rank,
-            local_size=_tasks_on_node(environment, size),
-            address=environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_JOB_NODELIST", "")),
-            port=_integer(environment, "MASTER_PORT", 20000 + job % 20000),
-            launcher="srun",
-            device=local_rank,
+    elif "SLURM_PROCID" in environment and _integer(environment, "SLURM_NTASKS", 1) > 1 and not _is_step(environment):
+        return Launch(
+            note=f"SLURM gives this job {environment['SLURM_NTASKS']} tasks, but this process was not started by srun, so it is "
+            "one process; to use all tasks, start it with srun"
         )
+    elif "SLURM_PROCID" in environment and _step_tasks(environment) > 1:
+        found = _of_srun(environment)
     else:
         return Launch()
     if not 0 <= found.rank < found.size:
@@ -77,6 +78,47 @@ def read_launcher(environment: Mapping[str, str]) -> Launch:
     if not 0 < found.port < 65536:
         raise LayoutError(f"MASTER_PORT = {found.port} is not a port (1 to 65535)")
     return found
+
+
+_NO_STEPS = range(0xFFFFFFF0, 1 << 32)
+"""Numbers that SLURM gives to what srun did not start: batch scripts, shells of salloc."""
+
+_FIRST_PORT, _PORTS = 20000, 12000
+"""Below the ports that Linux gives to outgoing connections, from 32768 on."""
+
+
+def _is_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process. A batch script has a rank and a number of tasks as well."""
+    step = _integer(environment, "SLURM_STEP_ID", _integer(environment, "SLURM_STEPID", -1))
+    return step >= 0 and step not in _NO_STEPS
+
+
+def _step_tasks(environment: Mapping[str, str]) -> int:
+    return _integer(environment, "SLURM_STEP_NUM_TASKS", _integer(environment, "SLURM_NTASKS", 1))
+
+
+def _of_srun(environment: Mapping[str, str]) -> Launch:
+    """Address and port are those of the step: a job may run several at once, on some of its nodes each."""
+    job, step = _integer(environment, "SLURM_JOB_ID"), environment.get("SLURM_STEP_ID") or environment["SLURM_STEPID"]
+    restart, local_rank = _integer(environment, "SLURM_RESTART_COUNT", 0), _integer(environment, "SLURM_LOCALID")
+    size = _step_tasks(environment)
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    return Launch(
+        rank=_integer(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=local_rank,
+        local_size=_tasks_on_node(environment, size),
+        address=environment.get("MASTER_ADDR") or first_host(nodes),
+        port=_integer(environment, "MASTER_PORT", _FIRST_PORT + (job + 4099 * int(step) + 257 * restart) % _PORTS),
+        launcher="srun",
+        device=local_rank,
+        identity=f"SLURM job {job}, step {step}, restart {restart}",
+    )
+
+
+def is_agents_store() -> bool:
+    """Whether torchrun's agent keeps the store of the ranks, which it keeps for those that it starts again, too."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def first_host(nodes: str) -> str:
@@ -102,8 +144,8 @@ def _suffix(rest: str) -> str:
 
 
 def _tasks_on_node(environment: Mapping[str, str], size: int) -> int:
-    """SLURM_TASKS_PER_NODE is `4(x2),3`; the first count stands for this node well enough to divide its cores."""
-    counts = environment.get("SLURM_TASKS_PER_NODE", str(size))
+    """SLURM's tasks per node are `4(x2),3`; the first count stands for this node well enough to divide its cores."""
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(size))
     return int(counts.split(",")[0].split("(")[0])
 
 

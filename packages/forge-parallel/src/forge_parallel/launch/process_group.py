@@ -3,8 +3,7 @@
 import logging
 import os
 import socket
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -12,16 +11,16 @@ import torch.distributed as dist
 
 from forge_core.errors import LayoutError
 from forge_parallel import accelerator
-from forge_parallel.launch import devices
-from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.environment import Launch, is_agents_store
+from forge_parallel.launch.meeting import Wait, meet, opened_by
 from forge_parallel.launch.watch import PeerFailure, is_broken_connection
 from forge_parallel.torch_private import one_gloo_thread, set_timeouts
 
 _MEETING_SECONDS = 300.0
 """How long ranks wait for each other at the start, at most: processes of one job start together."""
 
-_HURRY_SECONDS = 10.0
-"""How long a rank that was asked to stop waits for the others, so that they learn of it."""
+_TRY_SECONDS = 5.0
+"""How long one try to reach a store may take."""
 
 _RECORD = (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 """How many of the newest collectives torch keeps in mind, for what is written when ranks hang."""
@@ -36,28 +35,40 @@ _NCCL = (
 _log = logging.getLogger(__name__)
 
 
-def start(where: Launch, timeout: float, patience: float = 30.0, hurry: Callable[[], bool] = lambda: False) -> torch.device:
+def start(
+    where: Launch,
+    timeout: float,
+    patience: float = 30.0,
+    hurry: Callable[[], bool] = lambda: False,
+    content: Callable[[], Mapping[str, str]] = dict,
+    run: str = "",
+) -> torch.device:
     """Collective: opens the default process group (none for a world of one) and returns this rank's device.
 
-    A rendezvous store is keyed by the restart count, so that a restarted worker never reads a dead one's address.
+    Before the first collective all ranks meet in the store of rank 0 and compare what they run (`forge_parallel.launch.meeting`).
 
     Args:
         timeout: seconds after which a collective that some rank never entered is an error.
         patience: seconds after which a rank that waits for others says so.
-        hurry: asked while waiting; once it says yes, the others have ten seconds left to come.
+        hurry: asked while waiting; once it says yes, the others have three seconds left to come.
+        content: asked, where there are several ranks, for what has to be equal on all of them; see `meeting.meet`.
+        run: the name of what is started.
 
     Raises:
-        LayoutError: the address cannot be used; names address, port and rank. Or ranks have devices that do not compute alike.
+        LayoutError: the address cannot be used, or is that of another start; names address, port and rank.
+        RanksDiffer: ranks have other content, or devices that do not compute alike; names ranks, hosts and keys.
         PeerFailure: other processes did not come in `timeout` seconds, five minutes at most; names them.
     """
     device = _own(where.device)
+    if where.note:
+        _log.warning("%s", where.note)
     if where.size == 1:
         return device
     _tell(_NCCL if accelerator.COLLECTIVES.get(device.type) == "nccl" else (_RECORD,))
     try:
-        wait = _Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry)
-        store = _meet(where, wait, device)
-        if remark := devices.agree(store, where.rank, where.size, wait.until):
+        wait = Wait(where, min(timeout, _MEETING_SECONDS), patience, hurry)
+        store, remark = _meet(where, wait, device, content(), run)
+        if remark:
             _log.log(logging.INFO if where.rank else logging.WARNING, "%s", remark)
         with one_gloo_thread():
             dist.init_process_group(
@@ -81,56 +92,59 @@ def _own(number: int) -> torch.device:
     return accelerator.use(number) if there else accelerator.CPU
 
 
-class _Wait:
-    """The time until all have come: says who is missing, and ends. It waits in Python, where signals are heard."""
-
-    def __init__(self, where: Launch, limit: float, patience: float, hurry: Callable[[], bool]) -> None:
-        self.where, self.limit, self.told, self.hurry = where, limit, patience, hurry
-        self.began, self.pause = time.monotonic(), 0.01
-
-    def until(self, true: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Returns once `true` does.
-
-        Raises:
-            PeerFailure: the time is up.
-        """
-        while not true():
-            passed = time.monotonic() - self.began
-            if self.hurry():
-                self.limit = min(self.limit, passed + _HURRY_SECONDS)
-                self.hurry = lambda: False
-            if passed > self.limit:
-                raise PeerFailure(
-                    f"rank {self.where.rank} of {self.where.size} (started by {self.where.launcher}) waited {passed:.0f} s at "
-                    f"the start: {missing()}; is MASTER_ADDR the host of rank 0, and did every rank start?"
-                )
-            if passed > self.told:
-                self.told *= 2
-                _log.warning("waiting for %.0f s at the start: %s", passed, missing())
-            time.sleep(self.pause)
-            self.pause = min(1.5 * self.pause, 0.5)
+def _meet(where: Launch, wait: Wait, device: torch.device, content: Mapping[str, str], run: str) -> tuple[dist.Store, str]:
+    """The store of the group and a remark on devices, once every rank has reached it and all run the same thing."""
+    outlives = is_agents_store()
+    if where.rank != 0 or outlives:
+        tcp = _reached(where, wait)
+    else:
+        try:
+            tcp = dist.TCPStore(
+                where.address, where.port, is_master=True, timeout=timedelta(seconds=wait.limit), wait_for_workers=False
+            )
+        except (dist.DistError, OSError, RuntimeError) as cause:
+            if "EADDRINUSE" not in str(cause) and "address already in use" not in str(cause):
+                raise
+            other = _meeting_at(where)
+            do = "give each start its own MASTER_PORT, or wait until the other process has ended"
+            raise LayoutError(
+                f"rank 0 cannot open its store at {_at(where)}: {other or 'another process'} listens there; {do}"
+            ) from cause
+    return meet(tcp, where, wait, device, content, run, outlives)
 
 
-def _meet(where: Launch, wait: _Wait, device: torch.device) -> dist.Store:
-    """The store of the group, once every rank has reached it, and told of its device there."""
-    hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not hosts:
-        wait.until(lambda: _answers(where), lambda: f"rank 0 has not opened its store at {_at(where)}")
-    limit = timedelta(seconds=wait.limit)
-    tcp = dist.TCPStore(where.address, where.port, is_master=hosts, timeout=limit, wait_for_workers=False)
-    store = dist.PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
-    host = socket.gethostname()
-    devices.tell(store, where.rank, devices.Device.of(host, device))
-    store.set(f"here/{where.rank}", host)
-    store.add("here", 1)
+def _reached(where: Launch, wait: Wait) -> dist.Store:
+    """A connection to the store of rank 0. Each try is short, since no signal is heard in it."""
+    answer = "has not opened its store"
+    found: list[dist.Store] = []
 
-    def missing() -> str:
-        absent = [str(rank) for rank in range(where.size) if not store.check([f"here/{rank}"])]
-        more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
-        return f"rank {', '.join(absent[:10])}{more} did not come to {_at(where)}"
+    def reach() -> bool:
+        nonlocal answer
+        if not _answers(where):
+            return False
+        try:
+            found.append(_connected(where))
+        except (dist.DistError, RuntimeError):
+            answer = "does not answer as a store"
+        return bool(found)
 
-    wait.until(lambda: store.add("here", 0) >= where.size, missing)
-    return store
+    wait.until(reach, lambda: f"rank 0 {answer} at {_at(where)}")
+    found[0].set_timeout(timedelta(seconds=max(wait.limit, 1.0)))
+    return found[0]
+
+
+def _connected(where: Launch) -> dist.Store:
+    return dist.TCPStore(
+        where.address, where.port, is_master=False, timeout=timedelta(seconds=_TRY_SECONDS), wait_for_workers=False
+    )
+
+
+def _meeting_at(where: Launch) -> str:
+    """Which start has its meeting at an address; "" where none has."""
+    try:
+        return opened_by(_connected(where)) if _answers(where) else ""
+    except (dist.DistError, OSError, RuntimeError):
+        return ""
 
 
 def _answers(where: Launch) -> bool:

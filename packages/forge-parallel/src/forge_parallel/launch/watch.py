@@ -32,8 +32,9 @@ import torch.distributed as dist
 
 from forge_core.errors import ForgeError
 from forge_parallel.launch import hang_report, sights
-from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.environment import Launch, is_agents_store
 from forge_parallel.launch.sights import Sight, several
+from forge_parallel.torch_private import default_store
 
 _log = logging.getLogger(__name__)
 
@@ -145,8 +146,10 @@ class Watch:
             watch.start()
             return watch
         tcp = dist.TCPStore(where.address, where.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-        store = dist.PrefixStore(f"forge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/watch", tcp)
-        hosts = where.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        own = default_store()
+        name = own.get("name").decode() if own.check(["name"]) else "watch"  # of the meeting that the group came from
+        store = dist.PrefixStore(f"forge/{name}/watch", tcp)
+        hosts = where.rank == 0 and not is_agents_store()
         watch = cls(where.rank, where.size, store, patience, timeout, hosts=hosts)
         watch.start()
         return watch

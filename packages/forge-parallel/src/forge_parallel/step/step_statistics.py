@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forge_core.batch import PADDING, Batch
+from forge_core.batch import Batch
 from forge_core.protocols.model import Observer
 from forge_parallel.build.parallel_model import ParallelModel
 
@@ -24,10 +24,8 @@ def begin(found: Sequence[Observer], model: ParallelModel, batches: Sequence[Bat
         return
     topology = model.topology
     counts = [
-        torch.full((), batch.tokens.numel(), dtype=torch.int64, device=topology.device)
-        if batch.documents is None
-        else (batch.documents != PADDING).sum()
-        for batch in batches
+        torch.full((), batch.tokens.numel(), dtype=torch.int64, device=topology.device) if real is None else real.sum()
+        for batch, real in ((batch, batch.real) for batch in batches)
     ]
     count = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=topology.device)
     count = topology.stage_sum(count if topology.coordinates["tp"] == 0 else torch.zeros_like(count))

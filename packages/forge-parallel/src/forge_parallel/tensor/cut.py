@@ -114,6 +114,8 @@ def _settle(module: Any, path: str, role: Role, ranks: Ranks, specs: Specs, sequ
         first, rows = chunk(size, ranks.size, ranks.rank)
         if role is Role.TABLE:
             module.first, module.rows = first, rows
+            if getattr(module, "padding_idx", None) is not None:  # of which the gradient is dropped, here on one rank only
+                module.padding_idx = module.padding_idx - first if first <= module.padding_idx < first + rows else None
         elif role is Role.GATHERED:
             module.width, module.share = size, share
         else:

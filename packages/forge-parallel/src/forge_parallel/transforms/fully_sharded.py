@@ -6,9 +6,13 @@ otherwise the number of ranks would leak into the gradient. `average` puts it ba
 With `offload` shards lie in the host's memory (Ren et al., 2021): one goes to the device before it is gathered, its gradient
 comes back once it is reduced. Ranks exchange tensors of the device only; so numbers that are made from shards or gradients go
 there first, and a step has to wait for the device: clipping and skipping an update happen on the host.
+
+FSDP keeps what lies outside of the blocks gathered after a forward, for the backward that it expects. `GatheredCopies` frees it
+where no backward follows, so that no forward computes with weights that have changed since.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -24,7 +28,7 @@ from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.launch.process_group import alone
 from forge_parallel.placement.expert_stacks import apart
-from forge_parallel.torch_private import before_backward
+from forge_parallel.torch_private import before_backward, end_forward, in_backward
 
 if TYPE_CHECKING:
     from forge_core.protocols.topology import Context
@@ -42,7 +46,7 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     experts_apart = apart(context.specs, layout)
     if layout.dp_shard * layout.dp_replicate * layout.cp == 1 and not experts_apart and not offload:
         return
-    if not context.specs.blocks:
+    if not context.specs.blocks and not average:  # without any, a module of somebody else is one unit
         raise PlanError("shard: the model's specs name no blocks to shard one by one; list them in Specs.blocks")
     where = _host(part, context) if offload else OffloadPolicy()
     mesh = context.topology.data_mesh
@@ -73,6 +77,57 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
             module.set_force_sum_reduction_for_comms(True)
     if layout.ep > 1:
         _gather_ahead(part, context.specs, experts_apart)
+    part.gathered_copies = GatheredCopies(part)  # type: ignore[assignment]
+
+
+class GatheredCopies:
+    """Decides when a forward may use parameters that an earlier forward gathered.
+
+    A copy that is still there may be older than its parameters, and nothing tells whether they were written since: `.data` and
+    optimizers over lists of DTensors change no version counter. So copies are freed after a forward without gradients, and
+    before a forward that finds some whose backward did not come. A backward that does come gathers them again. Inside of `kept`
+    nobody changes parameters, so every copy is used as long as FSDP keeps it.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self._groups = [module for module in part.modules() if isinstance(module, FSDPModule)]
+        self._spans = 0
+        self._forwards = 0
+        # Before FSDP's own hook, which gathers; and after an error, too.
+        part.register_forward_pre_hook(self._before_forward, prepend=True)
+        part.register_forward_hook(self._after_forward, always_call=True)
+
+    def free(self) -> None:
+        """Frees every copy; parameters of the module are its shards again."""
+        for group in self._groups:
+            group.reshard()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Copies that are made inside are used by every forward inside, and by none outside."""
+        if not self._spans:
+            self.free()
+        self._spans += 1
+        try:
+            yield
+        finally:
+            self._spans -= 1
+            if not self._spans:
+                self.free()
+
+    def _before_forward(self, _module: nn.Module, _inputs: Any) -> None:
+        self._forwards += 1
+        if self._forwards == 1 and not self._spans and not in_backward():
+            self.free()
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._forwards -= 1
+        if self._forwards or in_backward():
+            return
+        for group in self._groups:
+            end_forward(group)  # which an error leaves open
+        if not self._spans and not torch.is_grad_enabled():
+            self.free()
 
 
 def reduce_next(part: nn.Module, on: bool) -> None:

@@ -30,7 +30,7 @@ def gathered(model: ParallelModel, tensors: Mapping[str, torch.Tensor | None]) -
             box.within(value.view(box.shape)).copy_(box.local)  # a layout may see two dimensions in one
             box.within(owned.view(box.shape)).fill_(1)
         model.topology.all_reduce(owned)
-        if not owned.any():
+        if owned.numel() and not owned.any():
             continue
         if not (owned == 1).all():
             raise PlanError(f"{name}: elements are owned by {int(owned.min())} to {int(owned.max())} ranks instead of one")

@@ -7,6 +7,7 @@ receipts in the folders of `parallel.proofs` and in those that plugins offer in 
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.durable import replace_file
-from forge_core.errors import ForgeError
+from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.features import Use
 from forge_core.registry import Registry
 from forge_parallel.verify.tolerance import within
@@ -85,8 +86,11 @@ def read(folder: Path) -> list[Receipt]:
 
 
 def offered(folders: Iterable[Path], registry: Registry) -> list[Receipt]:
-    """Receipts in these folders, and those that installed plugins offer."""
-    brought = [Path(registry.load_entry(entry)) for entry in registry.of(GROUP)]
+    """Receipts in these folders, and those that installed plugins offer; a plugin that cannot be loaded proves nothing."""
+    brought = []
+    for entry in registry.of(GROUP):
+        with suppress(BrokenPlugin):
+            brought.append(Path(registry.load_entry(entry)))
     return [receipt for folder in (*folders, *brought) for receipt in read(folder)]
 
 

@@ -5,7 +5,7 @@ takes. Images stay where they are and are read, decoded and cut as batches need 
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -45,7 +45,8 @@ class ImageSource(SourceComponent):
     images: str = "image"
     """Field that names an image, or a list of them. A record without it is text."""
     template: str = "plain"
-    """How turns are written: `plain`, `chatml`, `llama3`, the file of a Jinja template, or a `tokenizer_config.json`."""
+    """How turns are written: `plain`, `chatml`, `llama3`, a template in Jinja or its file, a `tokenizer_config.json`, or the
+    folder of a tokenizer of transformers; `FOLDER:NAME` is one of several templates."""
     tiling: Tiling = field(default_factory=Tiling)
     """How an image is cut into tiles, each of which is an image to the model."""
     split: Split = "all"
@@ -54,6 +55,9 @@ class ImageSource(SourceComponent):
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
     """Number of broken records, such as those whose image cannot be decoded, that may be left out; one more is an error."""
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """What becomes of a document with more than `data.sequence_length` tokens: it is broken (`error`), left out (`skip`), or ends
+    where the row does (`truncate`), without an image that does not fit as a whole. Neither of the last two counts for `skip`."""
     placeholder: Annotated[int, Ge(0)] | None = None
     """Id of the token that stands for an image; by default the model's."""
     per_image: Annotated[int, Gt(0)] | None = None
@@ -85,7 +89,9 @@ class ImageSource(SourceComponent):
 
         given = {"placeholder": self.placeholder, "per_image": self.per_image, "size": self.size}
         inputs = inputs_of(context.model, self.label or self.format, self.tiling, **given)
-        wanted = Wanted(self.fields, chat_of(self.template), inputs, self.split, self.held_out, self.skip)
+        chat = chat_of(self.template).knowing(context.tokenizer.special_tokens if context.tokenizer else {})
+        length = context.sequence_length
+        wanted = Wanted(self.fields, chat, inputs, self.split, self.held_out, self.skip, length, self.too_long)
         return prepared(self.read(), wanted, context, self.format)
 
 
@@ -111,18 +117,23 @@ class ImageJsonl(ImageSource):
     def read(self) -> "Examples":
         from forge_vlm.data.readers.jsonl import JsonlExamples
 
-        return JsonlExamples(self.path, self.folder)
+        return JsonlExamples(self.path, self.folder, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageWebdataset(ImageSource):
-    """Shards of WebDataset: uncompressed tar files, the members of one stem being a record (`7.jpg` with `7.txt` or `7.json`)."""
+    """Shards of WebDataset: uncompressed tar files whose members with one name up to the first dot are a record (`7.jpg` with
+    `7.txt` or `7.json`). A member of another kind, or one that is there twice, makes its record a broken one."""
 
     key_class: ClassVar = DATA
     format: ClassVar[str] = "image_webdataset"
 
     path: str
     """A tar file, a directory of them, a pattern or a URL."""
+    ignore: tuple[str, ...] = ()
+    """Kinds of members that are left out, such as `cls`."""
+    text_records: bool = False
+    """Whether a record without an image is text. By default it is broken, because an image that is missing looks the same."""
 
     @classmethod
     def examples(cls, folder: "Path") -> "Iterable[ImageWebdataset]":
@@ -134,7 +145,7 @@ class ImageWebdataset(ImageSource):
     def read(self) -> "Examples":
         from forge_vlm.data.readers.webdataset import TarExamples
 
-        return TarExamples(self.path, self.text, self.images)
+        return TarExamples(self.path, self.text, self.images, self.ignore, self.text_records)
 
 
 @dataclass(frozen=True, kw_only=True)

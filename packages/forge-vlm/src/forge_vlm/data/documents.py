@@ -1,9 +1,12 @@
 """A document as parts in their order: words, and images by reference."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol
 
+from forge_data.sources.records.values import text_of
 from forge_vlm.data.chat import Chat, Turn
 
 MARKER = "<image>"
@@ -12,36 +15,68 @@ MARKER = "<image>"
 
 @dataclass(frozen=True)
 class Words:
-    """Some text. `learned`: whether the model is trained to say it."""
+    """Some text. `learned`: whether the model is trained to say it; `trusted`: whether it may spell control tokens."""
 
     text: str
     learned: bool = True
+    trusted: bool = False
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image, as its reader names it."""
+    """An image, as its reader names it. `token`: it stands where the chat template wrote the token of an image."""
 
     reference: str
+    token: bool = False
 
 
 Parts = Sequence[Words | Picture]
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Frames of a video in the order of their times: (seconds, reference) of each. `told`: each time stands before its frame."""
+Frames = tuple[tuple[float, str], ...]
+"""(seconds, reference) of each frame of a video, in the order of their times."""
 
-    frames: tuple[tuple[float, str], ...]
-    told: bool = True
+
+class Clip:
+    """Some frames of a video.
+
+    Attributes:
+        told: whether each time stands before its frame.
+    """
+
+    def __init__(self, frames: Frames | Callable[[], Frames], told: bool = True) -> None:
+        """`frames`: the frames, or a function that reads which there are when they are first asked for; it may raise `Broken`."""
+        self.told = told
+        self._frames = frames
+
+    @cached_property
+    def frames(self) -> Frames:
+        """The frames that were chosen.
+
+        Raises:
+            Broken: the clip cannot be read.
+        """
+        return self._frames() if callable(self._frames) else self._frames
 
     def parts(self) -> Parts:
-        """The frames, as a document has them. What is said of time is not learned."""
+        """The frames, as a document has them. What is said of time is not learned.
+
+        Raises:
+            Broken: the clip cannot be read.
+        """
         found: list[Words | Picture] = []
         for seconds, reference in self.frames:
             found += [Words(f"{seconds:.1f}s", learned=False)] if self.told else []
             found.append(Picture(reference))
         return found
+
+
+class Record(dict[str, Any]):
+    """A record that knows its place, for messages: its file, and its line or number there."""
+
+    def __init__(self, fields: Mapping[str, Any], place: str) -> None:
+        super().__init__(fields)
+        self.place = place
 
 
 class Broken(ValueError):
@@ -55,7 +90,8 @@ class Fields:
     Attributes:
         text: a field of text, `MARKER` where an image stands; without one, all images stand before the text.
         messages: a field of turns, read where a record has it: `{"role", "content"}`, or `{"from", "value"}` as LLaVA has them. A
-            content is text, or a list of `{"type": "text", "text"}` and `{"type": "image"}`.
+            content is text, or a list of `{"type": "text", "text"}` and of images: `{"type": "image"}`, the next of the field
+            `images`, or `{"type": "image", "path"}` and `{"type": "image_url", "image_url": {"url"}}`, which name their own.
         images: a field with the reference of an image, or a list of them. A record without it is text.
     """
 
@@ -77,8 +113,9 @@ class Examples(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name, record) of each; its field of images has references or a `Clip`, or the `Broken` that says why it has none."""
+    def __iter__(self) -> Iterator[tuple[str, "Mapping[str, Any] | Broken"]]:
+        """(name, record) of each; its field of images has references or a `Clip`. `Broken` is one that cannot be read, and says
+        where it is; a `Record` knows its place."""
         ...
 
     def fetch(self, reference: str) -> bytes:
@@ -90,26 +127,78 @@ class Examples(Protocol):
         ...
 
 
-def parts_of(record: Mapping[str, Any], fields: Fields, chat: Chat) -> list[Words | Picture]:
+def is_conversation(record: "Mapping[str, Any] | Broken", fields: Fields) -> bool:
+    """Whether a chat template writes the record, with all special tokens that it has."""
+    return isinstance(record, Mapping) and record.get(fields.messages) is not None
+
+
+def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -> list[Words | Picture]:
     """The parts of a record's document.
 
     Raises:
-        Broken: it has neither text nor turns, or other markers than images.
+        Broken: it is broken, has neither text nor turns, other markers than images, or text that is not valid Unicode.
+        DataError: the chat template refuses its turns.
     """
+    if isinstance(record, Broken):
+        raise record
+    if not isinstance(record, Mapping):
+        raise Broken("is not a record")
     images = _references(record.get(fields.images), fields.images)
-    turns = record.get(fields.messages)
-    if turns is not None:
-        words = [Words(text, learned) for text, learned in chat.render(_turns(turns, fields.messages))]
+    tokens = False
+    if is_conversation(record, fields):
+        words, images, tokens = _conversation(record, fields, chat, images)
     else:
         text = record.get(fields.text)
         if not isinstance(text, str):
             raise Broken(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
         words = [Words(text)]
-    if images and not any(MARKER in each.text for each in words):
-        words = [Words(MARKER * len(images), learned=False), *words]
-    found = list(_placed(words, images))
+    if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
+        raise Broken(f"has text that {fault}")
+    if tokens:
+        found = [*map(_token, images), *words]
+    else:
+        if images and not any(MARKER in each.text for each in words):
+            words = [Words(MARKER * len(images), learned=False), *words]
+        found = list(_placed(words, images))
     if not any(isinstance(part, Words) and part.learned for part in found):
         raise Broken("has no text to learn")
+    return found
+
+
+def _conversation(
+    record: Mapping[str, Any], fields: Fields, chat: Chat, images: Sequence[Parts]
+) -> tuple[list[Words], list[Parts], bool]:
+    """The words of a conversation, its images as they stand in it, and whether the template wrote a token of its own for each."""
+    left = iter(images)
+    placed: list[Parts] = []
+    turns = []
+    for turn in _turns(record[fields.messages], fields.messages):
+        content = turn.content
+        if isinstance(content, list):
+            pieces = [_piece(piece, fields.messages) for piece in content]
+            for own in (each for each in pieces if isinstance(each, Picture)):
+                placed += [[own]] if own.reference else islice(left, 1)
+            if chat.takes_pieces:
+                content = [{"type": "image"} if isinstance(each, Picture) else {"type": "text", "text": each} for each in pieces]
+            else:
+                content = "".join(MARKER if isinstance(each, Picture) else each for each in pieces)
+        elif isinstance(content, str):
+            placed += islice(left, content.count(MARKER))
+            if chat.takes_pieces and not chat.takes_text:
+                content = _as_pieces(content)
+        turns.append(replace(turn, content=content))
+    tools = record.get("tools")
+    words = [Words(*span) for span in chat.spans(turns, tools if isinstance(tools, list) else None)]
+    tokens = bool(placed) and not any(MARKER in each.text for each in words)
+    return words, [*placed, *left], tokens
+
+
+def _as_pieces(text: str) -> list[dict[str, str]]:
+    """Text with markers as the list of pieces that some templates need."""
+    found: list[dict[str, str]] = []
+    for place, part in enumerate(text.split(MARKER)):
+        found += [{"type": "image"}] if place else []
+        found += [{"type": "text", "text": part}] if part else []
     return found
 
 
@@ -124,17 +213,32 @@ def _placed(words: Sequence[Words], images: Sequence[Parts]) -> Iterator[Words |
             if place:
                 yield from next(left)
             if text:
-                yield Words(text, each.learned)
+                yield replace(each, text=text)
+
+
+def _token(image: Parts) -> Picture:
+    if len(image) != 1 or not isinstance(image[0], Picture):
+        raise Broken(f"has a clip where the chat template writes the token of one image; write {MARKER} in its text instead")
+    return replace(image[0], token=True)
 
 
 def _references(value: Any, field: str) -> list[Parts]:
     """What stands in the place of each marker."""
-    if isinstance(value, Broken):
-        raise value
     found = [] if value is None else [value] if isinstance(value, str | Clip) else value
     if not isinstance(found, list) or not all(isinstance(each, str | Clip) and each for each in found):
         raise Broken(f"has in {field!r} {value!r}; expected the name of an image, or a list of names")
-    return [each.parts() if isinstance(each, Clip) else [Picture(each)] for each in found]
+    return [each.parts() if isinstance(each, Clip) else [_picture(each)] for each in found]
+
+
+def _picture(reference: str) -> Picture:
+    """An image by its name, which has to be one of a file."""
+    if fault := text_of(reference)[1]:
+        raise Broken(f"names an image {reference!r}, which {fault}")
+    if "\0" in reference:
+        raise Broken(f"names an image {reference!r}, which holds a NUL")
+    if reference.startswith("data:"):
+        raise Broken(f"has an image inside the record, {reference[:30]!r}...; write it to a file, and its name here")
+    return Picture(reference)
 
 
 def _turns(value: Any, field: str) -> list[Turn]:
@@ -147,17 +251,22 @@ def _turn(turn: Mapping[str, Any], field: str) -> Turn:
     role = turn.get("role", turn.get("from"))
     content = turn.get("content", turn.get("value"))
     role = {"human": "user", "gpt": "assistant"}.get(role, role) if isinstance(role, str) else None
-    if isinstance(content, list):
-        content = "".join(_piece(piece, field) for piece in content)
-    if role is None or not isinstance(content, str):
+    more = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value") and value is not None}
+    if role is None or not (isinstance(content, str | list) or (content is None and more)):
         raise Broken(f"has in {field!r} a turn without role or content: {str(dict(turn))[:80]}")
-    return Turn(role, content)
+    return Turn(role, content, more)
 
 
-def _piece(piece: Any, field: str) -> str:
+def _piece(piece: Any, field: str) -> str | Picture:
+    """The text of a piece, or its image, with an empty name where the image is the next of the field of images."""
     kind = piece.get("type") if isinstance(piece, dict) else None
-    if kind == "image":
-        return MARKER
     if kind == "text" and isinstance(piece.get("text"), str):
         return piece["text"]
+    if kind in ("image", "image_url"):
+        named = [piece[name] for name in ("image", "path", "url", "image_url") if piece.get(name) is not None]
+        named = [each.get("url") if isinstance(each, dict) else each for each in named]
+        if not named and kind == "image":
+            return Picture("")
+        if len(named) == 1 and isinstance(named[0], str) and named[0]:
+            return _picture(named[0])
     raise Broken(f"has in {field!r} a piece that is neither text nor an image: {str(piece)[:80]}")

@@ -66,6 +66,16 @@ class ImageInputs:
             raise ValueError(f"an image of {width} x {height} is too long for {self.native.most} patches")
         return [rows * columns if self.native.each else self.per_image]
 
+    @property
+    def fewest(self) -> int:
+        """Placeholders of the smallest image that there may be."""
+        return 1 if self.native is not None and self.native.each else self.per_image
+
+    @property
+    def varies(self) -> bool:
+        """Whether images of other sizes have other numbers of placeholders."""
+        return self.tiling.name != "square" if self.native is None else self.native.each
+
     def pixels(self, image: Image.Image) -> NDArray[np.float32]:
         """(tiles, *shape) of an image that was decoded."""
         if self.native is None:

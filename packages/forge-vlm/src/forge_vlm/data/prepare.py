@@ -1,18 +1,18 @@
 """Documents with images to a store: tokens, placeholders and what is learned; every image is decoded once, so none is a surprise.
 
-A record that makes no document, or whose image cannot be decoded, is broken: it is named, counted, and left out while `skip`
-allows it.
+A record that makes no document, whose image cannot be decoded, or whose document is longer than a row is broken: it is named,
+counted, and left out while `skip` allows it. What is known without an image is known before any image is decoded.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -20,18 +20,23 @@ import xxhash
 from forge_core.durable import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Tokenizer
-from forge_data.sources.records.parts import Skips, in_split
+from forge_data.sources.records.parts import Skips, in_split, name_skipped, skipped_file
 from forge_data.storage.partial import Partial
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.writer import StoreWriter, dtype_for
+from forge_data.tokenizers.adapt import identity_of
 from forge_vlm.data.chat import Chat
-from forge_vlm.data.documents import Broken, Examples, Fields, Picture, Words, parts_of
+from forge_vlm.data.documents import MARKER, Broken, Clip, Examples, Fields, Picture, Words, is_conversation, parts_of
 from forge_vlm.data.inputs import ImageInputs, identity
 from forge_vlm.data.store import FACTS, FILES, TOKENS, VERSION, Facts, IllustratedStore
 from forge_vlm.images.decoding import ImageError, decode
 
+ENCODING = 2
+"""Of the rules by which a document becomes ids: what other rules made is not taken for this."""
 _AHEAD = 64
 """Documents that are worked on at a time, for each thread."""
+_ADDED = 16
+"""Tokens that a tokenizer adds to a document at most, such as the one of its end."""
 _EVERY = 10_000
 """Documents between two messages."""
 
@@ -46,6 +51,8 @@ class Wanted:
         inputs: what the model takes of an image.
         split, held_out: see `forge_data.sources.records.parts.in_split`.
         skip: broken records that may be left out.
+        longest: tokens that a document may have, those of a row.
+        too_long: what becomes of a longer one: "error" counts it as broken, "skip" leaves it out, "truncate" cuts it.
     """
 
     fields: Fields
@@ -54,6 +61,12 @@ class Wanted:
     split: str = "all"
     held_out: float = 0.05
     skip: int = 0
+    longest: int = 1 << 62
+    too_long: str = "error"
+
+
+class TooLong(Broken):
+    """A document that fits no row."""
 
 
 def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: str) -> IllustratedStore:
@@ -65,23 +78,43 @@ def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: s
     tokenizer = context.tokenizer
     if tokenizer is None:
         raise DataError(f"source {name!r} has text and needs a tokenizer; add [data.tokenizer] with name = 'bpe' or 'bytes'")
-    made = f"{wanted.fields} {wanted.chat.template!r} {identity(wanted.inputs)} {wanted.split} {wanted.held_out}"
-    key = sha256(f"{VERSION} {examples.fingerprint} {tokenizer.fingerprint} {made}".encode()).hexdigest()[:16]
-    path = context.workspace / "stores" / f"{name}-{key}"
-    if not (path / FACTS).exists():
-        with locked(context.workspace):
-            if not (path / FACTS).exists():
-                _write(examples, wanted, tokenizer, path, name, context.workers, context.report)
+    made = f"{wanted.fields} {wanted.chat.identity} {identity(wanted.inputs)} {wanted.split} {wanted.held_out} {ENCODING}"
+    known = f"{VERSION} {examples.fingerprint} {identity_of(tokenizer)} {made}"
+    # A store whose documents all fit is the same for every longer row and needs no name of its own.
+    whole, fitted = (
+        context.workspace / "stores" / f"{name}-{sha256(f'{known}{more}'.encode()).hexdigest()[:16]}"
+        for more in ("", f" {wanted.longest} {wanted.too_long}")
+    )
     vocab_size = max(tokenizer.vocab_size, wanted.inputs.placeholder + 1)
-    store = IllustratedStore(path, wanted.inputs, examples.fetch, tokenizer.fingerprint, vocab_size)
+
+    def found() -> IllustratedStore | None:
+        for path in (whole, fitted):
+            if (path / FACTS).exists():
+                store = IllustratedStore(path, wanted.inputs, examples.fetch, tokenizer.fingerprint, vocab_size)
+                if store.longest <= wanted.longest:
+                    return store
+        return None
+
+    store = found()
+    if store is None:
+        with locked(context.workspace):
+            store = found()
+            if store is None:
+                _write(examples, wanted, tokenizer, (whole, fitted), name, context.workers, context.report)
+                store = found()
+    assert store is not None, "it was just written"
     if store.facts.skipped > wanted.skip:
-        raise DataError(f"{store.facts.skipped} records of {examples.what} are broken, and `skip` allows {wanted.skip}")
+        raise DataError(
+            f"{store.facts.skipped} records of {examples.what} are broken, and `skip` allows {wanted.skip}; "
+            f"{skipped_file(store.path)} names them"
+        )
     return store
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: ids, which of them are learned, where each tile begins; references, digests and tiles of its images."""
+    """One document: ids, which of them are learned, where each tile begins; references, digests and tiles of its images; whether
+    its end was cut off."""
 
     ids: np.ndarray
     learned: np.ndarray
@@ -89,64 +122,163 @@ class Encoded:
     references: list[str]
     digests: list[int]
     tiles: list[int]
+    cut: bool = False
 
 
-def encode(parts: "list[Words | Picture]", tokenizer: Tokenizer, inputs: ImageInputs, fetch: Callable[[str], bytes]) -> Encoded:
-    """A document's tokens; each text is encoded alone, and each tile of an image is some placeholders. Its end is learned where
-    its last words are.
+def encode(
+    parts: "list[Words | Picture]",
+    tokenizer: Tokenizer,
+    inputs: ImageInputs,
+    fetch: Callable[[str], bytes] | None,
+    bare: bool = True,
+) -> Encoded:
+    """A document's tokens: its text, encoded as one text, and some placeholders for each tile of an image.
+
+    Its end is learned where its last words are.
+
+    Args:
+        parts: of the document.
+        tokenizer: encodes the text.
+        inputs: what the model takes of an image.
+        fetch: reads an image; without it each image is as short as an image can be.
+        bare: whether the text lacks special tokens, so that it gets the tokenizer's own around it. Other text gets the end of the
+            document only where it does not end with it.
 
     Raises:
         Broken: an image cannot be decoded, or is too long, or text holds the placeholder.
         DataError: an image is missing.
     """
-    ids: list[np.ndarray] = []
-    learned: list[np.ndarray] = []
-    places: list[int] = []
-    references, digests, tiles = [], [], []
-    length = 0
-    for part in parts:
-        if isinstance(part, Words):
-            found = np.asarray(tokenizer.encode(part.text), dtype=np.int64)
-            if (found == inputs.placeholder).any():
-                raise Broken(f"has text that the tokenizer writes with id {inputs.placeholder}, the placeholder of images")
-        else:
-            content = fetch(part.reference)
-            try:
-                image = decode(content, inputs.channels, part.reference)
-                counts = inputs.placeholders(*image.size)
-            except ImageError as error:
-                raise Broken(str(error)) from error
-            except ValueError as error:
-                raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
-            found = np.full(sum(counts), inputs.placeholder, dtype=np.int64)
-            places += [length + before for before in accumulate(counts[:-1], initial=0)]
-            references.append(part.reference)
-            digests.append(xxhash.xxh3_64_intdigest(content))
-            tiles.append(len(counts))
-        ids.append(found)
-        learned.append(np.full(len(found), isinstance(part, Words) and part.learned))
-        length += len(found)
-    if tokenizer.eos is not None:
-        ids.append(np.array([tokenizer.eos], dtype=np.int64))
-        learned.append(np.array([next(part.learned for part in reversed(parts) if isinstance(part, Words))]))
-    return Encoded(np.concatenate(ids), np.concatenate(learned), places, references, digests, tiles)
+    pictures = [_picture(part, inputs, fetch) for part in parts if isinstance(part, Picture)]
+    ids, learned, before = _text_of(parts, tokenizer, inputs.placeholder)
+    prefix, suffix = (tokenizer.prefix, tokenizer.suffix) if bare else ((), ())
+    ended = not bare and bool(len(ids)) and ids[-1] == tokenizer.eos and len(ids) not in before
+    closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])]
+    last = next(part.learned for part in reversed(parts) if isinstance(part, Words))
+    sizes = [sum(counts) for _, _, counts in pictures]
+    # Placeholders before id n of the text stand where so many ids do, and those of earlier images.
+    starts = np.array(before, dtype=np.int64) + np.cumsum([0, *sizes], dtype=np.int64)[:-1] + len(prefix)
+    at = np.repeat(before, sizes).astype(np.int64)
+    text = np.insert(ids, at, inputs.placeholder)
+    said = np.insert(learned, at, False)
+    return Encoded(
+        np.concatenate([np.array(prefix, dtype=np.int64), text, np.array(closing, dtype=np.int64)]),
+        np.concatenate([np.zeros(len(prefix), dtype=bool), said, np.full(len(closing), last)]),
+        [start + tile for start, (_, _, counts) in zip(starts.tolist(), pictures, strict=True) for tile in _tile_starts(counts)],
+        [reference for reference, _, _ in pictures],
+        [digest for _, digest, _ in pictures],
+        [len(counts) for _, _, counts in pictures],
+    )
+
+
+def _tile_starts(counts: list[int]) -> list[int]:
+    return list(accumulate(counts[:-1], initial=0))
+
+
+def _picture(part: Picture, inputs: ImageInputs, fetch: Callable[[str], bytes] | None) -> tuple[str, int, list[int]]:
+    """Reference and digest of an image, and the number of placeholders of each of its tiles."""
+    if fetch is None:
+        return part.reference, 0, [inputs.fewest]
+    content = fetch(part.reference)
+    try:
+        image = decode(content, inputs.channels, part.reference)
+        counts = inputs.placeholders(*image.size)
+    except ImageError as error:
+        raise Broken(str(error)) from error
+    except ValueError as error:
+        raise Broken(f"{part.reference}: {error}; raise patches of the encoder") from error
+    return part.reference, xxhash.xxh3_64_intdigest(content), list(counts)
+
+
+def _text_of(parts: "list[Words | Picture]", tokenizer: Tokenizer, placeholder: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Ids of a document's text, which of them are learned, and before how many of them each image stands.
+
+    A tokenizer may have a token for images: its spelling in the place of an image, or what a chat template writes, is taken out
+    again. Otherwise an image parts the text as such a token does.
+
+    Raises:
+        Broken: text holds the placeholder, or the chat template does not write it once for each image.
+    """
+    by_token = [isinstance(part, Picture) and part.token for part in parts]
+    spelled = any(isinstance(part, Picture) and not part.token for part in parts) and _spells(tokenizer, placeholder)
+    pieces = [(MARKER if spelled else "", True) if isinstance(part, Picture) else (part.text, part.trusted) for part in parts]
+    pieces = [("", True) if token else piece for piece, token in zip(pieces, by_token, strict=True)]
+    stands = [number for number, part in enumerate(parts) if isinstance(part, Picture) and not part.token]
+    ids, places = tokenizer.encode_pieces(pieces, () if spelled else stands)
+    kinds = np.cumsum([0, *(isinstance(part, Words) and part.learned for part in parts)])
+    learned = kinds[places[:, 1] + 1] > kinds[places[:, 0]]
+    taken = ids == placeholder
+    held = np.flatnonzero(taken)
+    if any(by_token):
+        if len(held) != sum(by_token) or stands:
+            raise Broken(
+                f"has {sum(by_token)} images, for which the chat template writes {len(held)} times the token {placeholder}, the "
+                f"placeholder of images; set `placeholder` to the id that it writes, or write {MARKER} in the template"
+            )
+        before = held - np.arange(len(held))
+    elif spelled and sorted(places[held, 0].tolist()) == stands:
+        before = held - np.arange(len(held))
+    elif len(held):
+        raise Broken(f"has text that the tokenizer writes with id {placeholder}, the placeholder of images")
+    else:
+        before = np.searchsorted(places[:, 0], stands)
+    return ids[~taken], learned[~taken], before.tolist()
+
+
+def _spells(tokenizer: Tokenizer, placeholder: int) -> bool:
+    """Whether the tokenizer has a token for images, whose spelling is the marker of records."""
+    return tokenizer.encode_pieces([(MARKER, True)])[0].tolist() == [placeholder]
+
+
+def truncated(document: Encoded, longest: int, placeholder: int) -> Encoded:
+    """The first `longest` tokens of a document, without an image that does not fit as a whole.
+
+    Raises:
+        TooLong: nothing that is left is learned.
+    """
+    stop, images, tiles = longest, 0, 0
+    starts = [document.places[before] for before in accumulate(document.tiles[:-1], initial=0)] if document.tiles else []
+    for start, count in zip(starts, document.tiles, strict=True):
+        others = np.flatnonzero(document.ids[start:] != placeholder)
+        after = start + int(others[0]) if len(others) else len(document.ids)
+        after = min([after, *(other for other in starts[images + 1 : images + 2])])
+        if after > longest:
+            stop = min(stop, start)
+            break
+        images, tiles = images + 1, tiles + count
+    if not document.learned[1:stop].any():
+        raise TooLong(f"has nothing to learn in its first {longest} tokens")
+    return Encoded(
+        document.ids[:stop],
+        document.learned[:stop],
+        document.places[:tiles],
+        document.references[:images],
+        document.digests[:images],
+        document.tiles[:images],
+        cut=True,
+    )
 
 
 def _write(
     examples: Examples,
     wanted: Wanted,
     tokenizer: Tokenizer,
-    path: Path,
+    paths: tuple[Path, Path],
     name: str,
     workers: int,
     report: Callable[[str], None],
 ) -> None:
+    """Writes the first of `paths` where all documents fit into a row, else the second."""
+    path, fitted = paths
     try:
         owned = Partial(path, directory=True)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; choose another workspace") from error
+    skips = Skips(wanted.skip)
     try:
-        facts = _write_files(examples, wanted, tokenizer, owned.path, name, workers, report)
+        facts = _write_files(examples, wanted, tokenizer, owned.path, name, workers, report, skips)
+        path = fitted if facts.too_long or (path / FACTS).exists() else path
+        if skips.messages:
+            name_skipped(_left(facts, wanted), skips.messages, path, report)
         write_file(owned.path / FACTS, facts.as_json().encode())
         sync_path(owned.path)
         publish(owned.path, path)
@@ -154,8 +286,18 @@ def _write(
         raise DataError(f"{path} cannot be written: {error.strerror or error}; make room or choose another workspace") from error
     finally:
         owned.close()
-    left = f", {facts.skipped} broken records left out" if facts.skipped else ""
-    report(f"prepared {name}: {facts.images:,} images in {facts.tiles:,} tiles{left}, to {path}")
+    cut = (
+        f", {facts.too_long} documents cut to {wanted.longest} tokens" if facts.too_long and wanted.too_long == "truncate" else ""
+    )
+    left = f", {_left(facts, wanted)} left out" if skips.messages else ""
+    report(f"prepared {name}: {facts.images:,} images in {facts.tiles:,} tiles{cut}{left}, to {path}")
+
+
+def _left(facts: Facts, wanted: Wanted) -> str:
+    broken = f"{facts.skipped} broken records"
+    return (
+        broken if wanted.too_long != "skip" else f"{broken} and {facts.too_long} documents of more than {wanted.longest} tokens"
+    )
 
 
 class _Files:
@@ -189,16 +331,22 @@ def _write_files(
     name: str,
     workers: int,
     report: Callable[[str], None],
+    skips: Skips,
 ) -> Facts:
-    skips = Skips(wanted.skip)
-    images = tiles = tokens = text = named = documents = 0
+    _refuse_early(examples, wanted, tokenizer)
+    images = tiles = tokens = text = named = documents = too_long = longest = 0
     counts: Counter[int] = Counter()
     dtype = dtype_for(max(tokenizer.vocab_size, wanted.inputs.placeholder + 1))
     with ExitStack() as stack:
         files = _Files(folder, stack)
         store = stack.enter_context(StoreWriter(folder / TOKENS, dtype=dtype, source=examples.what))
         files.add("firsts", [0])
-        for found in _encoded(examples, wanted, tokenizer, skips, workers):
+        for found in _encoded(examples, wanted, tokenizer, workers):
+            if isinstance(found, Fault):
+                too_long += found.too_long
+                (skips.left_out if found.too_long and wanted.too_long == "skip" else skips.broken)(found.message)
+                continue
+            too_long, longest = too_long + found.cut, max(longest, len(found.ids))
             store.add(found.ids, np.array([len(found.ids)]))
             files.add("learned", found.learned)
             files.add("places", [tokens + place for place in found.places])
@@ -218,8 +366,6 @@ def _write_files(
             raise DataError(f"{examples.what} has no document in the split {wanted.split!r}")
         store.commit()
         checksums = files.finish()
-    if skips.count:
-        report(f"left out {skips.count} broken records; the first: {skips.first}")
     return Facts(
         version=VERSION,
         images=images,
@@ -230,24 +376,86 @@ def _write_files(
         identity=identity(wanted.inputs),
         skipped=skips.count,
         counts={str(token): count for token, count in sorted(counts.items())},
+        too_long=too_long,
+        longest=longest,
     )
 
 
-def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, skips: Skips, workers: int) -> Iterator[Encoded]:
+@dataclass(frozen=True)
+class Fault:
+    """Why a record is left out."""
+
+    message: str
+    too_long: bool
+
+
+def _fault(name: str, record: Mapping[str, Any] | Broken, error: Broken | DataError) -> Fault:
+    message = str(error) if error is record else f"{getattr(record, 'place', name)}: {error}"
+    return Fault(message, isinstance(error, TooLong))
+
+
+def _refuse_early(examples: Examples, wanted: Wanted, tokenizer: Tokenizer) -> None:
+    """Counts the faults that are known without an image, so that many images are not decoded in vain.
+
+    Raises:
+        DataError: there are more than `skip` allows.
+    """
+    skips = Skips(wanted.skip)
+    for name, record in examples:
+        if not in_split(name, wanted.split, wanted.held_out):
+            continue
+        if isinstance(record, Mapping) and isinstance(record.get(wanted.fields.images), Clip):
+            continue  # which frames a clip has is read from its file
+        try:
+            parts = parts_of(record, wanted.fields, wanted.chat)
+            if wanted.too_long == "error":
+                _refuse_long(parts, wanted, tokenizer, not is_conversation(record, wanted.fields))
+        except (Broken, DataError) as error:
+            skips.broken(_fault(name, record, error).message)
+
+
+def _refuse_long(parts: "list[Words | Picture]", wanted: Wanted, tokenizer: Tokenizer, bare: bool) -> None:
+    """Refuses a document that is too long whatever its images are like.
+
+    Raises:
+        TooLong: it is.
+    """
+    images = sum(isinstance(part, Picture) for part in parts)
+    size = sum(len(part.text.encode(errors="replace")) for part in parts if isinstance(part, Words))
+    if size + images * wanted.inputs.fewest + _ADDED <= wanted.longest:
+        return  # a token is at least a byte of text
+    length = len(encode(parts, tokenizer, wanted.inputs, None, bare).ids)
+    if length > wanted.longest:
+        raise _too_long(length, wanted, "at least " if images and wanted.inputs.varies else "")
+
+
+def _too_long(length: int, wanted: Wanted, about: str = "") -> TooLong:
+    return TooLong(
+        f"has {about}{length} tokens, images included, and a row has {wanted.longest}; shorten it, raise data.sequence_length, "
+        "or set too_long = 'skip' or 'truncate' in the source"
+    )
+
+
+def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, workers: int) -> Iterator[Encoded | Fault]:
     """Documents in their order; threads decode and encode them."""
 
-    def one(name: str, record: object) -> Encoded | str:
+    def one(name: str, record: Mapping[str, Any] | Broken) -> Encoded | Fault:
         """The document, or what is wrong with it."""
-        if not isinstance(record, dict):
-            return f"{name}: is not a record"
         try:
-            return encode(parts_of(record, wanted.fields, wanted.chat), tokenizer, wanted.inputs, examples.fetch)
-        except Broken as broken:
-            return f"{name}: {broken}"
-        except DataError as error:
-            return f"{name}: {error}"
+            parts = parts_of(record, wanted.fields, wanted.chat)
+            bare = not is_conversation(record, wanted.fields)
+            if wanted.too_long != "truncate":
+                _refuse_long(parts, wanted, tokenizer, bare)
+            document = encode(parts, tokenizer, wanted.inputs, examples.fetch, bare)
+            if len(document.ids) <= wanted.longest:
+                return document
+            if wanted.too_long == "truncate":
+                return truncated(document, wanted.longest, wanted.inputs.placeholder)
+            raise _too_long(len(document.ids), wanted)
+        except (Broken, DataError) as error:
+            return _fault(name, record, error)
 
-    waiting: deque[Future[Encoded | str]] = deque()
+    waiting: deque[Future[Encoded | Fault]] = deque()
     with ThreadPoolExecutor(workers, "forge-images") as pool:
         try:
             for name, record in examples:
@@ -255,15 +463,8 @@ def _encoded(examples: Examples, wanted: Wanted, tokenizer: Tokenizer, skips: Sk
                     continue
                 waiting.append(pool.submit(one, name, record))
                 while len(waiting) >= _AHEAD * workers:
-                    yield from _good(waiting.popleft().result(), skips)
+                    yield waiting.popleft().result()
             while waiting:
-                yield from _good(waiting.popleft().result(), skips)
+                yield waiting.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _good(found: Encoded | str, skips: Skips) -> Iterator[Encoded]:
-    if isinstance(found, str):
-        skips.broken(found)
-    else:
-        yield found

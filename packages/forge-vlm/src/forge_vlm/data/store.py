@@ -50,6 +50,8 @@ class Facts:
         identity: of what the model takes of an image.
         skipped: broken records that were left out.
         counts: of each id that is predicted, how often: index -> number.
+        too_long: documents that were cut or left out because they were longer than a row.
+        longest: tokens of the longest document; None in a store of an older Forge.
     """
 
     version: int
@@ -61,6 +63,8 @@ class Facts:
     identity: str
     skipped: int
     counts: dict[str, int]
+    too_long: int = 0
+    longest: int | None = None
 
     def as_json(self) -> str:
         """The file."""
@@ -121,8 +125,19 @@ class IllustratedStore:
         return self._store.windows(starts, length)
 
     def place(self, token: int) -> str:
-        """File and byte offset of a token, for messages."""
-        return self._store.place(token)
+        """The document of a token by its number and its first image, for messages."""
+        number = int(np.searchsorted(self.ends(), np.uint64(token), side="right"))
+        begin, end = self.ends()[number - 1] if number else 0, self.ends()[min(number, self.documents - 1)]
+        first, after = self.items_before(np.array([begin, end], dtype=np.int64)).tolist()
+        image = int(np.searchsorted(self._firsts, np.uint64(first), side="right")) - 1
+        return f"document {number + 1} of {self.path}" + (f", with the image {self.reference(image)}" if first < after else "")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        if self.facts.longest is not None:
+            return self.facts.longest
+        return int(np.diff(self.ends().astype(np.int64), prepend=0).max(initial=0))
 
     def checksums(self) -> list[Checksum]:
         """Of the tokens' files, in the order of the stream."""

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 
+from forge_core.errors import DataError
 from forge_data.sources.records.parts import in_split
 from forge_vlm.data.chat import Chat
 from forge_vlm.data.documents import Broken, Examples, Fields, Words, parts_of
@@ -23,13 +24,13 @@ class TextOf:
     @property
     def fingerprint(self) -> str:
         """Of the records and of how they are read."""
-        made = f"{self.fields} {self.chat.template!r} {self.split} {self.held_out}"
+        made = f"{self.fields} {self.chat.identity} {self.split} {self.held_out}"
         return sha256(f"{self.examples.fingerprint} {made}".encode()).hexdigest()
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """(name, text) of every document."""
         for name, record in self.examples:
             if in_split(name, self.split, self.held_out):
-                with suppress(Broken):
+                with suppress(Broken, DataError):
                     parts = parts_of(record, self.fields, self.chat)
                     yield name, "".join(part.text for part in parts if isinstance(part, Words))

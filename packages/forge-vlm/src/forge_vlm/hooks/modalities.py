@@ -6,7 +6,6 @@ from time import perf_counter
 
 import torch
 
-from forge_core.batch import PADDING
 from forge_core.protocols.data import EvaluationSet
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_vlm.hooks.by_modality import ByModality
@@ -91,7 +90,7 @@ def shares(run: Run, known: Modalities) -> dict[str, float]:
     counts = torch.zeros(len(known.names), dtype=torch.float64)
     for batch in run.batches:  # ranks that read the same rows are as many for each row
         place = known.of(batch.tokens)
-        place = place if batch.documents is None else place[batch.documents != PADDING]
+        place = place if batch.real is None else place[batch.real]
         counts += torch.bincount(place.flatten(), minlength=len(known.names))
     total = run.topology.all_reduce(counts.to(run.topology.device)).tolist()
     return {f"modality/{name}/share": count / max(sum(total), 1) for name, count in zip(known.names, total, strict=True)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from forge_core.errors import DataError
 
@@ -53,6 +53,8 @@ def decode(source: Path | bytes, channels: int = 3, path: str = "") -> Image.Ima
             image.load()  # open reads the head only
             turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
             upright = ImageOps.exif_transpose(image) if turned else image
+    except UnidentifiedImageError as cause:  # its own message names the object in memory
+        raise ImageError(name, "the image cannot be decoded: Pillow knows no such format, or the file is damaged") from cause
     except Exception as cause:  # decoders raise OSError, SyntaxError, struct.error and others for damage
         raise ImageError(name, f"the image cannot be decoded: {cause}") from cause
     return convert(upright, channels, name)

@@ -6,9 +6,9 @@ One that starts from a joint decoder also reads images as that did.
     ...layers.image.experts.up_proj     every expert begins as the text model's feed-forward part (MoMa)
     embed.weight, head.weight           more ids than the text model has begin as the mean of its rows (Hewitt, 2021)
 
-What has no counterpart, such as encoder, adapter, cross blocks and routers, is not in these weights and begins as drawn. Gates of
-cross blocks are drawn as 0, so text has the logits of the text model; with experts it has them where the weights of a token add
-up to one number.
+What has no counterpart, such as encoder, adapter, cross blocks, routers and shared experts, is not in these weights and begins as
+drawn. Gates of cross blocks are drawn as 0, so text has the logits of the text model; with experts it has them where the weights
+of a token add up to one number and there is no shared expert.
 """
 
 from collections.abc import Mapping, Sequence

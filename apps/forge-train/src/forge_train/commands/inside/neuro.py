@@ -56,12 +56,13 @@ def encode(
     forge-train neuro encode acts --target sentences.npz --bands
 
     A recording has `data` (rows, channels) or (repeats, rows, channels), and `stimuli`, a text for each row, or `words`, one for
-    each row or with `onsets` and `times` in seconds. Penalties are chosen for each channel by nested cross-validation. With
-    repeats, r is also given as a share of what a perfect model would reach. Runs on one process.
+    each row or with `onsets` and `times` in seconds. `data` may have any unit. Penalties are chosen for each channel by nested
+    cross-validation. With repeats, r is also given as a share of what a perfect model would reach. A channel that does not vary
+    has no r and no part in means. Runs on one process.
     """
     from forge_core.errors import ForgeError
     from forge_models.interp.neuro.banded import encode_banded, mixes
-    from forge_models.interp.neuro.ridge import lagged, noise_ceiling, normalized
+    from forge_models.interp.neuro.ridge import ALPHAS, lagged, noise_ceiling, normalized
     from forge_train.inspection.inputs import integers
     from forge_train.inspection.recordings import check_design
 
@@ -92,7 +93,8 @@ def encode(
     results = []
     for name, one in found.items():
         arrays |= {f"r/{name}": one.r, f"folds/{name}": one.folds, f"alpha/{name}": one.alpha}
-        row: dict[str, Any] = {"name": name, **_summary(one.r)}
+        ends = (one.alpha == min(ALPHAS)) | (one.alpha == max(ALPHAS))
+        row: dict[str, Any] = {"name": name, **_summary(one.r), "at_grid_end": int(ends.any(0).sum())}
         if ceiling is not None:
             share = normalized(one.r, ceiling)
             arrays[f"normalized/{name}"] = share
@@ -102,7 +104,22 @@ def encode(
             arrays["shares"] = one.shares
             row["shares"] = dict(zip(design, one.shares.mean(0).tolist(), strict=True))
         results.append(row)
-    facts = {"rows": len(y), "channels": y.shape[1], "lags": delays, "folds": folds, "results": results}
+    constant = int(next(iter(found.values())).r.isnan().sum())
+    if constant:
+        console.note(f"{constant} of {y.shape[1]} channels do not vary: they have no r (NaN) and no part in the numbers below")
+    if many := [row["name"] for row in results if row["at_grid_end"] > y.shape[1] / 2]:
+        console.note(
+            f"{', '.join(many)}: most channels chose the smallest or the largest penalty of the grid; there is little to "
+            "predict, or rows are few"
+        )
+    facts = {
+        "rows": len(y),
+        "channels": y.shape[1],
+        "constant_channels": constant,
+        "lags": delays,
+        "folds": folds,
+        "results": results,
+    }
     columns = ("mean", "median", "best")
     _write(output, facts, arrays, "r", columns, console, place, target)
     extra = () if ceiling is None else ("normalized",)
@@ -191,8 +208,12 @@ def _opened(
     return recording, features_of(place, recording, wanted, **options, registry=Registry(), note=console.note), console
 
 
-def _summary(r: Any) -> dict[str, float]:
-    return {"mean": float(r.mean()), "median": float(r.median()), "best": float(r.max())}
+def _summary(r: Any) -> dict[str, float | None]:
+    """Over the channels that vary."""
+    known = r[r.isfinite()]
+    if not len(known):
+        return dict.fromkeys(("mean", "median", "best"))
+    return {"mean": float(known.mean()), "median": float(known.median()), "best": float(known.max())}
 
 
 def _write(

@@ -169,9 +169,10 @@ class Asked(NamedTuple):
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
         from forge_train.inference.open import stored_parameters
         from forge_train.inspection.record_on_ranks import in_dtype, record_on_ranks
+        from forge_train.process.agreement import content_of
 
         resolved = recipe_to_generate(opened, self.overrides, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout)
+        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
         laid = laid_out(opened, resolved, device, registry)
         component: Any = opened.model
         with torch.device("meta"):

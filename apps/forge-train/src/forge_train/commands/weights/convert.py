@@ -1,4 +1,4 @@
-"""`forge-train convert --from hf --to forge SOURCE TARGET`: weights into another format, compared before it says done."""
+"""`forge-train convert --to forge SOURCE TARGET`: weights into another format, compared before it says done."""
 
 import tempfile
 from dataclasses import fields
@@ -23,8 +23,8 @@ TOLERANCE = 1e-4
 def convert(
     source: Annotated[str, typer.Argument(help="The weights to convert; checkpoints by their URL, too.")],
     target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create.")],
-    from_: Annotated[str, typer.Option("--from", help="Format of SOURCE.")],
     to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
+    from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: as its files say.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
     family: Annotated[str | None, typer.Option(help="Model family to write, such as llama or llava.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
@@ -44,11 +44,14 @@ def convert(
     Formats are plugins of the group forge.converters. Forge has `hf`, `forge`, and `safetensors`, `dcp` and `torch`, which hold
     tensors under the names that they have in the model.
     """
+    from dataclasses import replace
+
     from forge_ckpt.remote.urls import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.commands.single_process import require_single_process
     from forge_train.inference.forge_weights import Cast
+    from forge_train.inference.open import format_of
     from forge_train.inference.tokenizer import write_tokenizer
 
     require_single_process("convert")
@@ -56,6 +59,7 @@ def convert(
         raise ForgeError(
             f"{target_}: weights are written to a folder of this machine and compared there; copy it to the URL then"
         )
+    from_ = from_ or format_of(source)
     if is_url(source) and from_ != "forge":
         raise ForgeError(f"{source}: format {from_!r} is read from a folder of this machine; copy it there first")
     target = Path(target_)
@@ -73,8 +77,8 @@ def convert(
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer is None and "tokenizer" in _options(registry, to) and write_tokenizer(origin, Path(folder), registry):
-            writer = converter(registry, to, given | {"tokenizer": folder})
+        if tokenizer is None and write_tokenizer(origin, Path(folder), registry):
+            converted.facts = replace(converted.facts, tokenizer=Path(folder))
         writer.write(target, converted)
     try:
         again = writer.read(target)
@@ -107,14 +111,18 @@ def converter(registry: "Registry", name: str, options: dict[str, Any]) -> "Conv
     """
     from forge_core.errors import ForgeError
 
+    known = _options(registry, name)
     component = registry.load("forge.converters", name)
-    if unknown := sorted(set(options) - _options(registry, name)):
+    if unknown := sorted(set(options) - known):
         flags = ", ".join(f"--{option.replace('_', '-')}" for option in unknown)
         raise ForgeError(f"format {name!r} does not support {flags}")
     return component(**options).build()
 
 
 def _options(registry: "Registry", name: str) -> set[str]:
+    from forge_core.trust import trust_name
+
+    trust_name(name)  # of the command line
     return {item.name for item in fields(registry.load("forge.converters", name))}
 
 

@@ -41,6 +41,8 @@ def evaluate(
     from forge_train.commands.weights.on_ranks import on_ranks
     from forge_train.inference.evaluate import recipe_for, scores
     from forge_train.inference.open import open_weights
+    from forge_train.process.agreement import content_of
+    from forge_train.recipe.load import load
 
     registry, where, console = Registry(), read_launcher(os.environ), Console(as_json=as_json)
     first = where.rank == 0
@@ -50,7 +52,7 @@ def evaluate(
     def asked() -> None:
         from forge_train.hooks.evaluation.tasks import harness
         from forge_train.inference.laid_out import laid_out, recipe_to_generate
-        from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+        from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
         names = [name for name in (tasks or "").split(",") if name]
         index = harness().open_tasks(names, folder)
@@ -59,10 +61,12 @@ def evaluate(
         coder = tokenizer_for(opened, tokenizer, registry, note)
         check_tokenizer(coder, opened, note)
         resolved = recipe_to_generate(opened, context.args, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout)
-        begin, prefix = bos_tokens(opened, tokenizer), opened.facts.special_tokens.get("bos_token_id")
+        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
         model = harness().HarnessModel(
-            laid_out(opened, resolved, device, registry), coder, batch=batch or 8, begin=begin, prefix=next(iter(begin), prefix)
+            laid_out(opened, resolved, device, registry),
+            coder,
+            batch=batch or 8,
+            before_all=opened.facts.special_tokens.get("bos_token_id"),
         )
         results = harness().results_of(model, names, index, shots, limit)
         for name, metrics in results.items() if first and not as_json else ():
@@ -71,9 +75,11 @@ def evaluate(
             console.document({"checkpoint": opened.facts.origin, "step": opened.facts.step, "tasks": results})
 
     def evaluated() -> None:
+        if recipe is not None:
+            load(recipe, (), None, registry)  # Python files that it names may run, also where the weights name them
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout)
+        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
         found = []
         for score in scores(opened, resolved, device, registry, console.note if first else lambda _: None):
             found.append(asdict(score))

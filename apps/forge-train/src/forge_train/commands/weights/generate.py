@@ -35,7 +35,12 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from the fewest tokens whose probabilities sum to this.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Exclude tokens below this share of the largest probability.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text at which generation ends; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's turn, by the chat template of the weights.")] = False,
+    template: Annotated[str | None, typer.Option(help="Chat template to use instead: a name, a file or a folder.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Not offered yet: the command gives models text only.", hidden=True)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End where the continuation has this text; may be given several times.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0,
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Draft with the modules of [model.mtp]: the same tokens in fewer forwards.")
@@ -50,19 +55,26 @@ def generate(
     Runs as one process, or under torchrun on any layout for a model that is too large for one: --parallel.tp=2. The tokens are
     the same.
     """
+    from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_models.generation.sampling import Sampling
     from forge_parallel.launch.environment import read_launcher
     from forge_train.commands.weights.on_ranks import on_ranks
+    from forge_train.inference.chat import chat_for
     from forge_train.inference.continuation import Continuation
     from forge_train.inference.open import open_weights
-    from forge_train.inference.tokenizer import bos_tokens, check_tokenizer, tokenizer_for
+    from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 
     where, console, registry = read_launcher(os.environ), Console(as_json=as_json), Registry()
     first = where.rank == 0
     note: Callable[[str], None] = console.note if first else lambda _: None
 
     def continued() -> None:
+        if image is not None:
+            raise ForgeError(
+                "--image: this command gives models text only; hook `answers` lets a run answer held-out images, and an export "
+                "is asked with the processor of transformers"
+            )
         texts = _texts(where.size, prompt, file, prompts, speculate)
         sampling = Sampling(
             repetition_penalty=repetition_penalty,
@@ -77,6 +89,7 @@ def generate(
             note(said)
         coder = tokenizer_for(opened, tokenizer, registry, note)
         check_tokenizer(coder, opened, note)
+        talk = chat_for(opened, coder, template) if chat or template is not None else None
         with _model(opened, context.args, where, registry) as (model, agree):
             begun = Continuation(
                 model,
@@ -85,10 +98,10 @@ def generate(
                 max_tokens=max_tokens,
                 stops=tuple(stop or ()),
                 ends=_ends(opened, coder),
-                begin=bos_tokens(opened, tokenizer),
                 prefill=prefill,
                 speculate=speculate,
                 agree=agree,
+                chat=talk,
             )
             if texts is None and file is None and not as_json and sys.stdin.isatty():
                 _converse(begun)
@@ -96,14 +109,14 @@ def generate(
             answer: dict[str, Any] = {"checkpoint": opened.facts.origin}
             if prompts is None:
                 text = sys.stdin.read() if texts is None else texts[0]
-                made = _shown(text, begun(text), quiet=as_json or not first)
+                made = _shown("" if talk else text, begun(text), quiet=as_json or not first)
                 answer |= {"prompt": text, "text": made, "tokens": begun.tokens}
             else:
                 made = begun.together(texts or [])
                 answer |= {"texts": [{"prompt": text, "text": more} for text, more in zip(texts or [], made, strict=True)]}
                 answer |= {"tokens": begun.tokens}
                 for text, more in zip(texts or [], made, strict=True) if first and not as_json else ():
-                    print(text + more, end="\n\n")
+                    print(f"{text}\n{more}" if talk else text + more, end="\n\n")
         if (drafts := begun.drafts) is not None:
             answer["drafts"] = {"drafted": drafts.drafted, "accepted": drafts.accepted, "rounds": drafts.rounds}
             note(
@@ -122,6 +135,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
         ForgeError: options that exclude each other, a file that cannot be read, or what several processes cannot do.
     """
     from forge_core.errors import ForgeError
+    from forge_core.lines import lines_of
 
     given = [name for name, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts)) if value is not None]
     if len(given) > 1:
@@ -133,7 +147,7 @@ def _texts(size: int, prompt: str | None, file: Path | None, prompts: Path | Non
     if prompt is not None:
         return [prompt]
     if prompts is not None:
-        lines = [line for line in _content(prompts).splitlines() if line]
+        lines = [line for line in lines_of(_content(prompts)) if line]
         if not lines:
             raise ForgeError(f"--prompts {prompts} has no line with text")
         return lines
@@ -149,6 +163,7 @@ def _model(
     from forge_parallel.launch import process_group
     from forge_train.inference.laid_out import laid_out, recipe_to_generate
     from forge_train.inference.open import load_model
+    from forge_train.process.agreement import content_of
 
     if where.size == 1:
         if overrides:
@@ -158,7 +173,7 @@ def _model(
         yield load_model(weights), None
         return
     resolved = recipe_to_generate(weights, overrides, where.size, registry)
-    device = process_group.start(where, resolved.job.parallel.timeout)
+    device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
     model = laid_out(weights, resolved, device, registry)
     with model.inference(whole_sequences=True):
         yield model.whole(), model.topology.from_first
@@ -178,21 +193,27 @@ def _content(file: Path) -> str:
     from forge_core.errors import ForgeError
 
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8")  # as it is: reading as text would change ends of lines
     except (OSError, UnicodeDecodeError) as cause:
         raise ForgeError(f"{file} cannot be read: {cause}") from cause
 
 
 def _converse(begun: "Continuation") -> None:
-    """A prompt a line until the end of input; each is continued on its own."""
+    """A prompt a line until the end of input; each is continued on its own, or is the next turn of a chat."""
+    turns: list[Any] = []
     while True:
         try:
             text = input("prompt> ")
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if text:
-            _shown(text, begun(text), quiet=False)
+        if not text:
+            continue
+        answer = _shown("" if begun.chat else text, begun(text, turns), quiet=False)
+        if begun.chat is not None:
+            from forge_vlm.data.chat import ASSISTANT, Turn
+
+            turns += [Turn("user", text), Turn(ASSISTANT, answer)]
 
 
 def _shown(text: str, pieces: Iterable[str], quiet: bool) -> str:

@@ -8,6 +8,7 @@ from forge_core.errors import ForgeError
 from forge_core.terminal.console import Console
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.watch import PeerFailure
 
 
 def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
@@ -23,7 +24,9 @@ def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
     except ForgeError as refusal:
         if where.size == 1:
             raise
-        code = console.error(refusal) if where.rank == 0 else refusal.exit_code
+        code = refusal.exit_code
+        if where.rank == 0 or isinstance(refusal, PeerFailure):  # what another rank is refused alone, only it can say
+            code = console.error(refusal)
     sys.stdout.flush()
     sys.stderr.flush()
     if where.size > 1:

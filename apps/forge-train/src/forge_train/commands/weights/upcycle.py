@@ -21,6 +21,7 @@ def upcycle(
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_core.terminal.console import Console
+    from forge_core.trust import trust_name
     from forge_models.moe.upcycle import Upcycled
     from forge_train.commands.single_process import require_single_process
     from forge_train.inference.open import open_weights
@@ -35,6 +36,7 @@ def upcycle(
     for note in given.facts.notes:
         console.note(note)
     weights = Upcycled(given, model.moe, noise, seed)
+    trust_name(to)
     registry.load("forge.converters", to)().build().write(target, weights)
     shape = weights.model.shape
     assert shape.moe is not None

@@ -61,3 +61,14 @@ class Improvement:
             return False
         self.best, self.step, self.seen = state["best"], state["step"], state["seen"]
         return True
+
+
+def bits_per_byte(loss: float, tokens: int, text_bytes: float) -> float:
+    """Bits that a model needs for a byte of text.
+
+    Args:
+        loss: nats per predicted token, the mean.
+        tokens: that are predicted.
+        text_bytes: of the text that these tokens say, and no other: see `EvaluationSet.predicted`.
+    """
+    return loss * tokens / math.log(2) / text_bytes

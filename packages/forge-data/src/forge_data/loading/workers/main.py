@@ -5,7 +5,6 @@ descriptors of the memory that a message announces. Every message but those is a
 """
 
 import contextlib
-import importlib.util
 import io
 import mmap
 import os
@@ -18,11 +17,13 @@ import threading
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forge_core.errors import ForgeError
+from forge_core.registry import run_file
 
 if TYPE_CHECKING:
     from forge_data.loading.row_reader import RowReader
@@ -84,14 +85,10 @@ def _open(received: bytes) -> "tuple[RowReader, str]":
     return reader, fingerprint_of(reader.order.identity_at(None))
 
 
-def _load_files(files: Mapping[str, str]) -> None:
-    """Modules of components that a recipe names by file, under the name that pickle looks for."""
-    for name, path in files.items():
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is not a Python file")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+def _load_files(files: Mapping[str, tuple[Path, bytes]]) -> None:
+    """Modules of components that a recipe names by file, under the name that pickle looks for: what the trainer itself ran."""
+    for name, (path, content) in files.items():
+        run_file(name, path, content)
 
 
 def _map(arrays: dict[int, np.ndarray], memory: socket.socket, slot: int, size: int, kept: frozenset[int]) -> None:
@@ -111,14 +108,11 @@ def _fill(
     step: int,
     start: int,
     stop: int,
-    at: int,
-    readers: range,
 ) -> dict[str, dict[str, Any]]:
     from forge_data.loading.rows import Rows
 
-    if stop > start:
-        reader.fill(Rows(arrays[slot], count, length, reader.spec.masked), step, start, stop, at)
-    return reader.positions(readers)
+    reader.fill(Rows(arrays[slot], count, length, reader.spec.marks), step, start, stop)
+    return reader.positions_after(step)
 
 
 def _end_with(descriptor: int) -> None:

@@ -2,7 +2,7 @@
 
 Workers are plain `python -m forge_data.loading.workers.main` processes: no fork of a process with threads or a device, no need
 for a `__main__` guard, and no torch in them. Rows travel in anonymous shared memory, which no limit on /dev/shm concerns and
-which is gone when the processes are. A worker keeps no state but the readers of streams, whose positions come back with
+which is gone when the processes are. A worker keeps no state but the place in streams, which comes back with
 every answer; so what a cursor says is what was consumed, however far the workers are ahead.
 """
 
@@ -24,8 +24,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_data.loading.buffers import Buffers
-from forge_data.loading.rows import Rows
-from forge_data.loading.sample_order import SampleOrder
+from forge_data.loading.rows import Marks, Rows
 from forge_data.loading.workers.recipe import WorkerRecipe
 
 _PATIENCE = 2.0
@@ -34,7 +33,7 @@ _PATIENCE = 2.0
 
 @dataclass
 class _Worker:
-    """One process, the rows or readers that it makes, and the ways to it."""
+    """One process and the ways to it."""
 
     number: int
     process: "subprocess.Popen[bytes]"
@@ -45,34 +44,23 @@ class _Worker:
 class WorkerPool:
     """Some workers that make the rows of one rank; a context manager that ends them.
 
-    They take turns: each makes whole steps. Only where there are streams do all of them make a part of every step, because
-    a virtual reader, which goes on from row to row, belongs to one of them.
+    They take turns: each makes whole steps. Streams, which go on from row to row, are for one worker.
     """
 
-    def __init__(
-        self,
-        recipe: WorkerRecipe,
-        workers: int,
-        order: SampleOrder,
-        readers: range | None,
-        positions: Mapping[str, Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, recipe: WorkerRecipe, workers: int, start: tuple[int, Mapping[str, Any]]) -> None:
         """
         Args:
             recipe: what to open.
-            workers: how many; with streams, no more than this rank has virtual readers.
-            order: of the same recipe in this process, for its sizes.
-            readers: virtual readers of this rank; None without streams.
-            positions: of these readers.
+            workers: how many; with streams, one.
+            start: the first step, and the positions of the streams before it.
         """
-        self._order, self._masked = order, recipe.spec.masked
-        self._count = workers if readers is None else min(workers, len(readers))
-        self._readers = readers
+        self._marks: Marks = recipe.spec.marks
+        self._count = workers
         self._buffers = Buffers(self._share)
         self._slots: dict[int, int] = {}
         self._made = 0
-        self._asked: deque[tuple[Rows, list[_Worker]]] = deque()
-        self._recipe, self._positions = recipe, positions
+        self._asked: deque[tuple[Rows, _Worker]] = deque()
+        self._recipe, self._start = recipe, start
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
@@ -84,7 +72,7 @@ class WorkerPool:
             for worker in self._workers:
                 if self._receive(worker) != self._recipe.fingerprint:
                     raise DataError("the data changed while they were opened: a loader worker found other data; start again")
-                worker.messages.send(("seek", self._positions))
+                worker.messages.send(("seek", *self._start))
         except BaseException:
             self.close()
             raise
@@ -95,27 +83,22 @@ class WorkerPool:
 
     def ask(self, step: int, first: int, count: int, length: int) -> None:
         """Has rows [first, first + count) of the global batch of a step made, in memory that is free."""
-        size = Rows.size_of(count, length, self._masked)
+        size = Rows.size_of(count, length, self._marks)
         self._buffers.drop_others((size,))
         memory = self._buffers.take((size,), np.uint8)
-        slot, parts = self._slots[id(memory)], self._parts(step, first, count)
-        for worker, start, stop, readers in parts:
-            self._send(worker, ("fill", slot, count, length, step, start, stop, start - first, readers))
-        self._asked.append((Rows(memory, count, length, self._masked), [worker for worker, *_ in parts]))
+        worker = self._workers[step % self._count]
+        self._send(worker, ("fill", self._slots[id(memory)], count, length, step, first, first + count))
+        self._asked.append((Rows(memory, count, length, self._marks), worker))
 
     def collect(self) -> tuple[Rows, dict[str, dict[str, Any]]]:
-        """Waits for the rows that were asked for first; also the positions of this rank's readers after them.
+        """Waits for the rows that were asked for first; also the positions of the streams after them.
 
         Raises:
             DataError: a worker refused its data; the message ends with the worker's traceback.
             RuntimeError: a worker failed otherwise, or died.
         """
-        positions: dict[str, dict[str, Any]] = {}
-        rows, workers = self._asked.popleft()
-        for worker in workers:
-            for label, found in self._receive(worker).items():
-                positions.setdefault(label, {}).update(found)
-        return rows, positions
+        rows, worker = self._asked.popleft()
+        return rows, self._receive(worker)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -129,18 +112,6 @@ class WorkerPool:
                 worker.process.kill()
                 worker.process.wait()
         self._workers = []
-
-    def _parts(self, step: int, first: int, count: int) -> list[tuple[_Worker, int, int, range]]:
-        """Who makes which rows [start, stop) of a step, with which readers."""
-        if self._readers is None:
-            return [(self._workers[step % self._count], first, first + count, range(0))]
-        rows, parts = self._order.timeline.span_at(step).rows, []
-        for worker in self._workers:
-            bounds = (worker.number, worker.number + 1)
-            own = range(*(self._readers.start + len(self._readers) * bound // self._count for bound in bounds))
-            start, stop = (reader * rows // self._order.readers for reader in (own.start, own.stop))
-            parts.append((worker, start, stop, own))
-        return parts
 
     def _share(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """New anonymous memory that every worker maps too."""

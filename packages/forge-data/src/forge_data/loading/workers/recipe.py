@@ -25,6 +25,7 @@ class PreparedSource:
     label: str
     weight: float
     max_epochs: float | None
+    too_long: str | None
 
     def build(self, context: SourceContext) -> StoreSource:
         """The store."""
@@ -52,9 +53,10 @@ class WorkerRecipe:
         """
         data = order.spec.data
         components: list[Any] = list(data.sources)
-        for place, (label, source), most in zip(opened.places, opened.sources.items(), opened.max_epochs, strict=True):
+        keys = zip(opened.places, opened.sources.items(), opened.max_epochs, opened.too_long, strict=True)
+        for place, (label, source), most, too_long in keys:
             if isinstance(source, StoreSource):
-                components[place] = PreparedSource(source.path, label, weight_of(components[place]), most)
+                components[place] = PreparedSource(source.path, label, weight_of(components[place]), most, too_long)
         only_stores = all(isinstance(source, StoreSource) for source in opened.sources.values())
         tokenizer = None if only_stores else data.tokenizer
         for component in (*components, tokenizer):
@@ -67,10 +69,12 @@ class WorkerRecipe:
         return cls(replace(order.spec, data=own), fingerprint_of(order.identity_at(None)))
 
     def dump(self) -> bytes:
-        """As the first message to a worker: where modules lie, the files of components that are not modules, and the recipe."""
+        """As the first message to a worker: where modules lie, the files of components that are not modules with
+        the content that ran here, and the recipe."""
         components = (*self.spec.data.sources, self.spec.data.tokenizer)
         modules = {type(component).__module__ for component in components if component is not None}
-        files = {name: sys.modules[name].__file__ for name in modules if name.startswith("forge_file_")}
+        loaders: Any = {name: sys.modules[name].__loader__ for name in modules if name.startswith("forge_file_")}
+        files = {name: (Path(loader.path), loader.content) for name, loader in loaders.items()}
         content = io.BytesIO()
         pickle.dump((sys.path, files), content)
         try:

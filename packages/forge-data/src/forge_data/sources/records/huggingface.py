@@ -92,6 +92,7 @@ def open_stream_of(path: str, subset: str | None, dataset_split: str, column: st
     Raises:
         DataError: `datasets` is not installed, or the dataset, split or column does not exist.
     """
+    _refuse_empty(path)
     directory = Path(path).expanduser()
     if (directory / "dataset_dict.json").exists() or (directory / "state.json").exists():
         dataset = load(path, subset, dataset_split)
@@ -118,6 +119,11 @@ def _hub_stream(path: str, subset: str | None, dataset_split: str) -> tuple["Ite
     return stream, f"{list(files or ())} {getattr(files, 'origin_metadata', None)} {builder.config_id}"
 
 
+def _refuse_empty(path: str) -> None:
+    if not path.strip():
+        raise DataError("the path of a dataset is empty; '.' is the working directory")
+
+
 def _library() -> Any:
     try:
         import datasets
@@ -137,6 +143,7 @@ def load(path: str, subset: str | None, dataset_split: str) -> "Dataset":
     Raises:
         DataError: `datasets` is not installed, or dataset or split do not exist.
     """
+    _refuse_empty(path)
     datasets = _library()
     directory = Path(path).expanduser()
     try:

@@ -34,12 +34,20 @@ def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its file and the byte (uncompressed) at which its line begins."""
     lines = _Lines(part)
     for line in lines:
-        record = _record(lines, line, wanted.column, skips)
-        if record is None:
+        record = _record(line, wanted.column)
+        if isinstance(record, str):
+            skips.broken(f"{lines.place()} {record}")
             continue
         found = checked(record.get(wanted.column), lines.place, wanted, skips)
         if found is not None:
             yield f"{lines.file.name}:{lines.offset}", found
+
+
+def each_line(file: File) -> Iterator[tuple[int, str, dict[str, Any] | str]]:
+    """(offset, place, object) of every line of a file; text in the place of the object says what is wrong with the line."""
+    lines = _Lines(Part((file,), 0, file.size, file.size))
+    for line in lines:
+        yield lines.offset, lines.place(), _record(line)
 
 
 def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -48,26 +56,22 @@ def records(file: File) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         DataError: a line is not an object.
     """
-    skips = Skips()
-    lines = _Lines(Part((file,), 0, file.size, file.size))
-    for line in lines:
-        record = _record(lines, line, None, skips)
-        assert record is not None, "nothing is skipped"
-        yield lines.offset, record
+    for offset, place, record in each_line(file):
+        if isinstance(record, str):
+            raise DataError(f"{place} {record}")
+        yield offset, record
 
 
-def _record(lines: "_Lines", line: bytes, key: str | None, skips: Skips) -> dict[str, Any] | None:
-    """A line's object, or None when it is broken and may be skipped."""
+def _record(line: bytes, key: str = "") -> dict[str, Any] | str:
+    """A line's object, or what is wrong with the line."""
     try:
         # Decoded here: given bytes, `loads` guesses at UTF-16 and lets halves of characters pass.
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # also what is not UTF-8
-        skips.broken(f"{lines.place()} is not valid JSON: {_reason(error)}")
-        return None
-    if not isinstance(record, dict):
-        skips.broken(f"{lines.place()} is not a JSON object" + (f" with a key {key!r}" if key else ""))
-        return None
-    return record
+        return f"is not valid JSON: {_reason(error)}"
+    if isinstance(record, dict):
+        return record
+    return f"is not a JSON object with a key {key!r}" if key else "is not a JSON object"
 
 
 def _reason(error: Exception) -> str:
@@ -115,11 +119,11 @@ class _Lines:
 
     def place(self) -> str:
         """File, byte and line of the newest line, for messages; counts the lines before the part, so it may take a while."""
-        before = 0
-        with _opened(self.file) as content:
-            left = self._first
-            while left > 0 and (block := content.read(min(left, _BLOCK))):
-                before, left = before + block.count(b"\n"), left - len(block)
+        before, left = 0, self._first
+        if left:
+            with _opened(self.file) as content:
+                while left > 0 and (block := content.read(min(left, _BLOCK))):
+                    before, left = before + block.count(b"\n"), left - len(block)
         return f"{self.file.where} at byte {self.offset} (line {before + self._number})"
 
     def _without_mark(self, line: bytes) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_core.errors import DataError
@@ -58,25 +59,68 @@ class Wanted:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+SHOWN = 10
+"""Broken records that messages name; a file names the others."""
+LISTED = 100_000
+"""Broken records that the file names at most."""
+
+
 @dataclass
 class Skips:
-    """Counts broken records; more than `budget` are an error."""
+    """Records that are left out. Those that are broken are counted, and more than `budget` are an error.
+
+    Attributes:
+        budget: broken records that may be left out.
+        count: broken records so far.
+        messages: of the first `LISTED` records that were left out; each names one and says why.
+    """
 
     budget: int = 0
     count: int = 0
-    first: str = ""
+    messages: list[str] = field(default_factory=list)
 
     def broken(self, message: str) -> None:
         """Notes a broken record.
 
         Raises:
-            DataError: there were too many.
+            DataError: there were too many; names this one and those before it.
         """
         self.count += 1
-        self.first = self.first or message
         if self.count > self.budget:
             so_far = f"; it is broken record {self.count}, and `skip` allows {self.budget}" if self.budget else ""
-            raise DataError(f"{message}{so_far}")
+            others = "".join(f"\n  before it: {other}" for other in self.messages[:SHOWN])
+            raise DataError(f"{message}{so_far}{others}")
+        self.left_out(message)
+
+    def left_out(self, message: str) -> None:
+        """Notes a record that is left out, as was asked for."""
+        if len(self.messages) < LISTED:
+            self.messages.append(message)
+
+
+def name_skipped(what: str, messages: Sequence[str], store: Path, report: Callable[[str], None]) -> None:
+    """Reports the first records that were left out, and writes the names of all next to a store.
+
+    Args:
+        what: how many of what, such as "3 broken records".
+        messages: see `Skips`.
+        store: path of the store.
+        report: called with messages.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = skipped_file(store)
+    path.write_text("".join(f"{' '.join(message.splitlines())}\n" for message in messages), encoding="utf-8", errors="replace")
+    report(f"left out {what}; the first: {messages[0]}")
+    for message in messages[1:SHOWN]:
+        report(f"left out {message}")
+    report(f"all that were left out are named in {path}")
+
+
+def skipped_file(store: Path) -> Path:
+    """The file next to a store that names the records that are not in it."""
+    return store.with_name(f"{store.name}.skipped.txt")
 
 
 class Reader(Protocol):
@@ -155,7 +199,7 @@ def in_split(name: str, split: str, held_out: float) -> bool:
     """Whether a document belongs to a split, by a hash of its name: adding others moves none."""
     if split == "all":
         return True
-    place = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
+    place = int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
     return (place < held_out) == (split == "held_out")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from forge_core.errors import DataError
+from forge_core.lines import lines_of
 from forge_data.sources.tokens.token_files import Corpus, Described, same_dtype
 from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.file import File
@@ -84,7 +85,7 @@ def _metadata(file: File, sibling: Sibling) -> tuple[str | None, int | None]:
     found = sibling(f"{file.where}.metadata")
     if found is None:
         return None, None
-    lines = read_bytes(found, 0, 4096).decode("utf-8", errors="replace").splitlines()
+    lines = lines_of(read_bytes(found, 0, 4096).decode("utf-8", errors="replace"))
     return (lines[0] if lines else None), (int(lines[1]) if len(lines) > 1 and lines[1].isdigit() else None)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forge_models.interp.listing import InterpError
-from forge_models.interp.neuro.ridge import ALPHAS, Folds, checked, correlations, errors_of, fitted, folds_of, others
+from forge_models.interp.neuro.ridge import ALPHAS, Folds, checked, correlations, decade, errors_of, fitted, folds_of, others
 
 
 class Banded(NamedTuple):
@@ -17,13 +17,15 @@ class Banded(NamedTuple):
         weights: by band (features, voxels).
         bias: (voxels,).
         alpha: (voxels,) the chosen penalties.
-        shares: (voxels, bands) the chosen shares g: the penalty of a band is alpha / g, and a band of share 0 is left out.
+        shares: (voxels, bands) the chosen shares g: the penalty of a band is alpha u / g, and a band of share 0 is left out.
+        units: (bands,) the factor u of each band: 1 for given alphas, else the band's `decade`.
     """
 
     weights: dict[str, Tensor]
     bias: Tensor
     alpha: Tensor
     shares: Tensor
+    units: Tensor
 
     def predict(self, bands: Mapping[str, Tensor]) -> Tensor:
         """(n, features) of each band -> (n, voxels)."""
@@ -34,9 +36,9 @@ class Encoded(NamedTuple):
     """How well rows are predicted that neither weights nor penalties nor shares have seen.
 
     Attributes:
-        r: (voxels,) correlation, averaged over folds; 0 for a voxel that does not vary.
-        folds: (folds, voxels) of each fold.
-        alpha: (folds, voxels) the chosen penalties.
+        r: (voxels,) correlation, averaged over the folds in which a voxel varies; NaN where there is no such fold.
+        folds: (folds, voxels) of each fold; NaN where a voxel does not vary.
+        alpha: (folds, voxels) the chosen penalties, see `Banded`.
         shares: (voxels, bands) the chosen shares, averaged over folds.
     """
 
@@ -62,16 +64,20 @@ def banded_ridge(
     y: Tensor,
     *,
     shares: Tensor | None = None,
-    alphas: Sequence[float] = ALPHAS,
+    alphas: Sequence[float] | None = None,
     folds: Folds = 5,
 ) -> Banded:
-    """Minimizes |y - sum x_b w_b - c|^2 + alpha sum |w_b|^2 / g_b for each voxel, with the alpha and shares g of least held-out
-    error. With x_b sqrt(g_b) in the place of x_b it is a ridge regression.
+    """Minimizes |y - sum x_b w_b - c|^2 + alpha sum u_b |w_b|^2 / g_b for each voxel; alpha and the shares g are those of least
+    held-out error.
+
+    With x_b sqrt(g_b / u_b) in the place of x_b it is a ridge regression. The factor u_b is 1 where alphas are given, and by
+    default the `decade` of the band, so that no band's units matter.
 
     Args:
         bands: by name (n, features).
         y: (n, voxels) of the same times.
         shares: (candidates, bands), see `mixes`, which is the default.
+        alphas: penalties that are tried; None = `ALPHAS`, times the `decade` of each band.
 
     Raises:
         InterpError: no bands, or rows, shares, alphas or values with which nothing can be fitted.
@@ -85,16 +91,19 @@ def banded_ridge(
         raise InterpError(f"shares {tuple(candidates.shape)} must be (candidates, {len(parts)} bands) and not negative")
     if not bool((candidates.sum(1) > 0).all()):
         raise InterpError("shares of a candidate are all 0, which leaves out every band")
-    errors = torch.stack([errors_of(_scaled(parts, one), y, alphas, folds) for one in candidates])  # (mixes, alphas, voxels)
+    units = torch.tensor([1.0 if alphas is not None else decade(x) for x in parts], dtype=torch.float64)
+    alphas = ALPHAS if alphas is None else alphas
+    weighted = candidates / units
+    errors = torch.stack([errors_of(_scaled(parts, one), y, alphas, folds) for one in weighted])  # (mixes, alphas, voxels)
     best = errors.flatten(0, 1).argmin(0)
     mix, alpha = best // len(alphas), torch.tensor(alphas, dtype=torch.float64)[best % len(alphas)]
     widths = [x.shape[1] for x in parts]
     weight, bias = y.new_empty(sum(widths), y.shape[1]), y.new_empty(y.shape[1])
     for number in mix.unique().tolist():
-        here, scale = mix == number, _scales(candidates[number], widths)
-        found = fitted(_scaled(parts, candidates[number]), y[:, here], alpha[here], errors[number][:, here])
+        here, scale = mix == number, _scales(weighted[number], widths)
+        found = fitted(_scaled(parts, weighted[number]), y[:, here], alpha[here], errors[number][:, here])
         weight[:, here], bias[here] = found.weight * scale[:, None], found.bias
-    return Banded(dict(zip(bands, weight.split(widths), strict=True)), bias, alpha, candidates[mix])
+    return Banded(dict(zip(bands, weight.split(widths), strict=True)), bias, alpha, candidates[mix], units)
 
 
 def encode_banded(
@@ -102,7 +111,7 @@ def encode_banded(
     y: Tensor,
     *,
     shares: Tensor | None = None,
-    alphas: Sequence[float] = ALPHAS,
+    alphas: Sequence[float] | None = None,
     folds: int = 5,
     inner: Folds | None = None,
 ) -> Encoded:
@@ -123,7 +132,7 @@ def encode_banded(
         alpha.append(found.alpha)
         chosen.append(found.shares)
     per_fold = torch.stack(scores)
-    return Encoded(per_fold.mean(0), per_fold, torch.stack(alpha), torch.stack(chosen).mean(0))
+    return Encoded(per_fold.nanmean(0), per_fold, torch.stack(alpha), torch.stack(chosen).mean(0))
 
 
 def _scaled(parts: Sequence[Tensor], shares: Tensor) -> Tensor:

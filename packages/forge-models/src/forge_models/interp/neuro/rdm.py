@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from forge_models.interp.listing import InterpError
+from forge_models.interp.listing import InterpError, require_finite
+from forge_models.interp.neuro.ridge import standardized
 
 Distance = Literal["correlation", "euclidean"]
 
@@ -22,18 +23,20 @@ def rdm(x: Tensor, distance: Distance = "correlation") -> Tensor:
     """(n, n) fp64 distances of n conditions (n, width): 1 - Pearson correlation of their values, or squared Euclidean / width.
 
     Raises:
-        InterpError: fewer than three conditions, or one without variance.
+        InterpError: fewer than three conditions, one without variance, or values that are not finite.
     """
     rows = x.detach().double()
     if rows.dim() != 2 or len(rows) < 3:
         raise InterpError(f"an RDM needs (n, width) of three conditions at least, not {tuple(rows.shape)}")
+    require_finite("conditions", rows)
     if distance == "euclidean":
         return (rows[:, None] - rows[None]).square().mean(2)
-    rows = rows - rows.mean(1, keepdim=True)
-    norms = rows.norm(dim=1, keepdim=True)
-    if not bool((norms > 1e-12).all()):
-        raise InterpError("a condition has the same value everywhere, so it correlates with nothing; take distance 'euclidean'")
-    rows = rows / norms
+    rows = standardized(rows, 1)
+    if not bool((varies := rows.any(1)).all()):
+        raise InterpError(
+            f"condition {int((~varies).nonzero()[0])} has the same value everywhere, so it correlates with nothing; "
+            "take distance 'euclidean'"
+        )
     return 1 - rows @ rows.T
 
 
@@ -44,14 +47,17 @@ def rsa(left: Tensor, right: Tensor, *, samples: int = 1000, seed: int = 0) -> A
     2014).
 
     Raises:
-        InterpError: matrices that do not fit, or all distances of one are equal.
+        InterpError: matrices that do not fit, all distances of one are equal, or some are not finite.
     """
     if left.shape != right.shape or left.dim() != 2 or left.shape[0] != left.shape[1] or len(left) < 3:
         raise InterpError(f"RDMs {tuple(left.shape)} and {tuple(right.shape)} are not (n, n) of the same conditions")
+    require_finite("the first RDM's rows", left)
+    require_finite("the second RDM's rows", right)
     count = len(left)
     upper = torch.triu_indices(count, count, 1)
-    found = _spearman(left[upper[0], upper[1]], right[upper[0], upper[1]])
-    if found is None:
+    distances = [one[upper[0], upper[1]] for one in (left, right)]
+    found = _spearman(*distances)
+    if found is None or not all(bool(standardized(one, 0).any()) for one in distances):
         raise InterpError("all distances of an RDM are equal; it correlates with nothing")
     generator, drawn = torch.Generator().manual_seed(seed), []
     for _ in range(samples):

@@ -1,15 +1,16 @@
 """Encoding models: ridge regression from activations to recordings, with a penalty for each voxel."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from forge_models.interp.listing import InterpError
+from forge_models.interp.listing import InterpError, require_finite
 
 ALPHAS = tuple(10.0**power for power in range(-2, 7))
-"""Penalties that are tried."""
+"""Penalties that are tried for features whose variance is about 1; see `decade`."""
 
 Folds = int | Sequence[Tensor] | Literal["leave_one_out"]
 """How many contiguous folds, the held-out rows of each, or each row by itself, which costs one decomposition in all."""
@@ -21,8 +22,8 @@ class Ridge(NamedTuple):
     Attributes:
         weight: (features, voxels).
         bias: (voxels,).
-        alpha: (voxels,) the chosen penalties.
-        errors: (alphas, voxels) mean squared error of held-out rows, averaged over folds.
+        alpha: (voxels,) the chosen penalties, in the units of x^2.
+        errors: (alphas, voxels) mean squared error of held-out rows, averaged over folds, in the units of y^2.
     """
 
     weight: Tensor
@@ -46,7 +47,17 @@ def folds_of(rows: int, folds: int) -> list[Tensor]:
     return list(torch.arange(rows).tensor_split(folds))
 
 
-def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: Folds = 5) -> Ridge:
+def decade(x: Tensor) -> float:
+    """The power of ten nearest to the mean variance of the features (n, features); 1 where nothing varies.
+
+    A penalty has the units of x^2. The default penalties are `ALPHAS` times this number, so a fit does not depend on the units
+    of its features.
+    """
+    variance = float(x.double().var(0, correction=0).mean())
+    return 10.0 ** round(math.log10(variance)) if variance > 0 else 1.0
+
+
+def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] | None = None, folds: Folds = 5) -> Ridge:
     """Minimizes |y - x w - b|^2 + alpha |w|^2 for each voxel (Hoerl and Kennard, 1970), with the alpha of least held-out error.
 
     One decomposition of each fold serves all penalties and voxels: with x = U S V', w = V S / (S^2 + alpha) U' y. Where each row
@@ -56,11 +67,14 @@ def ridge(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: Fold
     Args:
         x: (n, features).
         y: (n, voxels) of the same times.
+        alphas: penalties that are tried; None = `ALPHAS` times the `decade` of x.
+        folds: see `Folds`; held-out rows that are listed must be rows of x, not empty and not all of them.
 
     Raises:
-        InterpError: rows that do not fit, values that are not finite, or penalties that are not positive.
+        InterpError: rows or folds that do not fit, values that are not finite, or penalties that are not positive.
     """
     x, y = checked(x, y)
+    alphas = [alpha * decade(x) for alpha in ALPHAS] if alphas is None else alphas
     errors = errors_of(x, y, alphas, folds)
     return fitted(x, y, torch.tensor(alphas, dtype=torch.float64)[errors.argmin(0)], errors)
 
@@ -71,7 +85,7 @@ def errors_of(x: Tensor, y: Tensor, alphas: Sequence[float], folds: Folds) -> Te
         raise InterpError("alphas must be positive, and at least one")
     if folds == "leave_one_out":
         return _row_errors(x, y, alphas)
-    held_out = folds_of(len(x), folds) if isinstance(folds, int) else list(folds)
+    held_out = folds_of(len(x), folds) if isinstance(folds, int) else _listed(folds, len(x))
     return torch.stack([_fold_errors(x, y, rows, alphas) for rows in held_out]).mean(0)
 
 
@@ -82,10 +96,11 @@ def fitted(x: Tensor, y: Tensor, penalties: Tensor, errors: Tensor) -> Ridge:
     return Ridge(weight, y_mean - x_mean @ weight, penalties, errors)
 
 
-def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: int = 5) -> Tensor:
+def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] | None = None, folds: int = 5) -> Tensor:
     """(voxels,) correlation of predicted and recorded rows that neither weights nor penalties have seen, averaged over folds.
 
-    In each outer fold, penalties are chosen by `folds` inner ones. A voxel that does not vary has 0.
+    In each outer fold, penalties are chosen by `folds` inner ones. Folds in which a voxel does not vary are left out of its mean;
+    a voxel that never varies has NaN.
     """
     x, y = checked(x, y)
     scores = []
@@ -93,29 +108,50 @@ def encode(x: Tensor, y: Tensor, *, alphas: Sequence[float] = ALPHAS, folds: int
         inside = others(len(x), rows)
         found = ridge(x[inside], y[inside], alphas=alphas, folds=folds)
         scores.append(correlations(found.predict(x[rows]), y[rows]))
-    return torch.stack(scores).mean(0)
+    return torch.stack(scores).nanmean(0)
 
 
-def correlations(a: Tensor, b: Tensor) -> Tensor:
-    """(columns,) Pearson correlations over rows; 0 for a column that does not vary."""
-    a, b = a.double() - a.double().mean(0), b.double() - b.double().mean(0)
-    norms = a.norm(dim=0) * b.norm(dim=0)
-    return torch.where(norms > 1e-12, (a * b).sum(0) / norms.clamp(min=1e-300), 0.0)
+def correlations(predicted: Tensor, recorded: Tensor) -> Tensor:
+    """(columns,) Pearson correlations over rows: NaN where `recorded` does not vary, 0 where only `predicted` does not.
+
+    Columns may have any units.
+    """
+    predicted, recorded = standardized(predicted, 0), standardized(recorded, 0)
+    return torch.where(recorded.any(0), (predicted * recorded).sum(0), float("nan"))
+
+
+def standardized(x: Tensor, dim: int) -> Tensor:
+    """x in fp64 without its mean along `dim` and of norm 1; zeros where it does not vary.
+
+    Whether it varies is judged relative to its own size, which depends on units: what is left of equal values after their mean
+    is taken away is rounding, below n eps max|x|.
+    """
+    x = x.double()
+    largest = x.abs().amax(dim, keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1.0)  # squares of 1e-170 would be 0
+    x = x - x.mean(dim, keepdim=True)
+    norms = x.norm(dim=dim, keepdim=True)
+    varies = norms > x.shape[dim] * torch.finfo(torch.float64).eps
+    return torch.where(varies, x / torch.where(varies, norms, 1.0), 0.0)
 
 
 def noise_ceiling(repeats: Tensor) -> Tensor:
     """(voxels,) correlation that a perfect model of the signal would reach with the mean of `repeats` (k, n, voxels) (Schoppe et
-    al., 2016): sqrt of the share of the mean's variance that is not noise; 0 where all is noise.
+    al., 2016): sqrt of the share of the mean's variance that is not noise; 0 where all is noise, or nothing varies.
 
     Raises:
-        InterpError: fewer than two repeats.
+        InterpError: fewer than two repeats, or values that are not finite.
     """
     if len(repeats) < 2:
         raise InterpError(f"a noise ceiling needs two recordings of the same rows, and there is {len(repeats)}")
+    require_finite("repeats", repeats.flatten(0, 1))
     repeats = repeats.double()
+    largest = repeats.abs().amax((0, 1))
+    repeats = repeats / torch.where(largest > 0, largest, 1.0)
     noise = repeats.var(0).mean(0) / len(repeats)
     whole = repeats.mean(0).var(0)
-    return torch.where(whole > 0, ((whole - noise) / whole.clamp(min=1e-300)).clamp(min=0).sqrt(), 0.0)
+    varies = standardized(repeats.mean(0), 0).any(0)
+    return torch.where(varies, ((whole - noise) / torch.where(varies, whole, 1.0)).clamp(min=0).sqrt(), 0.0)
 
 
 def normalized(r: Tensor, ceiling: Tensor, least: float = 0.1) -> Tensor:
@@ -132,6 +168,19 @@ def lagged(x: Tensor, lags: Sequence[int]) -> Tensor:
     if wrong := [lag for lag in lags if not 0 <= lag < len(x)]:
         raise InterpError(f"lag {wrong[0]}: lags are 0 to {len(x) - 1} rows")
     return torch.cat([torch.cat([x.new_zeros(lag, x.shape[1]), x[: len(x) - lag]]) for lag in lags], 1)
+
+
+def _listed(folds: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Held-out rows that were given, checked."""
+    if not folds:
+        raise InterpError("folds is empty; list the held-out rows of at least one fold, or give a number of folds")
+    for number, fold in enumerate(folds):
+        held_out = fold.nonzero().flatten() if fold.dtype == torch.bool else fold
+        if not 0 < len(held_out.unique()) < rows or int(held_out.min()) < 0 or int(held_out.max()) >= rows:
+            raise InterpError(
+                f"fold {number} holds out {len(held_out)} rows; each fold needs one of the rows 0 to {rows - 1} at least, not all"
+            )
+    return list(folds)
 
 
 def _row_errors(x: Tensor, y: Tensor, alphas: Sequence[float]) -> Tensor:
@@ -187,6 +236,6 @@ def checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.dim() != 2 or y.dim() != 2 or len(x) != len(y):
         raise InterpError(f"features {tuple(x.shape)} and recordings {tuple(y.shape)} are (n, ...) of the same n times")
-    if not bool(x.isfinite().all()) or not bool(y.isfinite().all()):
-        raise InterpError("features and recordings must be finite; leave out what was not recorded")
+    require_finite("features", x)
+    require_finite("recordings", y)
     return x.detach().double(), y.detach().double()

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from forge_models.interp.listing import InterpError
+from forge_models.interp.listing import InterpError, require_finite
+from forge_models.interp.neuro.ridge import standardized
 
 
 def effective_rank(x: Tensor, center: bool = True) -> Tensor:
@@ -14,11 +15,12 @@ def effective_rank(x: Tensor, center: bool = True) -> Tensor:
         center: without their mean.
 
     Raises:
-        InterpError: nothing varies.
+        InterpError: nothing varies, or values that are not finite.
     """
     rows = x.detach().reshape(-1, x.shape[-1]).double()
+    require_finite("activations", rows)
     sizes = torch.linalg.svdvals(rows - rows.mean(0) if center else rows)
-    if not float(sizes.sum()) > 0:
+    if not bool((standardized(rows, 0) if center else rows).any()):
         raise InterpError("all rows are equal; their rank says nothing")
     shares = sizes / sizes.sum()
     return torch.special.entr(shares).sum().exp()

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_models.interp.listing import InterpError
+from forge_models.interp.listing import InterpError, require_finite
+from forge_models.interp.neuro.ridge import standardized
 
 
 class LinearProbe(NamedTuple):
@@ -39,17 +40,27 @@ def linear_probe(
         seed: of the choice.
 
     Raises:
-        InterpError: rows and labels do not fit, or one side of the split has no rows or one class only.
+        InterpError: rows and labels do not fit, values that are not finite, labels that are not classes, or one side of the split
+            has no rows or one class only.
     """
-    if len(x) != len(labels) or (groups is not None and len(groups) != len(x)):
-        raise InterpError(f"{len(x)} rows, {len(labels)} labels and their groups must be as many")
+    if x.dim() != 2 or len(x) != len(labels) or (groups is not None and len(groups) != len(x)):
+        raise InterpError(f"{tuple(x.shape)} rows, {len(labels)} labels and their groups must be as many rows of one width")
+    require_finite("activations", x)
+    if labels.is_floating_point() or labels.dim() != 1:
+        raise InterpError(f"labels are {labels.dtype} {tuple(labels.shape)}; give one integer for each row")
+    if len(labels) and int(labels.min()) < 0:
+        row = int((labels < 0).nonzero()[0])
+        raise InterpError(
+            f"label {int(labels[row])} of row {row} is not a class; classes are 0, 1, ...; leave out rows without one"
+        )
     members, group = torch.unique(torch.arange(len(x)) if groups is None else groups.cpu(), return_inverse=True)
     order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))
     outside = torch.isin(group, order[: round(held_out * len(members))])
     rows, labels = x.detach().cpu().double(), labels.cpu().long()
     if not bool(outside.any()) or len(labels[~outside].unique()) < 2:
         raise InterpError("a probe needs rows of two classes to be fitted to, and rows that are held out; change held_out")
-    mean, spread = rows[~outside].mean(0), rows[~outside].std(0).clamp(min=1e-12)
+    varies = standardized(rows[~outside], 0).any(0)  # a feature that does not vary tells nothing, whatever its units
+    mean, spread = rows[~outside].mean(0), torch.where(varies, rows[~outside].std(0), float("inf"))
     standard, classes = (rows - mean) / spread, int(labels.max()) + 1
     fitted, answers = standard[~outside], labels[~outside]
     weight = torch.zeros(classes, rows.shape[1], dtype=torch.float64, requires_grad=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_models.interp.edit import edit, replace, zero
-from forge_models.interp.listing import InterpError
+from forge_models.interp.listing import InterpError, require_finite
 from forge_models.interp.store.read import ActivationStore
 
 CHUNK = 1024
@@ -113,7 +113,7 @@ def train_sae(
         held_out: share of the rows, the last ones, that is not fitted.
 
     Raises:
-        InterpError: sizes that make no sense, too few rows, or rows that do not vary.
+        InterpError: sizes that make no sense, too few rows, rows that do not vary, or values that are not finite.
     """
     stop = store.rows - round(held_out * store.rows)
     if not 0 < k <= latents or steps < 1 or batch < 1:
@@ -121,10 +121,10 @@ def train_sae(
     if stop < 2 or store.rows - stop < 2:
         raise InterpError(f"{store.rows} rows with {held_out:g} held out leave one side fewer than two; capture more")
     generator = torch.Generator().manual_seed(seed)
-    first = store.read(name, 0, min(stop, CHUNK * MIXED)).flatten(1).float()
+    first = _rows(store, name, 0, min(stop, CHUNK * MIXED))
     mean = first.mean(0)
     scale = (first - mean).square().sum(1).mean().sqrt()
-    if not float(scale) > 0:
+    if not bool(((first - mean).abs() > len(first) * torch.finfo(first.dtype).eps * first.abs().amax(0)).any()):
         raise InterpError(f"all rows of {name} are equal; there is nothing to take apart")
     decoder = F.normalize(torch.randn(latents, first.shape[1], generator=generator), dim=1)
     parameters = [nn.Parameter(one) for one in (decoder.clone(), torch.zeros(latents), decoder, torch.zeros(first.shape[1]))]
@@ -164,7 +164,7 @@ def quality(sae: SAE, store: ActivationStore, name: str, start: int = 0, stop: i
     total, square, left, count = torch.zeros(width, dtype=torch.float64), 0.0, 0.0, 0.0
     seen = torch.zeros(len(sae.decoder), dtype=torch.bool)
     for at in range(start, stop, CHUNK):
-        x = store.read(name, at, min(at + CHUNK, stop)).flatten(1).float()
+        x = _rows(store, name, at, min(at + CHUNK, stop))
         latents = sae.encode(x)
         total += x.double().sum(0)
         square += float(x.double().square().sum())
@@ -201,6 +201,13 @@ def largest(x: Tensor, k: int) -> Tensor:
     return torch.zeros_like(x).scatter(-1, places, values)
 
 
+def _rows(store: ActivationStore, name: str, start: int, stop: int) -> Tensor:
+    """(stop - start, width) fp32 of a store; refuses values that are not finite."""
+    rows = store.read(name, start, stop).flatten(1).float()
+    require_finite(f"stored activations {name} from row {start} on", rows)
+    return rows
+
+
 def _batches(store: ActivationStore, name: str, stop: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Rows in random order, again and again: chunks are drawn, and the rows of some of them are shuffled together."""
     chunks = range(0, stop, CHUNK)
@@ -208,5 +215,5 @@ def _batches(store: ActivationStore, name: str, stop: int, batch: int, generator
         order = torch.randperm(len(chunks), generator=generator).tolist()
         for at in range(0, len(order), MIXED):
             picked = [chunks[one] for one in order[at : at + MIXED]]
-            rows = torch.cat([store.read(name, one, min(one + CHUNK, stop)).flatten(1).float() for one in picked])
+            rows = torch.cat([_rows(store, name, one, min(one + CHUNK, stop)) for one in picked])
             yield from rows[torch.randperm(len(rows), generator=generator)].split(batch)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forge_models.interp.similarity.kernel import hsic1
+from forge_models.interp.similarity.kernel import ROUNDING
 
 
 def gram(x: Tensor) -> Tensor:
@@ -17,9 +17,9 @@ def gram(x: Tensor) -> Tensor:
 
 
 def gram_cka(left: Tensor, right: Tensor) -> Tensor:
-    """Unbiased linear CKA (Nguyen et al., 2021), in fp64, as `linear.unbiased_cka`; NaN where one side does not vary."""
-    left, right = left.double(), right.double()
-    return hsic1(left, right) / (hsic1(left, left).clamp(min=0) * hsic1(right, right).clamp(min=0)).sqrt()
+    """Unbiased linear CKA (Nguyen et al., 2021), in fp64, as `linear.unbiased_cka`; NaN where it is not defined: one side does
+    not vary, or its rows all have the same distance from each other."""
+    return gram_cka_pairs([left], [right])[0, 0]
 
 
 class _Terms(NamedTuple):
@@ -34,6 +34,11 @@ class _Terms(NamedTuple):
         k = k.double()
         return cls(k.flatten(), k.diagonal(), k.sum(0) - k.diagonal())
 
+    def own(self) -> Tensor:
+        """HSIC1 with itself; NaN where it is not positive, but for rounding."""
+        found = self.hsic1(self)
+        return found.where(found > ROUNDING * self.flat.square().mean(), float("nan"))
+
     def hsic1(self, other: "_Terms") -> Tensor:
         n = len(self.diagonal)
         product = self.flat @ other.flat - self.diagonal @ other.diagonal
@@ -42,9 +47,9 @@ class _Terms(NamedTuple):
 
 
 def gram_cka_pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """(l, r) fp64: `gram_cka` of each of `left` with each of `right`; NaN where one does not vary."""
+    """(l, r) fp64: `gram_cka` of each of `left` with each of `right`; NaN where it is not defined."""
     first, second = [_Terms.of(one) for one in left], [_Terms.of(one) for one in right]
-    mine, others = (torch.stack([one.hsic1(one).clamp(min=0) for one in side]) for side in (first, second))
+    mine, others = (torch.stack([one.own() for one in side]) for side in (first, second))
     pairs = torch.stack([torch.stack([one.hsic1(other) for other in second]) for one in first])
     return pairs / torch.outer(mine, others).sqrt()
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from forge_models.interp.listing import InterpError
 
+ROUNDING = 1e-12
+"""Share of a kernel's mean square below which an HSIC of it with itself is rounding."""
 Kernel = Callable[[Tensor], Tensor]
 """(n, width) -> (n, n)."""
 
@@ -64,7 +66,7 @@ class KernelSums:
 def _spread(k: Tensor) -> Tensor:
     """HSIC1(k, k), and 0 where it is rounding."""
     found = hsic1(k, k)
-    return found.where(found > 1e-12 * k.square().mean(), 0.0)
+    return found.where(found > ROUNDING * k.square().mean(), 0.0)
 
 
 def hsic1(k: Tensor, l_: Tensor) -> Tensor:

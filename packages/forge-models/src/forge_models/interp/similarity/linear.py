@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from forge_models.interp.listing import InterpError
+from forge_models.interp.similarity.kernel import ROUNDING
 from forge_models.interp.similarity.moments import Moments
 
 
@@ -28,13 +29,20 @@ def unbiased_cka(moments: Moments) -> Tensor:
     HSIC1 = [tr(K~L~) + 1'K~1 1'L~1 / ((n - 1)(n - 2)) - 2 / (n - 2) 1'K~L~1] / (n (n - 3)), K~ being K without its diagonal.
 
     Raises:
-        InterpError: fewer than 4 rows, or one side does not vary.
+        InterpError: fewer than 4 rows, or one side does not vary, or its rows are equidistant: then its HSIC1 is 0.
     """
     if float(moments.n) < 4:
         raise InterpError(f"unbiased CKA needs 4 rows, and there are {int(moments.n)}")
     _refuse_constant(moments, *moments.covariances()[:2])
-    both = (hsic1(moments), hsic1(_paired(moments)), hsic1(_paired(moments.swapped())))
-    return both[0] / (both[1] * both[2]).clamp(min=0).sqrt()
+    left, right = _paired(moments), _paired(moments.swapped())
+    own = (hsic1(left), hsic1(right))
+    for name, one, found in (("x", left, own[0]), ("y", right, own[1])):
+        if not float(found) > ROUNDING * float(one.xx.square().sum() / one.n**2):
+            raise InterpError(
+                f"unbiased CKA is not defined for {name}: its HSIC with itself is not positive, as for rows that all have "
+                "the same distance from each other; take biased_cka, or more rows"
+            )
+    return hsic1(moments) / (own[0] * own[1]).sqrt()
 
 
 def hsic1(moments: Moments) -> Tensor:
@@ -104,7 +112,7 @@ def rsa(moments: Moments) -> Tensor:
     own = [_paired(moments), _paired(moments.swapped())]
     means = [_distances(one) / pairs for one in own]
     variances = [_products(one) / pairs - mean.square() for one, mean in zip(own, means, strict=True)]
-    if min(variances) <= 0:
+    if min(float(one) / max(float(mean.square()), 1e-300) for one, mean in zip(variances, means, strict=True)) <= ROUNDING:
         raise InterpError("all rows of a side have the same distance; their distances do not correlate with anything")
     return (_products(moments) / pairs - means[0] * means[1]) / (variances[0] * variances[1]).sqrt()
 
@@ -141,5 +149,7 @@ def _whitening(covariance: Tensor, explained: float, tolerance: float) -> Tensor
 
 def _refuse_constant(moments: Moments, xx: Tensor, yy: Tensor) -> None:
     for name, one, origin in (("x", xx, moments.x_origin), ("y", yy, moments.y_origin)):
+        if not bool(one.isfinite().all()):
+            raise InterpError(f"rows of {name} hold values that are NaN or infinite; leave them out")
         if not float(one.trace()) > 1e-28 * float(moments.n * (origin @ origin)):
             raise InterpError(f"all rows of {name} are equal; nothing can be compared with them")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
 from forge_data.sources.records.huggingface import fingerprint_of, load
+from forge_vlm.data.documents import Record
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -56,14 +57,14 @@ class DatasetExamples:
         split = self._options["dataset_split"]
         columns = [name for name in self._dataset.column_names if name != self._images]
         others = self._dataset.select_columns(columns) if columns else None
+        pictures = self._dataset.select_columns([self._images]).with_format("arrow")
         for start in range(0, len(self._dataset), _ROWS):
             stop = min(start + _ROWS, len(self._dataset))
             found = others[start:stop] if others is not None else {}
-            images = self._dataset.select_columns([self._images])[start:stop][self._images]
-            for row, held in enumerate(images, start):
-                count = len(held) if isinstance(held, list) else int(held is not None)
+            for row, count in enumerate(_counts(pictures[start:stop][self._images]), start):
                 record = {name: values[row - start] for name, values in found.items()}
-                yield f"{split}:{row}", record | {self._images: [f"{row}.{number}" for number in range(count)]}
+                record[self._images] = [f"{row}.{number}" for number in range(count)]
+                yield f"{split}:{row}", Record(record, f"{self.what}, row {row}")
 
     def fetch(self, reference: str) -> bytes:
         """The file of an image."""
@@ -80,3 +81,15 @@ class DatasetExamples:
         if not isinstance(content, bytes):
             raise DataError(f"{self.what}, row {row}: {self._images!r} holds no image")
         return content
+
+
+def _counts(column: Any) -> list[int]:
+    """Images in each value of an Arrow column; their content is not read."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if any(is_list(column.type) for is_list in kinds):
+        lengths = pc.call_function("list_value_length", [column])
+        return [length or 0 for length in lengths.to_pylist()]
+    return [int(valid) for valid in column.is_valid().to_pylist()]

@@ -1,28 +1,31 @@
 """Clips as directories of image files, listed in JSON lines."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
-from forge_core.errors import DataError
-from forge_data.sources.records.jsonl import SUFFIXES, records
+from forge_data.sources.records.jsonl import SUFFIXES, each_line
+from forge_data.storage.file import File
 from forge_data.storage.files import find
 from forge_data.storage.fingerprints import digest_of
-from forge_vlm.data.documents import Broken, Clip
+from forge_vlm.data.documents import Broken, Clip, Frames, Record
 from forge_vlm.data.frames import chosen
-from forge_vlm.data.readers.webdataset import IMAGES
+from forge_vlm.data.readers.files import ImageFiles, is_image, natural
+
+NOTES = ("txt", "text", "caption", "md", "json", "jsonl", "csv", "tsv", "xml", "yaml", "yml", "srt", "vtt")
+"""Suffixes of text, which may lie among the frames of a clip."""
 
 
 class FrameExamples:
-    """The records of some files; a reference is the path of a frame relative to `folder`."""
+    """The records of some files; a reference is the path of a frame, see `ImageFiles`."""
 
     def __init__(self, path: str, folder: str | None, video: str, images: str, fps: float, count: int, told: bool) -> None:
         """
         Args:
             path: of the JSON lines.
-            folder: of the clips' directories; by default that of the first file.
+            folder: of the clips' directories; by default that of the file that a record comes from.
             video: field that names a clip's directory.
             images: field of a record into which its frames are put.
             fps: frames of a second, where a record does not say.
@@ -34,46 +37,68 @@ class FrameExamples:
         """
         self.what = path
         self._files = find(path, SUFFIXES, "JSON lines")
-        self._folder = Path(folder) if folder is not None else Path(self._files[0].where).parent
+        self._folder = ImageFiles(self._files, folder)
         self._video, self._images, self._fps, self._count, self._told = video, images, fps, count, told
 
     @property
     def fingerprint(self) -> str:
-        """Of the records, the folder, and how frames are chosen."""
-        return digest_of(self._files, f"frames {self._folder} {self._video} {self._fps} {self._count} {self._told}")
+        """Of the records, the folder, and how frames are ordered and chosen."""
+        how = f"{self._video} {self._fps} {self._count} {self._told}"
+        return digest_of(self._files, f"frames by number {self._folder.identity} {how}")
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | Broken]]:
         """(file and byte of its line, record) of each; one without a video is text."""
         for file in self._files:
-            for offset, record in records(file):
-                shown: Any = None
-                if record.get(self._video) is not None:
-                    try:
-                        shown = self._clip(record)
-                    except Broken as broken:
-                        shown = broken
-                yield f"{file.name}:{offset}", record | {self._images: shown}
+            for offset, place, record in each_line(file):
+                name = f"{file.name}:{offset}"
+                if isinstance(record, str):
+                    yield name, Broken(f"{place} {record}")
+                    continue
+                named = record.get(self._video)
+                if record.get(self._images) is not None:
+                    yield name, Broken(f"{place}: has {self._images!r}, and this source reads clips alone; give images their own")
+                    continue
+                clip = None if named is None else Clip(partial(self._frames, file, dict(record)), self._told)
+                yield name, Record(record | {self._images: clip}, place)
 
     def fetch(self, reference: str) -> bytes:
         """The file of a frame."""
-        path = self._folder / reference
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        return self._folder.read(reference)
 
-    def _clip(self, record: Mapping[str, Any]) -> Clip:
+    def _frames(self, file: File, record: Mapping[str, Any]) -> Frames:
         name = record[self._video]
-        directory = self._folder / str(name)
-        files = sorted(file.name for file in directory.glob("*") if file.suffix.lower().removeprefix(".") in IMAGES)
-        if not isinstance(name, str) or not files:
+        reference = self._folder.reference(file, str(name))
+        directory = self._folder.path(reference)
+        try:
+            listed = [each.name for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")]
+        except (OSError, ValueError):  # it is not there; a NUL in its name
+            listed = []
+        files = sorted(filter(is_image, listed), key=natural)
+        if not isinstance(name, str) or not name or not (files or listed):
+            raise Broken(f"{directory} has no frame")
+        unknown = sorted(each for each in listed if not is_image(each) and each.rpartition(".")[2].lower() not in NOTES)
+        if unknown:
+            raise Broken(f"{directory} has {unknown[0]}, which Pillow does not read by its suffix; convert it, or move it away")
+        if not files:
             raise Broken(f"{directory} has no frame")
         fps, times = record.get("fps", self._fps), record.get("times")
         if times is None:
-            if not isinstance(fps, int | float) or not isfinite(fps) or fps <= 0:
+            if not _is_number(fps) or fps <= 0:
                 raise Broken(f"{directory}: fps {fps!r} is not a positive number")
             times = [number / fps for number in range(len(files))]
-        numbers = isinstance(times, list) and all(isinstance(each, int | float) and isfinite(each) for each in times)
-        if not numbers or len(times) != len(files) or any(after <= before for before, after in pairwise(times)):
+        if (
+            not isinstance(times, list)
+            or not all(map(_is_number, times))
+            or len(times) != len(files)
+            or any(after <= before for before, after in pairwise(times))
+        ):
             raise Broken(f"{directory}: times must ascend, one for each of {len(files)} frames")
-        return Clip(tuple((float(times[n]), f"{name}/{files[n]}") for n in chosen(times, self._count)), self._told)
+        return tuple((float(times[n]), f"{reference}/{files[n]}") for n in chosen(times, self._count))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number of fp64."""
+    try:
+        return isinstance(value, int | float) and isfinite(value)
+    except OverflowError:
+        return False

@@ -4,17 +4,25 @@ are asked for."""
 import csv
 import string
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
 from forge_data.storage.files import find_one
 from forge_data.storage.fingerprints import digest_of
-from forge_vlm.data.documents import Broken, Clip
+from forge_vlm.data.documents import Broken, Clip, Frames, Record
 from forge_vlm.data.frames import chosen
+from forge_vlm.data.readers.files import ImageFiles
 
+_HIDDEN = ("vp8", "vp9", "av1")
+"""Codecs that have packets without a frame of their own."""
+_NEAR = 1e-3
+"""Seconds by which the times of a frame and of its packet may differ: some containers round them."""
+_EXPECTED = 4096
+"""Clips whose times are kept until they are decoded."""
 _CLIPS = 16
 """Whose frames are held, so that those of one clip are decoded together."""
 
@@ -40,31 +48,43 @@ class VideoExamples:
         if found is None or found.remote:
             raise DataError(f"{path} is not a file of this machine")
         self.what, self._file = path, found
-        self._folder = Path(folder) if folder is not None else Path(found.where).parent
+        self._folder = ImageFiles([found], folder)
         self._name, self._text, self._images, self._count, self._told = file, text, images, count, told
         self._columns = [name for _, name, _, _ in string.Formatter().parse(file) if name]
-        head = next(self._rows(), None)
-        if head is None:
-            raise DataError(f"{path} has no row")
+        table = self._table()
+        _, head = next(table, (0, []))
         if missing := [name for name in (*self._columns, text) if name not in head]:
             raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(head)}")
+        if next(table, None) is None:
+            raise DataError(f"{path} has no row")
         _library()
         self._frames = lru_cache(_CLIPS)(self._decoded)
+        self._expected: dict[str, list[float]] = {}
 
     @property
     def fingerprint(self) -> str:
         """Of the table, the folder, and how frames are chosen."""
-        return digest_of([self._file], f"video {self._folder} {self._name} {self._text} {self._count} {self._told}")
+        return digest_of(
+            [self._file], f"video as shown {self._folder.identity} {self._name} {self._text} {self._count} {self._told}"
+        )
 
-    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any] | Broken]]:
         """(row of the table, record) of each."""
-        for number, row in enumerate(self._rows()):
-            shown: Any
-            try:
-                shown = self._clip(self._name.format_map({name: row[name] for name in self._columns}))
-            except Broken as broken:
-                shown = broken
-            yield f"{self._file.name}:{number}", {self._text: row[self._text], self._images: shown}
+        table = self._table()
+        _, head = next(table)
+        for number, (line, values) in enumerate(table):
+            name, place = f"{self._file.name}:{number}", f"{self._file.where}, row {number + 1} (line {line})"
+            if len(values) != len(head):
+                yield name, Broken(f"{place} has {len(values)} columns, and the head {len(head)}; quote a text with commas")
+                continue
+            if any("\udc80" <= letter <= "\udcff" for value in values for letter in value):
+                yield name, Broken(f"{place} is not UTF-8")
+                continue
+            row = dict(zip(head, values, strict=True))
+            clip = Clip(
+                partial(self._chosen, self._name.format_map({column: row[column] for column in self._columns})), self._told
+            )
+            yield name, Record({self._text: row[self._text], self._images: clip}, place)
 
     def fetch(self, reference: str) -> bytes:
         """A frame, as an uncompressed image file.
@@ -77,37 +97,74 @@ class VideoExamples:
         frames = tuple(map(int, numbers.split(",")))
         return self._frames(name, frames)[frames.index(int(wanted))]
 
-    def _rows(self) -> Iterator[dict[str, str]]:
-        with Path(self._file.where).open(newline="", encoding="utf-8") as file:
-            yield from csv.DictReader(file)
+    def _table(self) -> Iterator[tuple[int, list[str]]]:
+        """(line at which it ends, values) of the head and of each row."""
+        with Path(self._file.where).open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+            reader = csv.reader(file)
+            try:
+                yield from ((reader.line_num, values) for values in reader if values)
+            except csv.Error as error:
+                raise DataError(f"{self._file.where} is not valid CSV after line {reader.line_num}: {error}") from error
 
-    def _clip(self, name: str) -> Clip:
+    def _chosen(self, name: str) -> Frames:
         times = self._times(name)
         numbers = chosen(times, self._count)
         listed = ",".join(map(str, numbers))
-        return Clip(tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers), self._told)
+        return tuple((times[number] - times[0], f"{name}#{listed}@{number}") for number in numbers)
 
     def _times(self, name: str) -> list[float]:
-        """Seconds of every frame, ascending: read from the packets, which costs no decoding."""
+        """Seconds of every frame that a player shows, ascending.
+
+        They are those of the packets, which costs no decoding, where each packet is one frame. The clip is decoded where that is
+        not sure: packets are marked as discarded (by an edit list, as cutting without encoding writes it), lie before the start,
+        have no time of their own, or do not begin with a key frame and its time; and for codecs with hidden frames.
+        """
         av = _library()
         try:
-            with av.open(str(self._folder / name)) as container:
+            with av.open(str(self._folder.path(name))) as container:
+                if not container.streams.video:
+                    raise Broken(f"{name} has no video")
                 stream = container.streams.video[0]
-                stamps = sorted(packet.pts for packet in container.demux(stream) if packet.pts is not None)
-                found = [float(stamp * stream.time_base) for stamp in stamps]
+                packets = [packet for packet in container.demux(stream) if packet.size]
+                stamps = sorted({packet.pts for packet in packets if packet.pts is not None})
+                if (
+                    packets
+                    and len(stamps) == len(packets)
+                    and packets[0].is_keyframe
+                    and packets[0].pts == stamps[0] >= 0
+                    and not any(packet.is_discard or packet.is_corrupt for packet in packets)
+                    and stream.codec_context.codec.canonical_name not in _HIDDEN
+                ):
+                    self._expected[name] = found = [float(stamp * stream.time_base) for stamp in stamps]
+                    while len(self._expected) > _EXPECTED:
+                        self._expected.pop(next(iter(self._expected)), None)
+                    return found
+            with av.open(str(self._folder.path(name))) as container:
+                times = [frame.time for frame in container.decode(video=0)]
+        except Broken:
+            raise
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
             raise Broken(f"{name} cannot be decoded: {error}") from error
-        if not found:
+        if not times:
             raise Broken(f"{name} has no frame")
-        return found
+        if None in times or any(after <= before for before, after in pairwise(times)):
+            raise Broken(f"{name} has frames without times that ascend; encode it again")
+        return times
 
     def _decoded(self, name: str, numbers: tuple[int, ...]) -> list[bytes]:
-        """Frames by their numbers, in the order of presentation, upright as they are stored."""
+        """Frames by their numbers, in the order of presentation, upright as they are stored.
+
+        Where the times of a clip were just read from its packets, its frames must have them: in a damaged one some packets are no
+        frame.
+        """
         av = _library()
+        path, times = self._folder.path(name), self._expected.pop(name, None)
         found: list[bytes] = []
         try:
-            with av.open(str(self._folder / name)) as container:
+            with av.open(str(path)) as container:
                 for number, frame in enumerate(container.decode(video=0)):
+                    if times is not None and (number >= len(times) or abs((frame.time or 0.0) - times[number]) > _NEAR):
+                        raise DataError(f"{path} has packets without a frame before {frame.time} s; encode it again")
                     if number in numbers:
                         content = BytesIO()
                         frame.to_image().save(content, "PPM")
@@ -115,9 +172,9 @@ class VideoExamples:
                     if number == numbers[-1]:
                         break
         except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-            raise DataError(f"{self._folder / name} cannot be decoded: {error}") from error
+            raise DataError(f"{path} cannot be decoded: {error}") from error
         if len(found) != len(numbers):
-            raise DataError(f"{self._folder / name} has fewer frames than times: {len(found)} of {len(numbers)} were decoded")
+            raise DataError(f"{path} has fewer frames than times: {len(found)} of {len(numbers)} were decoded")
         return found
 
 

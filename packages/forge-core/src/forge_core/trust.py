@@ -1,0 +1,74 @@
+"""Which Python files may run as components (`./mine.py:Muon`).
+
+A file runs that the user named: on the command line, or in a recipe that they gave. A checkpoint, the directory of a run and a
+data folder can name files, too, and whoever wrote them chose the names. Such a file runs only where the user gave its sha256,
+after reading it: `--trust-code SHA256`. Grants hold for the process, as imported modules do; a sha256 also for its children.
+"""
+
+import os
+import re
+from hashlib import sha256
+from pathlib import Path
+
+from forge_core.errors import ForgeError, UntrustedCode
+
+OPTION = "--trust-code"
+GRANTED = "FORGE_TRUST_CODE"
+"""Environment variable with the sha256 of every content that may run, with spaces between."""
+
+_files: set[Path] = set()
+
+
+def trust_file(path: Path | str) -> None:
+    """Grants a file that the user named, whatever it holds; a relative path starts at the working directory."""
+    _files.add(Path(path).resolve())
+
+
+def trust_name(name: str) -> None:
+    """Grants the file of a component that the user named as `./mine.py:Thing`; another name needs no grant."""
+    file, _, attribute = name.rpartition(":")
+    if file.endswith(".py") and attribute.isidentifier():
+        trust_file(file)
+
+
+def trust_digest(digest: str) -> None:
+    """Grants every file whose content has this sha256 (64 hexadecimal digits).
+
+    Raises:
+        ForgeError: it is not a whole sha256.
+    """
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+        raise ForgeError(f"{OPTION} {digest}: expected a whole sha256, 64 hexadecimal digits, as the refusal prints it")
+    os.environ[GRANTED] = " ".join({*_digests(), digest.lower()})
+
+
+def trusted_content(path: Path, what: str) -> bytes:
+    """The content of a file that may run: what is executed must be these bytes, and not what the file holds later.
+
+    Args:
+        what: names the component in a message.
+
+    Raises:
+        UntrustedCode: neither the file nor its content was granted.
+    """
+    content = path.read_bytes()
+    digest = sha256(content).hexdigest()
+    if path.resolve() in _files or digest in _digests() or any(_same(file, content) for file in _files):
+        return content
+    other = f" ({OPTION} was given for other content)" if _digests() else ""
+    raise UntrustedCode(
+        f"{what} is Python code of {path}, sha256 {digest}. It is named by stored data, not by your recipe or command line, so "
+        f"it does not run unasked{other}. Read the file; if you trust it, add {OPTION} {digest}"
+    )
+
+
+def _same(file: Path, content: bytes) -> bool:
+    """Whether a file that the user named has this content, too, such as a project's copy elsewhere."""
+    try:
+        return file.stat().st_size == len(content) and file.read_bytes() == content
+    except OSError:
+        return False
+
+
+def _digests() -> list[str]:
+    return os.environ.get(GRANTED, "").split()

@@ -1,0 +1,277 @@
+"""Control tokens of a `tokenizer.json`: ids for those that trusted text spells, ordinary text for all others.
+
+The `tokenizers` library finds control tokens by their spelling, wherever it stands. So a text whose untrusted pieces spell none
+is encoded as it is, which gives the ids of transformers. Otherwise a second tokenizer is used, in which each control token has a
+spelling that the text does not contain, and which differs in nothing else: the control tokens of trusted text are replaced by
+those spellings, and all the rest is ordinary text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.tokenizers.pieces import Pieces
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_PRIVATE = range(0x10FFFD, 0xF0000, -1)
+"""Characters for private use: one that a text lacks begins and ends each new spelling."""
+
+
+def load_backend(content: bytes, where: str) -> "Backend":
+    """The tokenizer of the library in the content of a `tokenizer.json`, without padding and truncation.
+
+    Raises:
+        DataError: it is not such a file.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend: Backend = Backend.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception for anything that it cannot read
+        raise DataError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def controls_of(content: Mapping[str, Any], eos: str) -> dict[str, int]:
+    """Id of each control token of a parsed `tokenizer.json` by its spelling: the special tokens, and the end of a document."""
+    added = content.get("added_tokens") or ()
+    return {token["content"]: token["id"] for token in added if token.get("special") or token["content"] == eos}
+
+
+def text_makes_controls(content: Mapping[str, Any], eos: str) -> bool:
+    """Whether ordinary text can become a control token although the library is told to take special tokens for text.
+
+    That leaves out neither an end of document that is not marked as special, nor control tokens that the model itself has.
+    """
+    controls = controls_of(content, eos)
+    added = content.get("added_tokens") or ()
+    if any(token["content"] in controls and not token.get("special") for token in added):
+        return True
+    model = content.get("model") or {}
+    vocabulary = model.get("vocab") or ()
+    inside = {each for each in map(_spelling, vocabulary) if each in controls}
+    if not inside or model.get("type") != "BPE":
+        return bool(inside)
+    single = model.get("ignore_merges") or any(len(spelling) == 1 for spelling in inside)
+    return bool(single) or any("".join(_pair(merge)) in inside for merge in model.get("merges") or ())
+
+
+class _Named(NamedTuple):
+    """A tokenizer of the library, some of whose control tokens have new spellings.
+
+    Attributes:
+        backend: the tokenizer.
+        gap: id of the token that stands for what is not text.
+        original: id in the original tokenizer, where it is another one.
+    """
+
+    backend: "Backend"
+    gap: int
+    original: Mapping[int, int]
+
+
+class Controlled:
+    """Encodes pieces of a text with the `tokenizers` library. Safe to use from several threads."""
+
+    def __init__(self, content: bytes, eos: str, where: str) -> None:
+        """
+        Args:
+            content: of a `tokenizer.json`.
+            eos: the token that ends a document.
+            where: names the tokenizer in messages.
+        """
+        self._content, self._where = content, where
+        parsed = json.loads(content)
+        backend = load_backend(content, where)
+        # The library may give other ids than the file says, where the file's are not in sequence.
+        self._controls = {each: _id(backend, each) for each in controls_of(parsed, eos)}
+        self._spellings = {index: spelling for spelling, index in self._controls.items()}
+        self._unknown = _unknown(parsed["model"])
+        self._known: dict[tuple[str, bool], _Named] = {}
+        self._lock = Lock()
+
+    def encode(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """See `forge_core.protocols.data.Tokenizer.encode_pieces`.
+
+        Raises:
+            DataError: the text leaves no character to mark control tokens with.
+        """
+        mark = _mark(pieces.text)
+        gaps = [(cut, cut, 2 * mark) for cut in pieces.cuts]
+        encoded = _Fed(pieces.text, gaps).encode(self._named(mark, renamed=False))
+        if not all(pieces.trusted(*span) for span in self._spelled(pieces.text, encoded)):
+            encoded = self._encode_apart(pieces, mark)
+        return encoded.ids, pieces.places(encoded.starts, encoded.stops)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Ids of a text none of which is a control token.
+
+        Raises:
+            DataError: as of `encode`.
+        """
+        named = self._named(_mark(text), renamed=True)
+        ids = named.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return [named.original.get(index, index) for index in ids]
+
+    def _encode_apart(self, pieces: Pieces, mark: str) -> "_Encoded":
+        """A text whose untrusted pieces spell control tokens."""
+        whole, apart = self._named(mark, renamed=False), self._named(mark, renamed=True)
+        numbers = {spelling: number for number, spelling in enumerate(self._controls)}
+        marks = [(cut, cut, 2 * mark) for cut in pieces.cuts]
+        for begin, end in pieces.runs:
+            run = pieces.text[begin:end]
+            for start, stop in self._spelled(run, _Fed(run, []).encode(whole)):
+                if (spelling := run[start:stop]) in numbers:
+                    marks.append((begin + start, begin + stop, _name(mark, numbers[spelling])))
+        while True:
+            fed = _Fed(pieces.text, sorted(marks))
+            encoded = fed.encode(apart)
+            # A token that has to be a word of its own is none beside some untrusted texts; then it is ordinary text.
+            kept = [each for each, made in zip(sorted(marks), fed.recognized(encoded, self._spellings), strict=True) if made]
+            if len(kept) == len(marks):
+                return encoded
+            marks = kept
+
+    def _spelled(self, text: str, encoded: "_Encoded") -> list[tuple[int, int]]:
+        """The characters of each control token that a text spells, without the white space that it takes in."""
+        found = []
+        for place in np.flatnonzero(np.isin(encoded.ids, list(self._spellings))).tolist():
+            spelling = self._spellings[int(encoded.ids[place])]
+            start, stop = int(encoded.starts[place]), int(encoded.stops[place])
+            at = text.find(spelling, start, stop)
+            if at >= 0:
+                found.append((at, at + len(spelling)))
+            elif spelling != self._unknown:  # which stands for what the vocabulary lacks, too
+                found.append((start, stop))
+        return found
+
+    def _named(self, mark: str, renamed: bool) -> _Named:
+        """The tokenizer whose new spellings have this character; those that were used last are kept."""
+        with self._lock:
+            if (named := self._known.get((mark, renamed))) is None:
+                if len(self._known) > 3:
+                    self._known.clear()
+                names = {each: _name(mark, number) if renamed else each for number, each in enumerate(self._controls)}
+                backend = load_backend(_with_names(json.loads(self._content), names, 2 * mark), self._where)
+                own = {_id(backend, names[each]): index for each, index in self._controls.items()}
+                original = {index: other for index, other in own.items() if index != other}
+                named = self._known[mark, renamed] = _Named(backend, _id(backend, 2 * mark), original)
+            return named
+
+
+class _Encoded(NamedTuple):
+    """Ids of the original tokenizer, without gaps; characters [start, stop) of the original text, and of the one that was fed."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    fed: np.ndarray
+
+
+class _Fed:
+    """A text in which some stretches of characters have new spellings, with the way back.
+
+    Attributes:
+        text: with the new spellings.
+    """
+
+    def __init__(self, text: str, marks: Sequence[tuple[int, int, str]]) -> None:
+        """`marks` are (start, stop, new spelling), ascending."""
+        parts: list[str] = []
+        starts, stops, self._spans, done, size = [], [], [], 0, 0
+        for start, stop, spelling in (*marks, (len(text), len(text), "")):
+            parts += [text[done:start], spelling]
+            plain = np.arange(done, start)
+            starts += [plain, np.full(len(spelling), start)]
+            stops += [plain + 1, np.full(len(spelling), stop)]
+            size += start - done + len(spelling)
+            self._spans.append((size - len(spelling), size, start == stop))
+            done = stop
+        self._spans.pop()
+        self.text = "".join(parts)
+        self._starts = np.append(np.concatenate(starts), len(text))
+        self._stops = np.append(np.concatenate(stops), len(text))
+
+    def encode(self, named: _Named) -> _Encoded:
+        """Encodes the text."""
+        encoding = named.backend.encode(self.text, add_special_tokens=False)
+        kept = np.array(encoding.ids, dtype=np.int64) != named.gap
+        ids = np.array([named.original.get(index, index) for index in encoding.ids], dtype=np.int64)
+        fed = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[kept]
+        starts = self._starts[fed[:, 0]]
+        stops = np.where(fed[:, 1] > fed[:, 0], self._stops[np.maximum(fed[:, 1] - 1, 0)], starts)
+        return _Encoded(ids[kept], starts, stops, fed)
+
+    def recognized(self, encoded: _Encoded, controls: Mapping[int, str]) -> list[bool]:
+        """Whether each new spelling became a token; of gaps, whose tokens are left out, it is known."""
+        own = encoded.fed[np.isin(encoded.ids, list(controls))]
+        return [gap or bool(((own[:, 0] <= start) & (own[:, 1] >= stop)).any()) for start, stop, gap in self._spans]
+
+
+def _with_names(content: Mapping[str, Any], names: Mapping[str, str], gap: str) -> bytes:
+    """A `tokenizer.json` whose control tokens have other spellings, with a token for gaps, and nothing added around a text."""
+    model = dict(content["model"])
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, Mapping):
+        model["vocab"] = {names.get(spelling, spelling): index for spelling, index in vocabulary.items()}
+    elif vocabulary is not None:
+        model["vocab"] = [[names.get(spelling, spelling), score] for spelling, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    changed = {old for old, new in names.items() if old != new}
+    if changed and model.get("merges"):
+        merges = map(_pair, model["merges"])
+        model["merges"] = [merge for merge in merges if changed.isdisjoint(("".join(merge), *merge))]
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in content.get("added_tokens") or ()]
+    last = max([*(token["id"] for token in added), *_indices(vocabulary)], default=-1)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added.append({"id": last + 1, "content": gap, "special": True} | flags)
+    tokenizer = dict(content) | {"model": model, "added_tokens": added, "post_processor": None}
+    return json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")
+
+
+def _id(backend: "Backend", spelling: str) -> int:
+    index = backend.token_to_id(spelling)
+    assert index is not None, spelling
+    return index
+
+
+def _name(mark: str, number: int) -> str:
+    return f"{mark}{number}{mark}"
+
+
+def _mark(text: str) -> str:
+    """A character that the text lacks."""
+    found = next((chr(code) for code in _PRIVATE if chr(code) not in text), None)
+    if found is None:
+        raise DataError("the text has all characters for private use from U+F0001 to U+10FFFD; remove one of them")
+    return found
+
+
+def _pair(merge: str | Sequence[str]) -> list[str]:
+    """The two parts of a merge, which older files join by a space."""
+    return merge.split(" ") if isinstance(merge, str) else list(merge)
+
+
+def _spelling(entry: str | Sequence[Any]) -> str:
+    """Of an entry of a vocabulary, which is a name in a table, or a list of name and score."""
+    return entry if isinstance(entry, str) else entry[0]
+
+
+def _indices(vocabulary: Any) -> list[int]:
+    return list(vocabulary.values()) if isinstance(vocabulary, Mapping) else list(range(len(vocabulary or ())))
+
+
+def _unknown(model: Mapping[str, Any]) -> str | None:
+    """The spelling that stands for text which the model cannot write."""
+    if model.get("unk_id") is not None:
+        return _spelling(model["vocab"][model["unk_id"]])
+    return model.get("unk_token")

@@ -1,0 +1,56 @@
+"""Initial weights of a whole model from its specs and a seed: those that a training run of any layout starts from."""
+
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forge_core import draws
+from forge_core.specs import Init, Specs
+from forge_models.accelerator import draws_initial_weights
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int = 0) -> None:
+    """Fills every parameter and buffer of a model as its `specs()` say, in fp32, then rounded to the tensor's format.
+
+    Numbers depend on the seed, the tensor's name and the kind of device that it is on. A recipe may change the specs: settings of
+    parameter groups and scaled widths are not known here.
+
+    Raises:
+        TypeError: the model has no specs.
+        ValueError: a tensor has no memory, or no spec.
+    """
+    describe = getattr(model, "specs", None)
+    if not callable(describe):
+        raise TypeError(f"{type(model).__name__} does not describe itself: give it specs() -> forge_core.specs.Specs")
+    described = cast(Specs, describe())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in described.tensors:
+            raise ValueError(f"{name} has no TensorSpec in {type(model).__name__}.specs()")
+        if tensor.is_meta:
+            raise ValueError(f"{name} has no memory; write model.to_empty(device='cpu') first")
+        spec = described.tensors[name]
+        if spec.stacked:
+            for row, matrix in enumerate(tensor):
+                _fill(matrix, spec.init, draws.row_name(name, row), seed)
+        else:
+            _fill(tensor, spec.init, name, seed)
+
+
+def _fill(tensor: Tensor, init: Init, name: str, seed: int) -> None:
+    if init.kind != "normal":
+        tensor.fill_(1.0 if init.kind == "ones" else 0.0)
+        return
+    key, flat = draws.key_of(seed, name), tensor.detach().view(-1)
+    for block, part in enumerate(flat.split(draws.BLOCK)):
+        part.copy_(_drawn(key, block, tensor.device)[: part.numel()] * init.std)
+
+
+def _drawn(key: bytes, block: int, device: torch.device) -> Tensor:
+    if draws_initial_weights(device):
+        generator = torch.Generator(device).manual_seed(draws.device_seed(key, block))
+        return torch.empty(draws.BLOCK, device=device, dtype=torch.float32).normal_(generator=generator)
+    stream = np.random.Generator(np.random.Philox(**draws.philox(key, block)))  # type: ignore[arg-type]
+    return torch.from_numpy(stream.standard_normal(draws.BLOCK, dtype=np.float32))

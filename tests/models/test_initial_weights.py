@@ -1,0 +1,48 @@
+"""Weights of a model without forge-parallel: those that a run starts from."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_core.layout import Layout
+from forge_models import initialize
+from forge_parallel.build.plan import Plan
+from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.placement.topology import Topology
+from parallel.compositions.rows import DECODER, EXPERTS
+
+ALONE = Topology(Layout(), torch.device("cpu"))
+BUILDS = {"dense": DECODER, "experts": replace(DECODER, moe=EXPERTS), "large": replace(DECODER, dim=64, vocab_size=3000)}
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_trials_d12_a_model_alone_has_the_weights_of_a_run(name: str, state: str) -> None:
+    build: Any = BUILDS[name].build
+    run = realize(Blueprint.of(build), Plan.of([], Layout()), ALONE, 5, compute=state, state=state)
+    model = build().to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[state])
+    initialize(model, seed=5)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for key, tensor in (*run.part.named_parameters(), *run.part.named_buffers()):
+        assert torch.equal(tensors[key].to(tensor.dtype), tensor), key
+    initialize(model, seed=6)
+    drawn = {key for key, spec in model.specs().tensors.items() if spec.init.kind == "normal"}
+    assert drawn == {key for key, tensor in run.part.named_parameters() if not torch.equal(tensors[key], tensor)}
+
+
+def test_trials_d12_what_cannot_be_filled_is_refused() -> None:
+    with torch.device("meta"):
+        hollow = DECODER.build()
+    with pytest.raises(ValueError, match=r"has no memory; write model\.to_empty\(device='cpu'\) first"):
+        initialize(hollow)
+    initialize(hollow.to_empty(device="cpu"))
+    assert all(tensor.isfinite().all() for tensor in hollow.parameters())
+    with pytest.raises(TypeError, match="Linear does not describe itself"):
+        initialize(nn.Linear(2, 2))
+
+    hollow.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match=r"extra has no TensorSpec in Decoder\.specs\(\)"):
+        initialize(hollow)
