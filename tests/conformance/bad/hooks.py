@@ -63,6 +63,10 @@ class Trains(Hook):
                 item.tensor.mul_(0.99)
 
 
+class SaysTooMuch(Counts):
+    observes = "mostly"
+
+
 BAD = {
     "check_state": [
         (Part(make=KeepsTensors), "is not JSON"),
@@ -70,6 +74,10 @@ BAD = {
         (Part(make=KeepsNan), "is not JSON"),
         (Part(make=Forgets), "has the state {'seen': 0}"),
     ],
-    "check_protocol": [(Part(make=Reaches), "uses factor of the run"), (Part(make=Writes), "uses health of the run")],
+    "check_protocol": [
+        (Part(make=Reaches), "uses factor of the run"),
+        (Part(make=Writes), "uses health of the run"),
+        (Part(make=SaysTooMuch), "observes is 'mostly'"),
+    ],
     "check_result": [(Part(make=Trains), "changes what is trained")],
 }

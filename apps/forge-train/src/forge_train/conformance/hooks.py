@@ -20,9 +20,12 @@ def check_state(component: Any) -> None:
 
 
 def check_protocol(component: Any) -> None:
-    """It works in a run of a few steps, and uses of the run only what `forge_core.protocols.run.Run` offers."""
+    """It says whether it only observes, works in a run of a few steps, and uses of the run only what
+    `forge_core.protocols.run.Run` offers."""
     from forge_train.conformance.trial import trained_with
 
+    observes = getattr(component.build(), "observes", False)
+    assert type(observes) is bool, f"observes is {observes!r}; say True of a hook that only looks, else False"
     beyond = trained_with(component).beyond
     assert not beyond, f"uses {', '.join(sorted(beyond))} of the run, which forge_core.protocols.run.Run does not offer"
 
