@@ -16,7 +16,6 @@ from forge_core.config.shape import Shape, shapes_in
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
-from forge_core.redact import redacted_fault
 from forge_core.registry import Registry
 
 
@@ -72,7 +71,11 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
-    faults = tuple(redacted_fault(_with_its_table(fault, walker.fields)) for fault in walker.faults)
+    faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
+    if faults:
+        from forge_core.redact import redacted_fault  # its patterns take milliseconds, which a recipe without faults saves
+
+        faults = tuple(map(redacted_fault, faults))
     return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
