@@ -115,7 +115,7 @@ def _meet(where: Launch, wait: Wait, device: torch.device, content: Mapping[str,
 
 
 def _reached(where: Launch, wait: Wait) -> dist.Store:
-    """A connection to the store of rank 0. A thread tries it, since no signal is heard meanwhile, and what listens may be silent."""
+    """A connection to the store of rank 0. A thread tries it, since no signal is heard meanwhile; what listens may be silent."""
     answer = "has not opened its store"
     found: list[dist.Store] = []
     trying: list[threading.Thread] = []
