@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forge_core.component import fields_of
 from forge_core.config.checks import Parts, run_checks
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
@@ -16,11 +15,9 @@ from forge_core.config.write import to_toml
 from forge_core.errors import Absent, ConfigError, Fault, LayoutError
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
-from forge_parallel.components.sections import Parallel
 from forge_train.recipe.from_hf import filled
 from forge_train.recipe.schema import Job
 
-_AXES = {info.name for info in fields_of(Parallel)}
 _HEADER = "# The resolved recipe: every key with the value that it had. It is complete and loads to the same run.\n\n"
 
 
@@ -112,7 +109,7 @@ def load(
 def _layout(outcome: Outcome, world: int | None) -> tuple[Layout | None, list[Fault]]:
     """The layout of `[parallel]`, whose keys are named as the sizes of a layout; found even when other sections are wrong."""
     parallel = outcome.parts.get("parallel")
-    axes = [axis for axis in SIZES if axis in _AXES]
+    axes = [axis for axis in SIZES if f"parallel.{axis}" in outcome.fields]
     if world is None or parallel is None or (isinstance(parallel, Parts) and not parallel.has(axes)):
         return None, []
     try:

@@ -73,7 +73,11 @@ def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
-    faults = tuple(redacted_fault(_with_its_table(fault, walker.fields)) for fault in walker.faults)
+    faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
+    if faults:
+        from forge_core.redact import redacted_fault  # its patterns take milliseconds, which a recipe without faults saves
+
+        faults = tuple(map(redacted_fault, faults))
     return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from forge_core.errors import ConfigError, ForgeError
-from forge_core.redact import redacted_text
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -30,7 +29,7 @@ class Console:
 
     def note(self, message: str) -> None:
         """A remark next to the result, on standard error."""
-        print(redacted_text(message), file=self._err)
+        print(_redacted(message), file=self._err)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
         """A table for people. Off a terminal it is tab-separated without truncation, so that it can be piped."""
@@ -58,7 +57,7 @@ class Console:
             self.document(failure(error))
         else:
             _rich(self._err).print("error:", style="bold red", end=" ", highlight=False)
-            print(redacted_text(str(error)), file=self._err)
+            print(_redacted(str(error)), file=self._err)
         return error.exit_code
 
 
@@ -69,9 +68,15 @@ def failure(error: ForgeError) -> dict[str, Any]:
     return {
         "ok": False,
         "error": type(error).__name__,
-        "message": redacted_text(str(error)),
-        "faults": [{name: redacted_text(text) for name, text in fault.items()} for fault in told],
+        "message": _redacted(str(error)),
+        "faults": [{name: _redacted(text) for name, text in fault.items()} for fault in told],
     }
+
+
+def _redacted(text: str) -> str:
+    from forge_core.redact import redacted_text  # its patterns take milliseconds, which a command that says nothing saves
+
+    return redacted_text(text)
 
 
 def _rich(stream: TextIO) -> "RichConsole":

@@ -55,8 +55,8 @@ def parallelize(
         state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
         seed: of a builder's random numbers.
         example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
-            module begins with an embedding or a linear layer that is its only input. With pp it has all arguments that steps give,
-            labels for a loss in the module among them.
+            module begins with an embedding or a linear layer that is its only input. With pp it has all arguments that steps
+            give, labels for a loss in the module among them.
         verify: first compare a probe step with one process, as `forge_parallel.verify_layout` does. Do so once for every module.
 
     Raises:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
@@ -114,18 +115,23 @@ def _meet(where: Launch, wait: Wait, device: torch.device, content: Mapping[str,
 
 
 def _reached(where: Launch, wait: Wait) -> dist.Store:
-    """A connection to the store of rank 0. Each try is short, since no signal is heard in it."""
+    """A connection to the store of rank 0. A thread tries it, since no signal is heard meanwhile; what listens may be silent."""
     answer = "has not opened its store"
     found: list[dist.Store] = []
+    trying: list[threading.Thread] = []
 
-    def reach() -> bool:
+    def connect() -> None:
         nonlocal answer
-        if not _answers(where):
-            return False
         try:
             found.append(_connected(where))
         except (dist.DistError, RuntimeError):
             answer = "does not answer as a store"
+
+    def reach() -> bool:
+        if not found and not any(thread.is_alive() for thread in trying) and _answers(where):
+            trying[:] = [threading.Thread(target=connect, daemon=True)]
+            trying[0].start()
+            trying[0].join(0.1)
         return bool(found)
 
     wait.until(reach, lambda: f"rank 0 {answer} at {_at(where)}")
