@@ -17,7 +17,6 @@ from forge_core.config.shape import Shape, shapes_in
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
 from forge_core.config.words import describe_shape, literals
 from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
-from forge_core.redact import redacted_fault
 from forge_core.registry import FileLoader, Registry
 
 
