@@ -19,6 +19,7 @@ import torch
 
 from forge_core.protocols.model import NamedTensor
 from forge_core.registry import Entry, Registry, installed
+from forge_core.trust import trust_file
 
 ROOT = Path(__file__).parents[2]
 WHEEL = ROOT / "examples" / "forge-lionize"
@@ -38,6 +39,7 @@ class Weights:
 
 def component(kind: str):
     if kind == "file":
+        trust_file(FILE)
         return Registry().load("forge.optimizers", f"{FILE}:Lion")
     sys.path.insert(0, str(WHEEL / "src"))
     try:
