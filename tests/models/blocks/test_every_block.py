@@ -206,10 +206,12 @@ class Double(Component):
 
 def test_parts_from_a_plain_file_are_chosen_by_name(tmp_path, tokens):
     from forge_core.registry import Registry
+    from forge_core.trust import trust_file
     from models.conftest import fill
 
     (tmp_path / "mine.py").write_text(MINE)
     registry = Registry()
+    trust_file(tmp_path / "mine.py")
     attention = registry.load("forge.attentions", f"{tmp_path}/mine.py:MeanOfThePast")(strength=0.5)
     mlp = registry.load("forge.mlps", f"{tmp_path}/mine.py:Double")()
     model = Decoder(dim=8, layers=1, heads=2, vocab_size=11, attention=attention, mlp=mlp).build()

@@ -118,7 +118,14 @@ def test_generate_shows_each_token_before_it_makes_the_next(tmp_path: Path, monk
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a1"}
+SRUN = {
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "a1",
+}
 
 
 @pytest.mark.parametrize(("launcher", "words"), [(TORCHRUN, "rank 1 of 2 (torchrun)"), (SRUN, "rank 0 of 4 (srun)")])

@@ -80,6 +80,8 @@ class _Plain:
     """Numbers in decimal, separated by spaces."""
 
     eos = None
+    prefix = ()
+    vocab_size = 61
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]

@@ -16,6 +16,7 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_core.specs import Init, TensorSpec
+from forge_core.trust import trust_name
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.checks import compositions_are_proven, optimizer_keeps_the_state
@@ -195,6 +196,7 @@ def plugin(tmp_path: Path) -> str:
 
 def _moved(name: str, layout: str) -> dict[str, torch.Tensor]:
     model = laid_out(layout, "fp64")
+    trust_name(name)
     optimizer = Registry().load("forge.optimizers", name)(lr=0.5).build(model)
     before = gathered(model, {name: tensor for name, tensor, _ in model.trainable()})
     _given(model)
@@ -219,6 +221,7 @@ def test_an_optimizer_that_gathers_is_proven_by_ours_and_by_receipts_of_others(p
     precision, model = Precision(compute="fp32"), SimpleNamespace()
     job = SimpleNamespace(model=model, train=train, transforms={}, precision=precision, optimizer=Muon(), parallel=Parallel())
     assert list(compositions_are_proven(job, Layout.parse("dp2"))) == []  # type: ignore[arg-type]
+    trust_name(plugin)
     job.optimizer = Registry().load("forge.optimizers", plugin)()
     (fault, *_) = compositions_are_proven(job, Layout.parse("dp2"))  # type: ignore[arg-type]
     assert "optimizer.name" in fault.message and "--record" in (fault.hint or "")

@@ -13,6 +13,7 @@ from forge_core.conformance import conforms
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_core.trust import trust_file, trust_name
 from forge_parallel.checks import optimizer_takes_parts
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.conformance import optimizers as kit
@@ -97,6 +98,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("plugins") / "optimizers.py"
     file.write_text(PLUGINS)
     registry = Registry()
+    trust_file(file)
     return lambda name: registry.load("forge.optimizers", f"{file}:{name}")
 
 
@@ -161,5 +163,6 @@ def test_e6_every_optimizer_of_ours_says_how_it_treats_parts() -> None:
         if entry.distribution.startswith("forge-"):
             assert registry.load_entry(entry)().shards in shards.WAYS
     lion = f"{Path(__file__).parents[3] / 'examples' / 'plain_file' / 'mine.py'}:Lion"
+    trust_name(lion)
     assert registry.load("forge.optimizers", lion)().shards == "elementwise"
     conforms(lion, "forge.optimizers")

@@ -17,6 +17,7 @@ from forge_core.config.validate import walk
 from forge_core.errors import CheckpointError, ConfigError
 from forge_core.groups import GROUPS
 from forge_core.registry import Registry
+from forge_core.trust import trust_file
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 from forge_train.run.loop import fit
@@ -203,6 +204,7 @@ def test_a_transform_of_a_plugin_changes_the_function_until_it_says_otherwise(tr
         "@dataclass(frozen=True, kw_only=True)\nclass Places(Component):\n"
         "    key_class: ClassVar = LAYOUT\n    def build(self): ...\n"
     )
+    trust_file(trained / "transform.py")
     registry = Registry()
 
     def between(before: str, now: str) -> tuple[str, KeyClass]:

@@ -60,7 +60,7 @@ def test_m3_a_run_and_its_checkpoint_are_sides_too(say: Say, tmp_path: Path) -> 
     from forge_core.protocols.ckpt import Piece
 
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text('base = "debug"\n[optimizer]\nlr = 0.25\n')
+    (tmp_path / "run" / "config.toml").write_text(load("debug", ["--optimizer.lr=0.25"]).as_toml())
     piece = Piece("x", (2,), (0,), torch.zeros(2), True)
     save(LocalStore(tmp_path / "run" / "checkpoints"), [piece], {"config": load("debug").as_json()}, 3, SingleProcessWorld())
     assert say("config", "diff", "debug", "run")[0] == 1

@@ -226,7 +226,8 @@ def test_fault_43_a_run_survives_its_trackers_and_resumes_in_them(run, caplog) -
 
     with caplog.at_level(logging.WARNING, logger="forge_train"):
         assert train(fall_after=5) == [1, 2, 3, 4, 5], "every value once, named `jsonl` or not"
-    assert [record.name for record in caplog.records] == ["forge_train.trackers.guarded"]
+    assert [record.name for record in caplog.records] == ["forge_train.trackers.guarded", "forge_train.run.observers"]
+    assert "no route to host" in caplog.messages[0] and "hook 'Falling' failed" in caplog.messages[1]
     assert train() == list(range(1, 9)), "from the checkpoint of step 3"
     losses = [entry["loss"] for entry in read(place / "metrics.jsonl")]
     drawn = tensorboard_scalars(place / "tensorboard")

@@ -152,7 +152,9 @@ def _unprepared(recipe: Path, settings: list[str]) -> str:
 
 
 def test_data_that_rank_zero_cannot_prepare_is_refused_on_every_rank(world: World, recipe: Path, tmp_path: Path) -> None:
-    settings = [f"--job.dir={tmp_path / 'run'}", "--data.sources.0.tokens=9"]
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "manifest.json").write_text("{}")
+    settings = [f"--job.dir={tmp_path / 'run'}", f"--data.sources=[{{name='store', path='{tmp_path}/store'}}]"]
     first, second = world.run(_unprepared, 2, recipe, settings, timeout=60)
-    assert "9" in first
+    assert "manifest.json" in first
     assert second == f"rank 0 failed while preparing the data: {first}"

@@ -104,7 +104,10 @@ def test_the_parity_command_measures_pipelines(recipe: Path, capsys: pytest.Capt
         main([*command, "--rows", "1"])
     assert ended.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "pp2: 1f1b needs at least as many micro-batches as stages, 2, but a rank has 1 per step" in said
+    assert (
+        "pp2: parallel.pipeline.schedule: 1f1b needs at least as many micro-batches as stages, 2, but a rank has 1 per step"
+        in said
+    )
 
 
 def _started(expected: dict[str, torch.Tensor]) -> dict[str, bool]:

@@ -27,10 +27,12 @@ _ALWAYS = re.compile(
         ]
     )
 )
-_PERHAPS = re.compile(r"token(?!i[sz])|key")
+_PERHAPS = re.compile(r"token(?!i[sz])|keys?(?![a-z])")
 """Numbers under such a key are counts: `max_tokens = 12`."""
 
-_COUNTED = re.compile(r"tokens(?![a-z])|(?<![a-z])key(?=s? ?(heads|norm|class|lines|value|names?|dim)(?![a-z]))|keyword|monkey")
+_COUNTED = re.compile(
+    r"tokens(?![a-z])|(?<![a-z])key(?=s? ?(heads|norm|class|lines|value|names?|dim)(?![a-z]))|monkey|(key|token)_error"
+)
 
 _HOST = re.compile(r"(?:\[[\da-fA-F:.%\w]*\]|[^:\[\]@]*)(?::\d*)?")
 _IN_URL = r"""(?:[^\s'"<>`\\]|\\(?!["'nrt]))"""

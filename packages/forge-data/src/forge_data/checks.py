@@ -51,7 +51,9 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
         yield Fault("data.tokenizer.path", "is not set, and there is no text to train a tokenizer on", hint=hint)
     for index, source in used:
         if isinstance(source, sources.Random) and data.packing == "concatenate" and source.tokens <= data.sequence_length:
-            message = f"{source.tokens} tokens are fewer than the {data.sequence_length + 1} of one sample"
+            length = data.sequence_length
+            sample = f"the {length + 1} of one sample (sequence_length = {length}, and a label)"
+            message = f"{source.tokens} tokens are fewer than {sample}"
             yield Fault(f"data.sources.{index}.tokens", message, hint="raise it, or lower data.sequence_length")
 
 

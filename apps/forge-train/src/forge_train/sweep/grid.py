@@ -89,9 +89,11 @@ def read_sweep(
         faults += wrong
     if not recipe:
         raise ConfigError(faults)
-    rest = Grid(recipe=recipe, vary={}, processes=parts.get("processes", 1), search=parts.get("search", Search()))
+    given = parts.get("search")
+    search = given if isinstance(given, Search) else Search()  # with faults there is only a part of it
+    rest = Grid(recipe=recipe, vary={}, processes=parts.get("processes", 1), search=search)
     made: Grid = rest if outcome.faults else outcome.value
-    if isinstance(vary, Table) and "search" in parts:
+    if isinstance(vary, Table) and isinstance(given, Search):
         faults += [_placed(fault, tree) for fault in _search_faults(made, axes)]
     # Keys and values are checked even where the sweep has faults itself, so that all are told at once.
     usable = [axis for axis in axes if (axis.values or axis.range is not None) and not set(axis.keys) & set(OURS)]

@@ -14,7 +14,7 @@ from forge_core.config.tree import Array, Leaf, Node, Table, join, leaves, plain
 from forge_core.config.validate import Outcome
 from forge_core.config.write import value_text
 from forge_core.errors import PluginError
-from forge_core.redact import redacted
+from forge_core.redact import HIDDEN, redacted
 from forge_core.registry import Registry
 
 ABSENT = Leaf(None, "")
@@ -97,9 +97,11 @@ class _Comparison:
 
     def _values(self, key: str, was: Node, now: Node) -> Iterator[Change]:
         old, new = plain(was), plain(now)
-        # A checkpoint keeps no secrets, so only the rest can be compared; an older one may have kept more of it.
-        if old != new and redacted(old, key) != redacted(new, key):
-            yield Change(key, redacted(old, key), redacted(new, key), self.class_of(key))
+        shown = redacted(old, key), redacted(new, key)
+        # A checkpoint keeps no secrets, so only the rest can be compared with it; an older one may have kept more of it.
+        known = HIDDEN not in str(old) + str(new)
+        if old != new and (known or shown[0] != shown[1]):
+            yield Change(key, *shown, self.class_of(key))
 
     def _is_leaf(self, key: str) -> bool:
         """Whether a field holds a table as its value, such as a mapping of texts to numbers."""

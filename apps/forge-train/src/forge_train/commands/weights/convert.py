@@ -23,8 +23,8 @@ TOLERANCE = 1e-4
 def convert(
     source: Annotated[str, typer.Argument(help="The weights to convert; checkpoints by their URL, too.")],
     target_: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to create.")],
-    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")],
     from_: Annotated[str | None, typer.Option("--from", help="Format of SOURCE. Default: as its files say.")] = None,
+    to: Annotated[str, typer.Option("--to", help="Format of TARGET.")] = ...,  # type: ignore[assignment]  # required
     dtype: Annotated[str | None, typer.Option(help="Data type to write: fp32, bf16 or fp16. Default: unchanged.")] = None,
     family: Annotated[str | None, typer.Option(help="Model family to write, such as llama or llava.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder to copy tokenizer files from.")] = None,
