@@ -10,9 +10,10 @@ from pathlib import Path
 from forge_core.component import Component
 from forge_core.config.layers import load_layers
 from forge_core.config.validate import walk
-from forge_core.errors import LayoutError
+from forge_core.errors import LayoutError, UntrustedCode
 from forge_core.layout import Layout
 from forge_core.registry import Registry
+from forge_core.trust import trust_file
 
 PLUGIN = '''
 from dataclasses import dataclass
@@ -61,6 +62,13 @@ else:
 with tempfile.TemporaryDirectory() as directory:
     plugin = Path(directory) / "mine.py"
     plugin.write_text(PLUGIN)
+    try:
+        Registry().load("forge.schedules", f"{plugin}:Constant")
+    except UntrustedCode as refusal:
+        assert "--trust-code" in str(refusal), refusal
+    else:
+        raise AssertionError("a file that the user did not name ran")
+    trust_file(plugin)
     constant = Registry().load("forge.schedules", f"{plugin}:Constant")
     assert issubclass(constant, Component)
     assert constant(factor=0.5).build(10)(3) == 0.5
