@@ -26,8 +26,7 @@ class LogHook(Hook):
     asked for by the weights); `tokens` (read by the run so far, without padding), `step_tokens` (with loss, in this step),
     `tokens_per_second` and `step_seconds` (means since the last line, all ranks together, without evaluation and saving),
     `peak_memory` (bytes, resident memory of rank 0's process). On an accelerator also `device_memory`, `device_memory_reserved`
-    and
-    `device_memory_retries` of rank 0 since the last line, as `forge_parallel.accelerator.take_peaks` has them.
+    and `device_memory_retries` of rank 0 since the last line, as `forge_parallel.accelerator.take_peaks` has them.
 
     Of the speed: `model_tflops`, `mfu` and `mfu_attended` (`forge_train.speed.utilization`; their convention is printed at the
     start). Of this step on rank 0: `time/data`, `time/count`, `time/forward`, `time/backward`, `time/reduce`, `time/optimizer`

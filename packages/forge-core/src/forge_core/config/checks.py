@@ -15,17 +15,17 @@ GROUP = "forge.checks"
 
 
 class _Missing(Exception):
-    """A check asked for a part that is not right, of which others have told."""
+    """A check needs a section that is invalid and has already been reported."""
 
 
 class Parts:
-    """A recipe, or a section, of which some fields are right: a check that asks for another one ends there."""
+    """The valid fields of a recipe or section that has faults; a check that reads another field ends there."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether all of these fields are right."""
+        """Whether all of these fields are valid."""
         return set(names) <= self._parts.keys()
 
     def __getattr__(self, name: str) -> Any:

@@ -20,7 +20,7 @@ def adapted(tokenizer: Any) -> Tokenizer:
 
 
 def identity_of(tokenizer: Tokenizer) -> str:
-    """Of the ids that a tokenizer gives documents of text: its fingerprint, and what it puts around them.
+    """Identifies the ids that a tokenizer gives a document: its fingerprint, and the ids that it puts around a text.
 
     For names of what is made with it. `revision` is that of its rules, where older ones gave other ids for the same fingerprint.
     """
