@@ -29,7 +29,7 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
 from forge_ckpt.saving.write import Order
 from forge_ckpt.store.store import LocalStore
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 ALONE = SingleProcessWorld()
 Times = tuple[float, float]

@@ -30,7 +30,7 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 BASELINE = {
     "save": "raw write + fsync",

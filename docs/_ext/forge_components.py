@@ -16,12 +16,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from forge_core.component import fields_of
-from forge_core.config.leaf import written
-from forge_core.config.shape import shape_of
-from forge_core.config.words import describe_shape
-from forge_core.config.write import value_text
-from forge_core.groups import GROUPS
-from forge_core.registry import Registry
+from forge_core.config.fields import describe_shape, shape_of, written
+from forge_core.config.toml import value_text
+from forge_core.registry import GROUPS, Registry
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from forge_core.groups import GROUPS
-from forge_core.registry import Registry
+from forge_core.registry import GROUPS, Registry
 
 DOCS = Path(__file__).parents[1]
 README = DOCS.parent / "README.md"

@@ -30,7 +30,7 @@ from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 # what is there before, the step that is saved, how many are kept
 SCENARIOS: dict[str, tuple[list[tuple[int, int]], tuple[int, int], int | Policy]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 
 @dataclass

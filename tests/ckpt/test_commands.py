@@ -16,7 +16,7 @@ from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
-from forge_core.config.validate import resolve
+from forge_core.config.validation import resolve
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
 

@@ -21,7 +21,7 @@ from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.transfer.turns import Turns
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 
 @pytest.fixture(params=PACES)

@@ -23,8 +23,8 @@ from forge_ckpt.saving.write import Order
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
-from forge_core.terminal.quantities import size
+from forge_core.protocols.checkpoint import Piece
+from forge_core.terminal import size
 
 ALONE = SingleProcessWorld()
 TOWER = torch.randn(64, 32, generator=torch.Generator().manual_seed(9))

@@ -15,7 +15,7 @@ from forge_ckpt.saving.saver import save
 from forge_ckpt.store.retention import retain
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 FULL = torch.arange(24 * 5, dtype=torch.float32).reshape(24, 5)
 

@@ -15,7 +15,7 @@ from forge_ckpt.saving.room import check_room
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 
 ALONE = SingleProcessWorld()
 FULL = torch.zeros(1 << 18, 4)

@@ -16,7 +16,7 @@ from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 META = {"cursor": 12345678901234567, "rate": 0.1, "name": "naïve", "list": [1, None, True], "nested": {"a": {}}}
 

@@ -8,8 +8,7 @@ import pytest
 
 from forge_core.conformance import GROUP, Check, checks_in, problems
 from forge_core.errors import ForgeError
-from forge_core.groups import GROUPS
-from forge_core.registry import Registry
+from forge_core.registry import GROUPS, Registry
 
 REGISTRY = Registry()
 CHECKED = [entry.name for entry in REGISTRY.of(GROUP) if entry.distribution.startswith("forge-")]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from core.judge import accepts
-from forge_core.config.schema import json_schema
+from forge_core.config.descriptions import json_schema
 from forge_core.registry import Registry, installed
 from forge_train import cli
 from forge_train.recipe.load import load

@@ -11,7 +11,7 @@ import pytest
 from forge_core import conformance
 from forge_core.conformance import conforms, examine, problems
 from forge_core.errors import BrokenPlugin, UnknownComponent
-from forge_core.inspection import describe_plugin, diagnose
+from forge_core.plugins import describe_plugin, diagnose
 from forge_core.registry import Entry, Registry
 
 PARTS = '''

@@ -12,14 +12,13 @@ from annotated_types import Ge, Gt, Interval, Le, Len
 
 from core import sample
 from core.judge import accepts
-from forge_core.config.explain import explain
-from forge_core.config.schema import json_schema
+from forge_core.config.descriptions import explain, json_schema
+from forge_core.config.fields import describe
+from forge_core.config.toml import to_toml
 from forge_core.config.tree import Table, build, plain
-from forge_core.config.validate import resolve, walk
-from forge_core.config.words import describe
-from forge_core.config.write import to_toml
+from forge_core.config.validation import resolve, walk
 from forge_core.errors import ConfigError, Fault, ForgeError
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 
 RECIPE = """
 [model]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from core import sample
 from forge_core.config.layers import load_layers
+from forge_core.config.toml import to_toml
 from forge_core.config.tree import Table, leaves, plain
-from forge_core.config.validate import Outcome, resolve
-from forge_core.config.write import to_toml
+from forge_core.config.validation import Resolution, resolve
 from forge_core.errors import ConfigError, Fault
 
-Load = Callable[..., Outcome]
+Load = Callable[..., Resolution]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     return put
 
 
-def load(recipe: str, *overrides: str, extra: tuple[Any, ...] = ()) -> Outcome:
+def load(recipe: str, *overrides: str, extra: tuple[Any, ...] = ()) -> Resolution:
     registry = sample.registry(*extra)
     layered = load_layers(recipe, overrides, sample.Job, registry)
     if layered.faults:
@@ -47,7 +47,7 @@ def faults(recipe: str, *overrides: str) -> dict[str, Fault]:
     return {fault.key: fault for fault in caught.value.faults}
 
 
-def origins(outcome: Outcome) -> dict[str, str]:
+def origins(outcome: Resolution) -> dict[str, str]:
     return {key: origin for key, _, origin in leaves(outcome.tree)}
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.machine import processor
-from forge_core.machine.cores import threads_per_process, usable_cores
+from forge_core import machine as this_machine
+from forge_core.machine import threads_per_process, usable_cores
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_w13_no_package_counts_the_processors_itself() -> None:
     sources = [file for part in ("packages", "apps") for file in (root / part).glob("*/src/**/*.py")]
     assert len(sources) > 100
     found = [file.name for file in sources if "cpu_count" in file.read_text() or "sched_getaffinity" in file.read_text()]
-    assert found == ["cores.py"]
+    assert found == ["machine.py"]
 
 
 X86 = "processor\t: 0\nmodel name\t: Example 9000\nflags\t\t: fpu avx2 {}\n\nprocessor\t: 1\nflags\t\t: fpu amx_bf16\n"
@@ -111,15 +111,15 @@ X86 = "processor\t: 0\nmodel name\t: Example 9000\nflags\t\t: fpu avx2 {}\n\npro
 def test_w14_units_for_bf16_are_seen_in_the_flags(tmp_path: Path, text: str | None, expected: bool | None) -> None:
     if text is not None:
         write(tmp_path / "proc/cpuinfo", text)
-    assert processor.multiplies_bf16(tmp_path) is expected
-    assert (processor.slow_bf16(tmp_path) is not None) == (expected is False)
+    assert this_machine.multiplies_bf16(tmp_path) is expected
+    assert (this_machine.slow_bf16(tmp_path) is not None) == (expected is False)
 
 
 def test_w14_a_gpu_computes_bf16_whatever_the_processor_does(tmp_path: Path) -> None:
     write(tmp_path / "proc/cpuinfo", X86.format(""))
-    assert "(Example 9000) has no bf16 units" in (processor.slow_bf16(tmp_path) or "")
+    assert "(Example 9000) has no bf16 units" in (this_machine.slow_bf16(tmp_path) or "")
     write(tmp_path / "dev/nvidiactl", "")
-    assert processor.slow_bf16(tmp_path) is None
+    assert this_machine.slow_bf16(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_a_gpu_that_is_not_used_is_told_of(
 ) -> None:
     """A build of torch without CUDA on a GPU node, or a driver that is too old, would train on the CPU and say nothing."""
     write(tmp_path / file, "")
-    assert ("forge-train doctor" in (processor.idle_accelerator(device, environment, tmp_path) or "")) == told
+    assert ("forge-train doctor" in (this_machine.idle_accelerator(device, environment, tmp_path) or "")) == told

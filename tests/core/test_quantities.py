@@ -1,6 +1,6 @@
 """Bytes, seconds and large numbers for people, by hand."""
 
-from forge_core.terminal.quantities import clock, count, duration, size
+from forge_core.terminal import clock, count, duration, size
 
 
 def test_sizes() -> None:

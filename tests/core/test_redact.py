@@ -8,7 +8,7 @@ import string
 import pytest
 
 from forge_core.errors import Fault
-from forge_core.redact import HIDDEN, redacted, redacted_fault, redacted_text, redacted_url, secret
+from forge_core.redaction import HIDDEN, redacted, redacted_fault, redacted_text, redacted_url, secret
 from forge_core.registry import Registry
 from forge_train.recipe.load import load
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from core import sample
-from forge_core.config.shape import shapes_in
+from forge_core.config.fields import shapes_in
 from forge_core.errors import BrokenPlugin, PluginConflict, UnknownComponent
-from forge_core.groups import GROUPS, HOMES
-from forge_core.inspection import describe_plugin, diagnose, find_everywhere
-from forge_core.registry import Entry, Registry
+from forge_core.plugins import describe_plugin, diagnose, find_everywhere
+from forge_core.registry import GROUPS, HOMES, Entry, Registry
 from forge_core.trust import trust_file
 
 GOOD = """

@@ -12,9 +12,8 @@ import pytest
 from core.test_registry import GOOD
 from forge_core.conformance import checks_of
 from forge_core.errors import ConfigError, PluginConflict
-from forge_core.groups import GROUPS
-from forge_core.inspection import diagnose
-from forge_core.registry import Registry
+from forge_core.plugins import diagnose
+from forge_core.registry import GROUPS, Registry
 from forge_train.cli import root
 from forge_train.recipe.load import Resolved, load
 

@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge_core.config.scan import key_lines
-from forge_core.config.write import to_toml
+from forge_core.config.toml import key_lines, to_toml
 
 DOCUMENT = '''# 1: a comment with [brackets] and key = "value"
 title = "a # no comment"

@@ -14,11 +14,12 @@ import pytest
 from core.sample import Job, registry
 from forge_core import trust
 from forge_core.component import Component, Slot
-from forge_core.config.layers import load_layers, read
+from forge_core.config.layers import load_layers
+from forge_core.config.toml import read_toml
 from forge_core.config.tree import Table, build, plain
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import BrokenPlugin, ForgeError, UntrustedCode
-from forge_core.inspection import find_everywhere
+from forge_core.plugins import find_everywhere
 from forge_core.registry import Registry
 
 OPTIMIZER = """
@@ -72,7 +73,7 @@ def test_trials_f4_a_recipe_and_a_command_line_run_the_files_that_they_name(file
     (file.parent / "r.toml").write_text('[optimizer]\nname = "./mine.py:Mine"\n')
     with pytest.raises(UntrustedCode):
         Registry([]).load("forge.optimizers", f"{file}:Mine")
-    load_layers(read(file.parent / "r.toml"), (), Job, registry())
+    load_layers(read_toml(file.parent / "r.toml"), (), Job, registry())
     with pytest.raises(UntrustedCode):  # reading it as stored data grants nothing
         Registry([]).load("forge.optimizers", f"{file}:Mine")
     load_layers(file.parent / "r.toml", (), Job, registry())

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from core import sample
 from forge_core.component import Component, Slot
-from forge_core.config.checks import Parts, run_checks
 from forge_core.config.tree import DEFAULT, Table, build, plain
-from forge_core.config.validate import INVALID, resolve, walk
+from forge_core.config.validation import INVALID, PartialRecipe, resolve, run_checks, walk
 from forge_core.errors import ConfigError, Fault
 from forge_core.layout import Layout
 
@@ -152,7 +151,7 @@ def test_what_is_right_is_made_even_when_other_sections_are_wrong() -> None:
     outcome = walk(sample.Job, tree({"train": {"steps": 3}, "data": {"length": "x"}, "job": {"sede": 1}}), sample.registry())
     assert outcome.parts["train"] == sample.Train(steps=3)
     assert outcome.parts["job"] == sample.Who(), "an unknown key takes nothing away"
-    assert isinstance(outcome.parts["data"], Parts) and outcome.parts["data"].shuffle == "permute"
+    assert isinstance(outcome.parts["data"], PartialRecipe) and outcome.parts["data"].shuffle == "permute"
     assert not outcome.parts["data"].has(["length"]) and outcome.value is not None and outcome.faults
 
 
@@ -261,7 +260,7 @@ jobs = st.builds(
 def test_any_job_survives_the_way_to_toml_and_back(job: sample.Job) -> None:
     import tomllib
 
-    from forge_core.config.write import to_toml
+    from forge_core.config.toml import to_toml
 
     @dataclass(frozen=True, kw_only=True)
     class Holder:
@@ -307,7 +306,7 @@ def test_plugins_of_pydantic_have_no_part_in_a_recipe(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nosy\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[pydantic]\nnosy = nosy:plugin\n")
     begin = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    ours = "from forge_core.config.leaf import written; print(written(('a',), tuple[str, ...]))"
+    ours = "from forge_core.config.fields import written; print(written(('a',), tuple[str, ...]))"
     theirs = "from pydantic import TypeAdapter; TypeAdapter(int)"
     for code in (ours, "import os; os.environ['PYDANTIC_DISABLE_PLUGINS'] = 'other'\n" + ours):
         found = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from forge_core.component import Slot, fields_of
-from forge_core.groups import GROUPS
+from forge_core.registry import GROUPS
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GELU, GeGLU, ReLU, ReLU2, SwiGLU

@@ -13,8 +13,8 @@ from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
 from forge_core.layout import Layout
-from forge_core.protocols.ckpt import Piece
-from forge_core.protocols.model import Optimizer, Placed
+from forge_core.protocols.checkpoint import Piece
+from forge_core.protocols.model import Optimizer, PositionedTokens
 from forge_core.specs import Init, TensorSpec
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
@@ -63,13 +63,13 @@ def test_a_block_of_the_ring_is_that_of_a_cpu(packed: bool, dtype: torch.dtype) 
     q, k, v, grad = (torch.randn(2, *size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
     documents = (torch.arange(640, dtype=torch.int32) // 150).repeat(2, 1) if packed else None
     held = [
-        Placed(torch.arange(start, start + length), None if documents is None else documents[:, start : start + length])
+        PositionedTokens(torch.arange(start, start + length), None if documents is None else documents[:, start : start + length])
         for start, length in ((384, 256), (0, 384))
     ]
     results = []
     for kernel, device, wide in ((flash_cpu, "cpu", torch.float64), (flex_blocks, "cuda", dtype)):
         moved = [x.to(device, wide) for x in (q, k, v, grad)]
-        placed = [Placed(x.places.to(device), None if x.documents is None else x.documents.to(device)) for x in held]
+        placed = [PositionedTokens(x.places.to(device), None if x.documents is None else x.documents.to(device)) for x in held]
         mask = kernel.mask_between(*placed, 300)
         out, sums = kernel.forward(*moved[:3], mask, False, 0.125)
         joined = sums.logaddexp(torch.zeros_like(sums))  # another block has a log-sum-exp of 0 and values of 0

@@ -15,7 +15,7 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 from harness.pool import World
 
 pytestmark = pytest.mark.rehearsal

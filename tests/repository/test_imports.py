@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.groups import GROUPS
+from forge_core.registry import GROUPS
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = {

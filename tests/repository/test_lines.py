@@ -10,12 +10,12 @@ from forge_core.lines import lines_of
 ROOT = Path(__file__).parents[2]
 MACHINES = {
     "an error's own message": ("pickled.py", "probes.py", "memory.py", "compiler.py", "texts.py", "parts.py"),
-    "files of the system": ("processor.py", "memory.py", "control_groups.py"),
+    "files of the system": ("machine.py",),
     "what programs print": ("runner.py", "gpus.py", "cases.py"),
-    "a docstring": ("explain.py",),
+    "a docstring": ("descriptions.py",),
     "what a template asks for, as str does it": ("traced.py",),
     "bytes, which are cut at ends of lines only": ("tiktoken.py",),
-    "keeps every end of a line": ("redact.py",),
+    "keeps every end of a line": ("redaction.py",),
     "the method of strings that a chat template calls": ("traced.py",),
 }
 """Files that cut other text, by what they cut."""
@@ -40,10 +40,10 @@ def test_trials_a7_no_other_function_cuts_text_of_users() -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_trials_a7_a_fault_of_a_recipe_shows_its_own_line(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_core.config.layers import read
+    from forge_core.config.toml import read_toml
     from forge_core.errors import ConfigError
 
     monkeypatch.chdir(tmp_path)
     Path("r.toml").write_bytes(end.join(["# a comment\u2028 of one line", "[job]", "name = yes please", ""]).encode())
     with pytest.raises(ConfigError, match=r"`name = yes please`.*r\.toml:3"):
-        read(Path("r.toml"))
+        read_toml(Path("r.toml"))

@@ -256,7 +256,7 @@ def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
     from forge_ckpt.saving.resume import load, resolve
     from forge_ckpt.store.store import LocalStore
     from forge_ckpt.store.verify import open_manifest
-    from forge_core.protocols.ckpt import Piece
+    from forge_core.protocols.checkpoint import Piece
 
     store = LocalStore(run / "checkpoints")
     manifest, _ = open_manifest(store, resolve(store, step, SingleProcessWorld()))

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.component import Component, fields_of
-from forge_core.groups import GROUPS
-from forge_core.registry import Entry, Registry
+from forge_core.registry import GROUPS, Entry, Registry
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = sorted(path.parent for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml"))
@@ -102,10 +101,10 @@ def test_no_file_is_long_without_a_reason():
 
 
 def test_files_are_flushed_in_one_module():
-    """`forge_core.durable` writes a file, flushes it and renames it. The checkpoint store works on open directories instead."""
+    """`forge_core.durable_files` writes, flushes and renames; the checkpoint store works on open directories instead."""
     flush = {str(file.relative_to(ROOT)) for file in SOURCES if "fsync(" in file.read_text()}
     assert flush == {
-        "packages/forge-core/src/forge_core/durable.py",
+        "packages/forge-core/src/forge_core/durable_files.py",
         "packages/forge-ckpt/src/forge_ckpt/store/store.py",
     }
 

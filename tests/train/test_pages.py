@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from forge_core.conformance import conforms
-from forge_core.groups import GROUPS
-from forge_core.inspection import find_everywhere
 from forge_core.layout import Layout
+from forge_core.plugins import find_everywhere
 from forge_core.protocols.model import NamedTensor
-from forge_core.registry import Registry
+from forge_core.registry import GROUPS, Registry
 from forge_core.trust import trust_file
 from forge_models.hf.families import FAMILIES
 from forge_parallel.build.plan import Phase, Plan

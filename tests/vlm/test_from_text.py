@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Facts, Stored
+from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
@@ -47,8 +47,8 @@ class Text:
         for tensor in self.module.parameters():
             tensor.data.copy_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64) * 0.1)
         self.held = dict(self.module.named_parameters())
-        self.tensors = {name: Stored(tuple(tensor.shape), "float64") for name, tensor in self.held.items()}
-        self.facts = Facts(origin="text")
+        self.tensors = {name: StoredTensor(tuple(tensor.shape), "float64") for name, tensor in self.held.items()}
+        self.facts = WeightsInfo(origin="text")
 
     def read(self, names: Any) -> dict[str, torch.Tensor]:
         return {name: self.held[name].detach() for name in names}

@@ -6,7 +6,7 @@ import torch
 
 from conformance.part import Part
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Stored
+from forge_core.protocols.weights import StoredTensor
 from forge_models.components.decoder import Decoder
 from forge_models.conformance.weights import InMemory
 
@@ -29,7 +29,9 @@ class Whole:
             raise ForgeError(f"{path} holds no model")
         found = InMemory.__new__(InMemory)
         found.model, found.facts, found._tensors = pickle.loads(path.read_bytes())  # noqa: S301 (what this test wrote)
-        found.tensors = {name: Stored(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in found._tensors.items()}
+        found.tensors = {
+            name: StoredTensor(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in found._tensors.items()
+        }
         return found
 
 
@@ -52,7 +54,7 @@ class Misnames(Whole):
 
     def read(self, path):
         found = super().read(path)
-        found.tensors = {name: Stored(stored.shape, "bfloat16") for name, stored in found.tensors.items()}
+        found.tensors = {name: StoredTensor(stored.shape, "bfloat16") for name, stored in found.tensors.items()}
         return found
 
 

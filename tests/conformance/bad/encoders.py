@@ -4,7 +4,7 @@ import torch
 
 from conformance.modules import One, infinite, noisy, unused
 from conformance.part import Part
-from forge_core.protocols.convert import Stored
+from forge_core.protocols.weights import StoredTensor
 
 
 class Bad(One):
@@ -40,7 +40,7 @@ class Weights:
     """Of one tensor: what it says, what it reads, and what its boxes are."""
 
     def __init__(self, shape=(5, 16), read=(5, 16), box=0.0):
-        self.tensors = {"weight": Stored(shape, "float32")}
+        self.tensors = {"weight": StoredTensor(shape, "float32")}
         self._read, self._box = read, box
 
     def read(self, names):

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from forge_core.component import fields_of
-from forge_core.groups import GROUPS
-from forge_core.registry import Registry
+from forge_core.registry import GROUPS, Registry
 from forge_data.__main__ import main
 from forge_data.section import Data
 

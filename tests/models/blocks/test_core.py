@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention, varlen
 
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 from forge_models import accelerator
 from forge_models.blocks import fused_attention as module
 from forge_models.blocks.attention_core import LocalAttention
@@ -198,7 +198,7 @@ def test_an_order_of_kernels_changes_no_number_and_compiles_whole(order_of):
 def test_queries_and_keys_in_any_order(plain, documents, window, soft_cap, make_mask, dtype):
     q, k, v = qkv(dtype)
     rows, columns = torch.tensor([7, 0, 3, 8]), torch.tensor([4, 8, 0, 3, 1, 7, 2, 5, 6])
-    queries, keys = (Placed(at, None if documents is None else documents[:, at]) for at in (rows, columns))
+    queries, keys = (PositionedTokens(at, None if documents is None else documents[:, at]) for at in (rows, columns))
     core = LocalAttention(capped=soft_cap is not None)
     shared = (placed_mask if make_mask == "mask" else module.placed_block_mask)(queries, keys, window)
     assert isinstance(shared, torch.Tensor) == (make_mask == "mask")
@@ -215,7 +215,7 @@ def test_queries_and_keys_in_any_order(plain, documents, window, soft_cap, make_
 
 @pytest.mark.parametrize(("kind", "reason"), [("flex", "needs a CUDA device"), ("varlen", "whole rows only")])
 def test_kernels_that_cannot_place_keys_are_refused(kind, reason):
-    row = Placed(torch.arange(4), None)
+    row = PositionedTokens(torch.arange(4), None)
     with pytest.raises(ValueError, match=f"'{kind}'.*{reason}"):
         LocalAttention(kind).prepare_placed(row, row, None)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_models.components.converters import Hf
 from forge_models.generation.generate import generate
 from forge_models.hf.family import meaning_of

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import plain
 from forge_core.errors import ConfigError, DataError
-from forge_core.protocols.convert import Facts
+from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
 from forge_models.generation.generate import generate
 from forge_models.hf.config import Unsupported
@@ -174,7 +174,7 @@ def test_w12_a_folder_without_a_tokenizer_keeps_its_settings_of_generation(tmp_p
 def test_w12_a_tokenizer_with_fewer_ids_is_said_and_with_more_refused() -> None:
     class Weights:
         model, tensors = decoder_of(FAMILIES["llama"], SIZES, "here"), {}
-        facts = Facts(origin="here")
+        facts = WeightsInfo(origin="here")
 
     class Tokenizer:
         vocab_size = 90

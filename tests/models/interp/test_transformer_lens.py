@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from forge_core.protocols.convert import Facts, Stored
+from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.converters import Hf
 from forge_models.components.decoder import Decoder
 from forge_models.interp.capture import capture
@@ -38,11 +38,11 @@ def booted(folder: Path) -> Any:
 
 def exported(model: Any, component: Decoder, folder: Path) -> None:
     tensors = {name: value.detach() for name, value in model.named_parameters()}
-    stored = {name: Stored(tuple(value.shape), "float32") for name, value in tensors.items()}
+    stored = {name: StoredTensor(tuple(value.shape), "float32") for name, value in tensors.items()}
     weights = SimpleNamespace(
         model=component,
         tensors=stored,
-        facts=Facts(),
+        facts=WeightsInfo(),
         read=lambda names: {name: tensors[name] for name in names},
         box=lambda name, offset, extent: tensors[name][tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))],
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Facts, Stored
+from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.decoder import Decoder
 from forge_models.components.mlps import GELU
 from forge_models.components.moe import MoE
@@ -20,9 +20,9 @@ class Held:
     """`Weights` of a module in memory."""
 
     def __init__(self, module, dtype="float32", **fields):
-        self.model, self.facts = Decoder(**(TINY | fields)), Facts(step=7, origin="here", family="llama")
+        self.model, self.facts = Decoder(**(TINY | fields)), WeightsInfo(step=7, origin="here", family="llama")
         self._held = {name: p.detach().to(getattr(torch, dtype)) for name, p in module.named_parameters()}
-        self.tensors = {name: Stored(tuple(p.shape), dtype) for name, p in self._held.items()}
+        self.tensors = {name: StoredTensor(tuple(p.shape), dtype) for name, p in self._held.items()}
 
     def read(self, names):
         return {name: self._held[name] for name in names}

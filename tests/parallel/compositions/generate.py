@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.component import fields_of
-from forge_core.errors import Caution, ForgeError
+from forge_core.errors import ForgeError, RecipeWarning
 from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
@@ -176,7 +176,7 @@ def legal(row: Row) -> bool:
         return False
     if {use.name for use in features(job, layout)} != row:
         return False
-    return all(isinstance(fault, Caution) for check in checks for fault in check(job, layout))
+    return all(isinstance(fault, RecipeWarning) for check in checks for fault in check(job, layout))
 
 
 def price(row: Row) -> float:

@@ -139,11 +139,11 @@ def _flex() -> Record:
 
 def _ring() -> Record:
     """Flex attention to one block of keys of a ring, and its backward."""
-    from forge_core.protocols.model import Placed
+    from forge_core.protocols.model import PositionedTokens
     from forge_parallel.context import flex_blocks
 
     documents = _documents()
-    placed = Placed(torch.arange(LENGTH, device="cuda"), documents)
+    placed = PositionedTokens(torch.arange(LENGTH, device="cuda"), documents)
     q, k, v = _heads()
     with recorded() as record:
         mask = flex_blocks.mask_between(placed, placed, 100)

@@ -11,7 +11,7 @@ from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 assert find_spec("forge_parallel") is None
 assert find_spec("forge_models") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forge_core.component import Component
 from forge_core.config.layers import load_layers
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import LayoutError, UntrustedCode
 from forge_core.layout import Layout
 from forge_core.registry import Registry

@@ -10,13 +10,12 @@ import pytest
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import open_manifest
 from forge_core.component import KeyClass, class_of_keys, fields_of
-from forge_core.config.compare import changes
-from forge_core.config.shape import shape_of
+from forge_core.config.changes import changes
+from forge_core.config.fields import shape_of
 from forge_core.config.tree import DEFAULT, Table, build, leaves
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import CheckpointError, ConfigError
-from forge_core.groups import GROUPS
-from forge_core.registry import Registry
+from forge_core.registry import GROUPS, Registry
 from forge_core.trust import trust_file
 from forge_train.recipe.load import load
 from forge_train.recipe.schema import Job

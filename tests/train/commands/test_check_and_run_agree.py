@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from forge_core.config.tree import leaves
-from forge_core.errors import Absent, ConfigError, ForgeError
+from forge_core.errors import ConfigError, ForgeError, MissingFile
 from forge_core.registry import Registry
 from forge_train.recipe.load import load
 from train.runs import TINY, prepared
@@ -125,7 +125,7 @@ def disagreement(recipe: Path, seed: int, folder: Path) -> str:
     try:
         load(recipe, overrides, 1, REGISTRY, here=True)
     except ConfigError as refusal:
-        others = [fault for fault in refusal.faults if not isinstance(fault, Absent)]
+        others = [fault for fault in refusal.faults if not isinstance(fault, MissingFile)]
         return f"{told}: a run that starts here refuses {others[0]}" if others else ""
     try:
         run, _ = prepared(recipe, overrides)

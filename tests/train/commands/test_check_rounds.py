@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from forge_core.config.checks import Parts, run_checks
 from forge_core.config.tree import Table
-from forge_core.errors import Caution, ConfigError, Fault
+from forge_core.config.validation import PartialRecipe, run_checks
+from forge_core.errors import ConfigError, Fault, RecipeWarning
 from forge_core.registry import Entry, Registry
 from forge_train.recipe.load import load
 from train.runs import TINY
@@ -131,12 +131,12 @@ def test_m1_an_empty_recipe_is_refused(tmp_path: Path) -> None:
 def test_a_check_ends_where_it_asks_for_what_is_wrong_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(job: object, layout: object) -> object:
         yield Fault("first", f"told of {job.right}")
-        yield Caution("second", "only said")
+        yield RecipeWarning("second", "only said")
         yield Fault("third", f"never told of {getattr(job, 'wrong', None)}")
 
     registry = Registry([Entry("forge.checks", "mine", "forge-mine", "1", "nowhere:check")])
     monkeypatch.setattr(registry, "load_entry", lambda _: check)
-    found, warnings = run_checks(Parts({"right": 1}), None, registry, Table({}, ""))
+    found, warnings = run_checks(PartialRecipe({"right": 1}), None, registry, Table({}, ""))
     assert [fault.key for fault in found] == ["first"]
     assert warnings == ["second: only said"]
 

@@ -57,7 +57,7 @@ def test_m3_a_run_and_its_checkpoint_are_sides_too(say: Say, tmp_path: Path) -> 
     from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.saving.saver import save
     from forge_ckpt.store.store import LocalStore
-    from forge_core.protocols.ckpt import Piece
+    from forge_core.protocols.checkpoint import Piece
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(load("debug", ["--optimizer.lr=0.25"]).as_toml())

@@ -123,7 +123,7 @@ def test_fault_22_everything_that_does_not_fit_is_listed_at_once(given: InMemory
 
 
 def test_a_buffer_may_be_missing(tmp_path: Path) -> None:
-    from forge_core.protocols.convert import Stored
+    from forge_core.protocols.weights import StoredTensor
     from forge_train.formats.described import check_fit
 
     class Component:
@@ -133,11 +133,11 @@ def test_a_buffer_may_be_missing(tmp_path: Path) -> None:
             module.specs = lambda: type("Specs", (), {"ties": {}})
             return module
 
-    weight = {"weight": Stored((2, 2), "float32")}
+    weight = {"weight": StoredTensor((2, 2), "float32")}
     check_fit(Component(), weight, tmp_path)
-    check_fit(Component(), weight | {"count": Stored((), "float32")}, tmp_path)
+    check_fit(Component(), weight | {"count": StoredTensor((), "float32")}, tmp_path)
     with pytest.raises(ForgeError, match="count: shape"):
-        check_fit(Component(), weight | {"count": Stored((2,), "float32")}, tmp_path)
+        check_fit(Component(), weight | {"count": StoredTensor((2,), "float32")}, tmp_path)
 
 
 def test_files_that_contradict_each_other_are_refused(given: InMemory, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from forge_ckpt.saving import saver
 from forge_ckpt.saving.locate import locate
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError, ForgeError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.watch import Watch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from forge_core.machine import processor
+from forge_core import machine
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch
 from forge_train.cli import main
@@ -24,9 +24,9 @@ from train.runs import TINY
 
 @pytest.fixture
 def old_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "flags", lambda root=None: frozenset({"avx2"}))
+    monkeypatch.setattr(machine, "processor_flags", lambda root=None: frozenset({"avx2"}))
     monkeypatch.setattr(matrix_speed, "multiplies_bf16", lambda: False)
-    monkeypatch.setattr(processor, "has_accelerator", lambda root=None: False)
+    monkeypatch.setattr(machine, "has_accelerator", lambda root=None: False)
 
 
 def ticking(*seconds: float) -> "Iterator[float]":
@@ -96,7 +96,7 @@ def test_w14_w13_a_run_tells_threads_and_slow_bf16(
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_says_why_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: build.Facts, why: str
 ) -> None:
-    monkeypatch.setattr(processor, "has_accelerator", lambda root=None: True)
+    monkeypatch.setattr(machine, "has_accelerator", lambda root=None: True)
     monkeypatch.setattr(build, "facts", lambda: facts)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)

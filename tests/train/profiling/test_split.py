@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 from forge_train.profiling.split import has_parts
 from forge_train.profiling.summary import summarize
 from forge_train.profiling.terminal import draw

@@ -8,11 +8,10 @@ import pytest
 
 from forge_core.component import Component, Slot, fields_of
 from forge_core.config.tree import Table, build
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, ForgeError
-from forge_core.groups import GROUPS
 from forge_core.protocols.data import SourceContext
-from forge_core.registry import Registry
+from forge_core.registry import GROUPS, Registry
 from forge_data.components.sources import Random
 from forge_data.loading.loader import open_stream
 from forge_data.section import Data, Phase

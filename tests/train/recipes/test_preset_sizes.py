@@ -9,7 +9,7 @@ import pytest
 
 import forge_train.presets
 from core.judge import accepts
-from forge_core.config.schema import json_schema
+from forge_core.config.descriptions import json_schema
 from forge_core.errors import ConfigError
 from forge_core.registry import Registry
 from forge_models.flops import count

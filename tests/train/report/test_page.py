@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_train.report.document import embedded, static
 from forge_train.report.heat import table
 from forge_train.report.machine import commit, machine, versions

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.errors import CheckpointError
-from forge_core.redact import redacted, redacted_text
+from forge_core.redaction import redacted, redacted_text
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data
 from forge_data.storage.file import File

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge_ckpt.store.store import LocalStore
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
 from forge_train.doctor.step import Settings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
-from forge_core.protocols.convert import Facts
 from forge_core.protocols.data import SourceContext, Tokenizer
+from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
 from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation.sampling import Sampling
@@ -56,7 +56,7 @@ def built(components: dict[str, Any], kind: str) -> Tokenizer:
 
 
 def weights(**facts: Any) -> Any:
-    return SimpleNamespace(facts=Facts(**facts))
+    return SimpleNamespace(facts=WeightsInfo(**facts))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Illustrated, SourceContext
+from forge_core.protocols.data import SourceContext, SourceWithItems
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_vlm.components.encoders import Features, ViT
 from forge_vlm.components.model import VLM
@@ -62,7 +62,7 @@ def test_documents_are_bytes_placeholders_and_ends(tmp_path: Path) -> None:
     ]
     source = opened(ImageJsonl(path=written(tmp_path, records), **GIVEN), tmp_path / "w")
     hole = [HOLE, HOLE]
-    assert isinstance(source, Illustrated)
+    assert isinstance(source, SourceWithItems)
     assert [(ids, images) for ids, _, images in documents(source)] == [
         ([*b"ab", *hole, *b"c", EOS], 1),
         ([*b"only text", EOS], 0),

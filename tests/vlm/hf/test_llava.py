@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from forge_core.errors import ConfigError
-from forge_core.protocols.convert import Facts
+from forge_core.protocols.weights import WeightsInfo
 from forge_models.components.attentions import GQA
 from forge_models.components.converters import Hf
 from forge_models.components.mlps import GeGLU
@@ -256,7 +256,7 @@ def test_what_llava_cannot_hold_is_refused_by_name(what: str, tmp_path: Path) ->
 def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     changed = {"fusion": JointDecoder(image_attention="prefix"), "adapter": AveragePool(), "soft_cap": 3.0}
     weights = InMemory(model(tmp_path / "tower", "siglip", {}, changed))
-    weights.facts = Facts(recipe={"data": {"sources": [{"tiling": {"name": "anyres"}}, {"tiling": {"name": "square"}}]}})
+    weights.facts = WeightsInfo(recipe={"data": {"sources": [{"tiling": {"name": "anyres"}}, {"tiling": {"name": "square"}}]}})
     with pytest.raises(Unsupported) as caught:
         Hf(family="llava").build().write(tmp_path / "out", weights)
     for name in (
@@ -395,7 +395,7 @@ def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
 def test_special_tokens_reach_the_text_part(tmp_path: Path) -> None:
     """Without them it would have those of transformers' default: 1 and 2 of Llama."""
     weights = InMemory(model(tmp_path / "tower", *LLAVA["clip"]))
-    weights.facts = Facts(special_tokens={"bos_token_id": 5, "eos_token_id": 6})
+    weights.facts = WeightsInfo(special_tokens={"bos_token_id": 5, "eos_token_id": 6})
     Hf().build().write(tmp_path / "out", weights)
     text = transformers.LlavaConfig.from_pretrained(tmp_path / "out").text_config
     assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (5, 6, None)

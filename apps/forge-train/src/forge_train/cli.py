@@ -23,8 +23,8 @@ from typer.main import get_command
 
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.registry import Entry, Registry
-from forge_core.terminal.console import Console
-from forge_core.terminal.trust_option import with_option
+from forge_core.terminal import Console
+from forge_core.trust import with_trust_option
 from forge_train.commands.completion import OverridesCommand
 
 GROUP = "forge.commands"
@@ -94,7 +94,7 @@ def command(entry: Entry, registry: Registry) -> Any:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if open_ended else {}
         app.command(entry.name, cls=OverridesCommand if open_ended else None, context_settings=settings)(loaded)
     try:
-        return with_option(get_command(app))
+        return with_trust_option(get_command(app))
     except Exception as cause:  # typer may raise anything about a plugin's signature
         raise BrokenPlugin(
             f"command {entry.name!r} of {entry.distribution} {entry.version} ({entry.target}) has a signature that typer "

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forge_core.lazy import lazily
+from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_ckpt.background.background import Background as Background
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forge_ckpt.saving.write import Order as Order
     from forge_ckpt.store.store import LocalStore as LocalStore
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Background": "background.background",

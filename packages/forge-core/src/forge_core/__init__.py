@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forge_core.lazy import lazily
+from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_core.batch import IGNORE as IGNORE
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forge_core.specs import Specs as Specs
     from forge_core.specs import TensorSpec as TensorSpec
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Batch": "batch",

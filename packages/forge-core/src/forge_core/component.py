@@ -49,7 +49,7 @@ class Component:
 
     Subclasses are frozen dataclasses with keyword-only fields, each with a default or required, a type that pydantic
     understands (ranges by `annotated_types`), and a docstring below it. They define `build`, whose parameters are
-    fixed by the group (`forge_core.groups`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
+    fixed by the group (`forge_core.registry`). A `ValueError` raised in `__post_init__` becomes a fault of the recipe.
 
     Keys without a class are `IDENTITY`: a resume refuses other values, unless the user allows them.
     """

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 from forge_core.component import Component
 from forge_core.errors import BrokenPlugin, ForgeError, UnknownComponent
-from forge_core.groups import GROUPS, HOMES
-from forge_core.inspection import flaws
-from forge_core.registry import Entry, Registry, canonical
+from forge_core.plugins import flaws
+from forge_core.registry import GROUPS, HOMES, Entry, Registry, canonical
 from forge_core.trust import trust_name
 
 GROUP = "forge.conformance"
@@ -45,7 +44,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConformanceResult:
     """What the checks say of one part.
 
     Attributes:
@@ -92,26 +91,26 @@ def checks_of(registry: Registry, group: str) -> list[tuple[str, Check]]:
     return found
 
 
-def examine(entry: Entry, registry: Registry) -> Verdict:
+def examine(entry: Entry, registry: Registry) -> ConformanceResult:
     """Runs the checks of a part's group on each of its examples. A part that cannot be loaded raises BrokenPlugin."""
     checks = checks_of(registry, entry.group)
     cls = registry.load_entry(entry)
     if not (isclass(cls) and issubclass(cls, Component)):
-        return Verdict(entry, (), ())
+        return ConformanceResult(entry, (), ())
     if not checks:
-        return Verdict(entry, (), tuple(_absent(entry, registry)))
+        return ConformanceResult(entry, (), tuple(_absent(entry, registry)))
     with TemporaryDirectory(prefix="forge-conformance-") as folder:
         try:
             examples = list(cls.examples(Path(folder)))
         except Exception as error:  # noqa: BLE001 - a part may raise anything
             needed = "has required keys and no default for them; " if isinstance(error, TypeError) else ""
             why = f"{needed}give its class a method examples(cls, folder): {_described(error)}"
-            return Verdict(entry, (), (Problem(entry, "examples", why),))
+            return ConformanceResult(entry, (), (Problem(entry, "examples", why),))
         if not examples:
-            return Verdict(entry, (), (Problem(entry, "examples", "gives no example, so nothing was checked"),))
+            return ConformanceResult(entry, (), (Problem(entry, "examples", "gives no example, so nothing was checked"),))
         found = [(name, _failure(check, examples)) for name, check in checks]
     failed = tuple(Problem(entry, name, message) for name, message in found if message is not None)
-    return Verdict(entry, tuple(name for name, message in found if message is None), failed)
+    return ConformanceResult(entry, tuple(name for name, message in found if message is None), failed)
 
 
 def problems(registry: Registry, distribution: str | None = None, group: str | None = None) -> list[Problem]:

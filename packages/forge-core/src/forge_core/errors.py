@@ -31,11 +31,11 @@ class Fault:
         return f"{self.key}: {self.message}{hint}{where}"
 
 
-class Caution(Fault):
+class RecipeWarning(Fault):
     """What stops nothing and is told: a check yields it where a recipe may be meant so."""
 
 
-class Absent(Caution):
+class MissingFile(RecipeWarning):
     """A file that is named and is not on this machine: it stops a run here, and not a check for a run elsewhere."""
 
 

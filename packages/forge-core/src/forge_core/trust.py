@@ -1,14 +1,15 @@
 """Which Python files may run as components (`./mine.py:Muon`).
 
-A file runs that the user named: on the command line, or in a recipe that they gave. A checkpoint, the directory of a run and a
-data folder can name files, too, and whoever wrote them chose the names. Such a file runs only where the user gave its sha256,
-after reading it: `--trust-code SHA256`. Grants hold for the process, as imported modules do; a sha256 also for its children.
+A file runs if the user named it, on the command line or in a recipe that they gave. Checkpoints, run directories and data folders
+can name files too, and whoever wrote them chose the names. Such a file runs only if the user gave its sha256 after reading it:
+`--trust-code SHA256`. Grants last for the process, like imported modules; a sha256 also applies to child processes.
 """
 
 import os
 import re
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated, Any
 
 from forge_core.errors import ForgeError, UntrustedCode
 
@@ -72,3 +73,35 @@ def _same(file: Path, content: bytes) -> bool:
 
 def _digests() -> list[str]:
     return os.environ.get(GRANTED, "").split()
+
+
+def with_trust_option(command: Any) -> Any:
+    """Adds the option `--trust-code` to a command of typer and to all commands below it. Returns the command.
+
+    It is added in one place, since every command may open what others wrote.
+    """
+    import typer
+    from typer.main import get_command
+
+    def grant(digests: list[str] | None) -> None:
+        for digest in digests or ():
+            trust_digest(digest)
+
+    help_text = "Run the Python file with this sha256 that stored data name; may be given several times."
+    declaration = typer.Option(OPTION, metavar="SHA256", callback=grant, show_default=False, help=help_text)
+
+    def carrier(trust_code: Annotated[list[str] | None, declaration] = None) -> None:
+        """Carries the option."""
+
+    app = typer.Typer(add_completion=False)
+    app.command()(carrier)
+    option = next(item for item in get_command(app).params if OPTION in item.opts)
+    option.expose_value = False
+    waiting = [command]
+    while waiting:
+        item = waiting.pop()
+        below = list(getattr(item, "commands", {}).values())
+        waiting += below
+        if not below and not any(OPTION in known.opts for known in item.params):
+            item.params.append(option)
+    return command

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forge_core.lazy import lazily
+from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_data.loading.foreign_loader import StatefulLoader as StatefulLoader
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_data.store.reader import StoreSource as StoreSource
     from forge_data.store.writer import StoreWriter as StoreWriter
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "StatefulLoader": "loading.foreign_loader",

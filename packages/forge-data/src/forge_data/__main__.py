@@ -6,14 +6,14 @@ import typer
 from typer.main import get_command
 
 from forge_core.errors import ForgeError
-from forge_core.terminal.trust_option import with_option
+from forge_core.trust import with_trust_option
 from forge_data.commands.cli import app
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command, by default that of the command line; a refusal is one message and exit code 2."""
     try:
-        with_option(get_command(app)).main(arguments, prog_name="python -m forge_data")
+        with_trust_option(get_command(app)).main(arguments, prog_name="python -m forge_data")
     except ForgeError as error:
         typer.echo(f"error: {error}", err=True)
         return error.exit_code

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge_core.errors import Absent, Caution, Fault
+from forge_core.errors import Fault, MissingFile, RecipeWarning
 from forge_core.layout import Layout
 from forge_core.protocols.data import TextComponent
 from forge_core.protocols.job import Job
@@ -38,12 +38,12 @@ def files_exist(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG00
     named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
     for key, source in named.items():
         if why := _absent(source):
-            yield Absent(f"{key}.path", why, hint="a relative path starts from the directory of the command")
+            yield MissingFile(f"{key}.path", why, hint="a relative path starts from the directory of the command")
     if data.tokenizer is not None and (why := _absent(data.tokenizer)):
-        yield Absent("data.tokenizer.path", why, hint="a relative path starts from the directory of the command")
+        yield MissingFile("data.tokenizer.path", why, hint="a relative path starts from the directory of the command")
     for index, pattern in enumerate(getattr(data.tokenizer, "files", ())):
         if not _there(pattern):
-            yield Absent(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
+            yield MissingFile(f"data.tokenizer.files.{index}", f"{pattern!r} matches no file")
     used = [(index, source) for index, source in enumerate(data.sources) if weight_of(source) > 0]
     learns = isinstance(data.tokenizer, tokenizers.Bpe) and data.tokenizer.path is None and not data.tokenizer.files
     if learns and not any(isinstance(source, TextComponent) for _, source in used):
@@ -84,7 +84,7 @@ def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: AR
         yield Fault("data.tokenizer.name", f"has {size} ids, more than the model's vocabulary of {rows}", hint=hint)
     elif isinstance(tokenizer, tokenizers.Bpe) and tokenizer.path is None and tokenizer.vocab_size > rows:
         message = f"lets the tokenizer learn {tokenizer.vocab_size} ids, more than the model's vocabulary of {rows}"
-        yield Caution("data.tokenizer.vocab_size", message, hint=hint)
+        yield RecipeWarning("data.tokenizer.vocab_size", message, hint=hint)
     for index, source in enumerate(job.data.sources):
         known = getattr(source, "vocab_size", None)
         if isinstance(known, int) and known > rows:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forge_core.lazy import lazily
+from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_models.decoder import Decoder as Decoder
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge_models.interp.tap import listening as listening
     from forge_models.interp.tap import tap as tap
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Decoder": "decoder",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forge_core.lazy import lazily
+from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_parallel.build.parallel_model import ParallelModel as ParallelModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forge_parallel.step.step import Step as Step
     from forge_parallel.step.step import StepResult as StepResult
 
-__getattr__, __dir__ = lazily(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Blueprint": "build.realize",

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel import accelerator
 from forge_parallel.build.plan import Plan
 from forge_parallel.checks import compositions_are_proven

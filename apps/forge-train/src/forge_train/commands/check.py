@@ -15,7 +15,7 @@ def check(
 ) -> None:
     """Check a recipe for a world of N processes and report every fault; imports no torch."""
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.recipe.load import load
 
     registry = Registry()
@@ -23,7 +23,7 @@ def check(
     resolved = load(recipe, context.args, world, registry)
     warnings = list(resolved.warnings)
     if resolved.job.precision.compute == "bf16":
-        from forge_core.machine.processor import slow_bf16
+        from forge_core.machine import slow_bf16
 
         if slow := slow_bf16():
             warnings.append(f"precision.compute = 'bf16': {slow}; set 'fp32' to train on it")

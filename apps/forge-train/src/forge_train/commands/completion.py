@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from forge_core.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge_core.config.validate import Outcome
+    from forge_core.config.validation import Resolution
     from forge_core.registry import Registry
 
 RECIPE = "recipe"
@@ -73,7 +73,7 @@ def recipes(incomplete: str) -> list[str]:
 
 def keys(recipe: str | None) -> Iterator[str]:
     """Every key of a recipe that takes a value."""
-    from forge_core.config.explain import explain
+    from forge_core.config.descriptions import explain
 
     for item in explain(*_walked(recipe)):
         table = isinstance(item.value, dict)  # of a component, whose `name` is a key; of a section, which is none itself
@@ -83,7 +83,7 @@ def keys(recipe: str | None) -> Iterator[str]:
 
 def names(recipe: str, key: str) -> tuple[str, ...]:
     """What the component behind `key` (such as `optimizer.name`) may be called."""
-    from forge_core.config.explain import explain
+    from forge_core.config.descriptions import explain
 
     outcome, registry = _walked(recipe)
     component = key.removesuffix(".name")
@@ -91,11 +91,11 @@ def names(recipe: str, key: str) -> tuple[str, ...]:
     return explain(outcome, registry, component)[0].names if known else ()
 
 
-def _walked(recipe: str | None) -> "tuple[Outcome, Registry]":
+def _walked(recipe: str | None) -> "tuple[Resolution, Registry]":
     """A recipe as it stands, or the defaults where it cannot be read: a recipe that is being written has faults."""
     from forge_core.config.layers import load_layers
     from forge_core.config.tree import DEFAULT, Table
-    from forge_core.config.validate import walk
+    from forge_core.config.validation import walk
     from forge_core.registry import Registry
     from forge_train.recipe.schema import Job
 

@@ -22,8 +22,8 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """Show the resolved recipe: layers merged, defaults filled in. Any key can be set: --optimizer.lr=1e-3"""
-    from forge_core.redact import redacted, redacted_text
-    from forge_core.terminal.console import Console
+    from forge_core.redaction import redacted, redacted_text
+    from forge_core.terminal import Console
     from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
@@ -48,11 +48,11 @@ def explain(
     """Explain a key: type, range, default, value and where it comes from. Give a section, or nothing, for all its keys."""
     from dataclasses import replace
 
-    from forge_core.config.explain import explain as explain_key
-    from forge_core.config.write import value_text
-    from forge_core.redact import redacted
+    from forge_core.config.descriptions import explain as explain_key
+    from forge_core.config.toml import value_text
+    from forge_core.redaction import redacted
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
@@ -89,7 +89,7 @@ def diff(
     """
     from dataclasses import asdict
 
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.recipe.compare import differences
 
     found = differences(one, other, context.args)
@@ -110,10 +110,10 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="The output is always JSON.", hidden=True)] = False,  # noqa: ARG001
 ) -> None:
     """Print the JSON Schema of a recipe with every installed component, for editors that complete TOML."""
-    from forge_core.config.schema import json_schema
+    from forge_core.config.descriptions import json_schema
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.recipe.schema import Job
 
     made = json_schema(Job, Registry())

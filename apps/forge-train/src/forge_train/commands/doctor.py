@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.doctor.step import Result
 
 
@@ -32,7 +32,7 @@ def doctor(
     from dataclasses import replace
 
     from forge_core.errors import ForgeError
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.commands.single_process import require_single_process
     from forge_train.doctor.compare import read
     from forge_train.doctor.plan import ACCEPTANCE, QUICK

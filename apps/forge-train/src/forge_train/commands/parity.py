@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 from forge_train.commands.completion import Recipe
 
 FLOAT8 = "float8"

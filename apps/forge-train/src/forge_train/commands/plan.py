@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console as Terminal
 
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.recipe.load import Resolved
 
 
@@ -42,7 +42,7 @@ def plan(
     """
     from forge_core.errors import LayoutError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.commands.single_process import require_single_process
     from forge_train.recipe.load import load
 

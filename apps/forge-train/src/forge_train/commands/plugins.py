@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from forge_core.inspection import Key
-    from forge_core.terminal.console import Console
+    from forge_core.plugins import KeyDescription
+    from forge_core.terminal import Console
 
 plugins = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Inspect plugins.")
 
@@ -20,9 +20,8 @@ def list_(
     as_json: _Json = False,
 ) -> None:
     """List every plugin by group, with its distribution; imports none of them."""
-    from forge_core.groups import GROUPS
-    from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.registry import GROUPS, Registry
+    from forge_core.terminal import Console
 
     console = Console(as_json=as_json)
     registry = Registry()
@@ -42,9 +41,9 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """Show what a plugin is and which keys it takes."""
-    from forge_core.inspection import describe_plugin, find_everywhere
+    from forge_core.plugins import describe_plugin, find_everywhere
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
 
     console = Console(as_json=as_json)
     registry = Registry()
@@ -61,7 +60,7 @@ def show(
         _list_keys(console, item.keys, "    ")
 
 
-def _list_keys(console: "Console", keys: "Iterable[Key]", indent: str) -> None:
+def _list_keys(console: "Console", keys: "Iterable[KeyDescription]", indent: str) -> None:
     for key in keys:
         default = f"; default {key.default}" if key.default is not None else ""
         console.text(f"{indent}{key.name}: {key.expected}{default}")
@@ -78,11 +77,10 @@ def doctor(
 ) -> None:
     """Load every plugin and report the broken ones, names claimed twice and, with --conform, failed conformance checks."""
     from forge_core.conformance import examine
-    from forge_core.groups import GROUPS
-    from forge_core.inspection import diagnose
-    from forge_core.machine.processor import slow_bf16
-    from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.machine import slow_bf16
+    from forge_core.plugins import diagnose
+    from forge_core.registry import GROUPS, Registry
+    from forge_core.terminal import Console
 
     console = Console(as_json=as_json)
     registry = Registry()

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 from forge_train.commands.completion import Recipe
 
 

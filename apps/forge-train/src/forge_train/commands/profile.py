@@ -27,7 +27,7 @@ def profile(
     kernels, a CPU by the operators of its threads. The traces open in ui.perfetto.dev, too.
     """
     from forge_core.errors import ForgeError
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.profiling.ranks import spreads, waited_for_others
     from forge_train.profiling.summary import summarize
     from forge_train.profiling.terminal import draw

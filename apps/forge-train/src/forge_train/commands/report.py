@@ -18,7 +18,7 @@ def report(
     Curves to zoom into, what differs between the recipes, throughput, memory, data, experts, samples, faults and restarts,
     machine and versions. The page is a single file that needs no network.
     """
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.report.write import report as write
 
     path = write(runs, out)

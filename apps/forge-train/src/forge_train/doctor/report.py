@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_train.doctor.compare import regressions
 from forge_train.doctor.page import page
 from forge_train.doctor.step import Result

@@ -12,7 +12,7 @@ from warnings import catch_warnings
 
 import torch
 
-from forge_core.protocols.convert import NO_EXTRAS, Weights
+from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_train.formats.folder import new_folder
 from forge_train.formats.pickled import BytesWeights, place_in, read_pickled, write_sidecar
 from forge_train.formats.plain import PlainWeights

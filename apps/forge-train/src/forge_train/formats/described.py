@@ -8,7 +8,7 @@ import torch
 
 from forge_core.component import Component
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 from forge_core.registry import Registry
 from forge_train.inference.forge_weights import job_of, table_of
 from forge_train.recipe.load import load
@@ -43,10 +43,10 @@ def model_of(description: Mapping[str, Any] | None, recipe: str | None, origin: 
     return job_of({"config": {"model": description["model"]}}, Registry(), "model", origin=str(origin)).model
 
 
-def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Path, notes: tuple[str, ...] = ()) -> Facts:
+def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Path, notes: tuple[str, ...] = ()) -> WeightsInfo:
     """The facts of a description; `tokenizer` is the folder of its files, where it exists."""
     given = description or {}
-    return Facts(
+    return WeightsInfo(
         step=given.get("step", 0),
         special_tokens=dict(given.get("special_tokens", {})),
         ends=tuple(given.get("ends", ())),
@@ -57,7 +57,7 @@ def facts_of(description: Mapping[str, Any] | None, origin: Path, tokenizer: Pat
     )
 
 
-def check_fit(component: Any, tensors: Mapping[str, Stored], origin: Path) -> None:
+def check_fit(component: Any, tensors: Mapping[str, StoredTensor], origin: Path) -> None:
     """Compares names and shapes with the model. A buffer may be missing, since it begins as in a new run.
 
     Raises:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forge_core.durable import publish, sync_path
+from forge_core.durable_files import publish, sync_path
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_train.inference.forge_weights import TOKENIZER, copy_tokenizer
 
 

@@ -24,7 +24,7 @@ import torch
 
 from forge_ckpt.format.tensor_files import DTYPES
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Stored, Weights
+from forge_core.protocols.weights import StoredTensor, Weights
 from forge_train.formats.described import check_fit, describe, facts_of, model_of
 from forge_train.formats.plain import PlainWeights
 from forge_train.inference.forge_weights import TOKENIZER
@@ -72,7 +72,9 @@ class BytesWeights:
 
     def __init__(self, folder: Path, content: Mapping[str, Any], places: Mapping[str, Place], recipe: str | None) -> None:
         self._folder, self._places = folder, places
-        self.tensors: Mapping[str, Stored] = {name: Stored(place.shape, place.dtype) for name, place in places.items()}
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(place.shape, place.dtype) for name, place in places.items()
+        }
         self.model = model_of(content, recipe, folder)
         check_fit(self.model, self.tensors, folder)
         self.facts = facts_of(content, folder, folder / TOKENIZER)
@@ -143,7 +145,7 @@ def write_sidecar(folder: Path, weights: Weights, marker: Path, places: Mapping[
     (folder / SIDECAR).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def place_in(file: Path, span: tuple[int, int], key: str, stored: Stored) -> Place:
+def place_in(file: Path, span: tuple[int, int], key: str, stored: StoredTensor) -> Place:
     """Where in an archive of `torch.save`, which lies at `span` (start, length) of a file, the bytes of storage `key` are."""
     with file.open("rb") as raw, zipfile.ZipFile(_Part(raw, sum(span))) as archive:
         entry = next(item for item in archive.infolist() if item.filename.endswith(f"/data/{key}"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import NO_EXTRAS, Stored, Weights
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
 from forge_models.hf.reader import DTYPES, INDEX, SINGLE
 from forge_train.formats.described import check_fit, describe, facts_of, model_of
 from forge_train.formats.folder import new_folder
@@ -52,7 +52,7 @@ class PlainWeights:
         if len(texts) > 1:
             raise ForgeError(f"{path}: its files are of different models; keep the files of one model in the folder")
         description = _parsed(texts.pop(), path) if texts else None
-        self.tensors: Mapping[str, Stored] = {name: _stored(*place) for name, place in self._places.items()}
+        self.tensors: Mapping[str, StoredTensor] = {name: _stored(*place) for name, place in self._places.items()}
         self.model = model_of(description, recipe, origin)
         check_fit(self.model, self.tensors, origin)
         notes = (f"{left} tensors whose names do not begin with {prefix!r} were left out",) if left else ()
@@ -143,19 +143,19 @@ def _parsed(text: str, path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _stored(handle: Any, name: str) -> Stored:
+def _stored(handle: Any, name: str) -> StoredTensor:
     entry = handle.get_slice(name)
     dtype = str(entry.get_dtype())
     if dtype not in _DTYPES:
         raise ForgeError(f"{name}: dtype {dtype} is not implemented")
-    return Stored(tuple(entry.get_shape()), _DTYPES[dtype])
+    return StoredTensor(tuple(entry.get_shape()), _DTYPES[dtype])
 
 
-def _bytes(entry: Stored) -> int:
+def _bytes(entry: StoredTensor) -> int:
     return prod(entry.shape) * getattr(torch, entry.dtype).itemsize
 
 
-def _shards(tensors: Mapping[str, Stored], limit: int) -> Iterator[list[str]]:
+def _shards(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[list[str]]:
     """Names in order, cut so that no group has more than `limit` bytes unless it is a single tensor."""
     group: list[str] = []
     size = 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import DataError, ForgeError, did_you_mean
 from forge_core.protocols.run import Run
 from forge_data.loading.items.questions import Question, inputs_of, questions

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_core.batch import Batch
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
 from forge_models.interp.similarity.gram import gram, gram_cka, gram_cka_pairs, gram_rank

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
-from forge_core.machine.memory import available_memory
+from forge_core.machine import available_memory
 from forge_core.protocols.run import Run
-from forge_core.terminal.quantities import size as told
+from forge_core.terminal import size as told
 from forge_parallel.launch.watch import PeerFailure
 from forge_train.hooks.periodic import Periodic
 from forge_train.resilience.probes import MachineFault, collective_probe, device_probe, disk_probe

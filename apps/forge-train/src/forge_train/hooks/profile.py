@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerAction, record_function
 
-from forge_core.durable import publish, sync_path
+from forge_core.durable_files import publish, sync_path
 from forge_core.protocols.run import Hook, Run
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel.accelerator import note_allocations, notes_allocations, profiled, wait, write_allocations
 from forge_parallel.launch.environment import read_launcher
 from forge_train.hooks.clock import pause

@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_core.terminal.quantities import clock, count, size
+from forge_core.terminal import clock, count, size
 from forge_parallel.accelerator import free_memory, memory
 from forge_train.hooks.clock import Stopwatch
 from forge_train.hooks.log import peak_memory

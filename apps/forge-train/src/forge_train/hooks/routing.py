@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
-from forge_core.durable import replace_file
-from forge_core.protocols.ckpt import World
+from forge_core.durable_files import replace_file
+from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import Observer
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Run
 from forge_train.hooks.periodic import Periodic, length_limit

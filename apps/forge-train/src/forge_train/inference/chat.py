@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
+from forge_core.protocols.weights import Weights
 from forge_train.inference.forge_weights import ForgeWeights
 
 if TYPE_CHECKING:

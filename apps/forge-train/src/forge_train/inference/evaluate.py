@@ -10,8 +10,8 @@ import torch
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_core.config.tree import Table, build
 from forge_core.errors import DataError, ForgeError
-from forge_core.protocols.convert import Weights
-from forge_core.redact import refuse_redacted
+from forge_core.protocols.weights import Weights
+from forge_core.redaction import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.loading.loader import evaluation
 from forge_parallel.step.step import Step

@@ -13,11 +13,11 @@ from forge_ckpt.saving.locate import Place, locate
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, Table, build, plain
-from forge_core.config.validate import resolve
+from forge_core.config.validation import resolve
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
-from forge_core.protocols.convert import NO_EXTRAS, Facts, Stored, Weights
-from forge_core.redact import refuse_redacted
+from forge_core.protocols.checkpoint import Piece
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights, WeightsInfo
+from forge_core.redaction import refuse_redacted
 from forge_core.registry import Registry
 from forge_train.recipe.schema import Job
 
@@ -91,9 +91,9 @@ class ForgeWeights:
                 raise CheckpointError(f"{origin} has no weights {section!r}: the run had no hook that keeps them")
             self._stored |= {PREFIX + _bare(name): name for name in found}
         infos = {_bare(name): manifest.tensors[manifest.index[stored]] for name, stored in self._stored.items()}
-        self.tensors: Mapping[str, Stored] = {name: Stored(info.shape, info.dtype) for name, info in infos.items()}
+        self.tensors: Mapping[str, StoredTensor] = {name: StoredTensor(info.shape, info.dtype) for name, info in infos.items()}
         kept = Path(place.store.root) / TOKENIZER
-        self.facts = Facts(
+        self.facts = WeightsInfo(
             step=manifest.step,
             special_tokens=dict(self.meta.get("special_tokens", {})),
             ends=tuple(self.meta.get("ends", ())),
@@ -197,7 +197,7 @@ class Cast:
         with torch.device("meta"):
             component: Any = weights.model
             self._kept = frozenset(dict(component.build().named_buffers()))
-        self.tensors: Mapping[str, Stored] = {
+        self.tensors: Mapping[str, StoredTensor] = {
             name: entry if name in self._kept else replace(entry, dtype=dtype) for name, entry in weights.tensors.items()
         }
 

@@ -9,7 +9,7 @@ import torch
 
 from forge_ckpt.remote.urls import is_url
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_parallel import accelerator
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
+from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.sentencepiece import KIND as SENTENCEPIECE_KIND

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
-from forge_core.protocols.ckpt import World
+from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked, refuse_recomputation
 from forge_models.interp.edit import AcrossRows, Edit, changed, refuse_uneditable
 from forge_models.interp.listing import InterpError, TapInfo

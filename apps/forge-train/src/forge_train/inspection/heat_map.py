@@ -5,7 +5,7 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 
 CELL, LABEL, TITLE = 34, 190, 40

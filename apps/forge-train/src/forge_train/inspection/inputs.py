@@ -9,7 +9,7 @@ import torch
 
 from forge_core.errors import ForgeError
 from forge_core.lines import lines_of
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_train.inference.tokenizer import check_tokenizer, tokenizer_for
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
-from forge_core.protocols.ckpt import World
+from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked
 from forge_models.interp.listing import InterpError, TapInfo
 from forge_parallel.build.parallel_model import ParallelModel

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_core.protocols.ckpt import World
+from forge_core.protocols.checkpoint import World
 from forge_models.interp.listing import InterpError
 from forge_models.interp.store.manifest import MANIFEST, Manifest
 from forge_models.interp.store.shards import ShardWriter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forge_ckpt.ranks.world import Group, SingleProcessWorld
 from forge_core.batch import IGNORE, PADDING, Batch
-from forge_core.protocols.ckpt import World
+from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import LossTerms
 from forge_models.interp.capture import checked
 from forge_models.interp.listing import InterpError, TapInfo

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from forge_core.component import Component
-from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 from forge_models.interp.listing import InterpError, choose, taps
 from forge_models.interp.names import layer_of
 
@@ -17,8 +17,8 @@ class Shortened:
 
     def __init__(self, model: Component, weights: Weights) -> None:
         self.model, self._weights = model, weights
-        self.tensors: Mapping[str, Stored] = weights.tensors
-        self.facts: Facts = weights.facts
+        self.tensors: Mapping[str, StoredTensor] = weights.tensors
+        self.facts: WeightsInfo = weights.facts
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """As the whole model's."""

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_core.layout import DENSE, SPARSE, Layout
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel.dryrun.estimate import Estimate
 from forge_parallel.dryrun.parameters import Placed
 from forge_parallel.dryrun.traffic import Flow

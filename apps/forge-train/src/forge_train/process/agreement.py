@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_core.config.tree import leaves
 from forge_core.errors import ForgeError
-from forge_core.groups import HOMES
-from forge_core.redact import redacted
-from forge_core.registry import Registry, canonical
+from forge_core.redaction import redacted
+from forge_core.registry import HOMES, Registry, canonical
 from forge_train.torch_private import default_store
 
 if TYPE_CHECKING:

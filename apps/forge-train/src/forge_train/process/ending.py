@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_core.errors import ForgeError
-from forge_core.redact import redacted_text
+from forge_core.redaction import redacted_text
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from forge_train.process.stop import Interrupted
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from forge_core.errors import ForgeError
-from forge_core.redact import redacted_text
-from forge_core.terminal.console import Console
+from forge_core.redaction import redacted_text
+from forge_core.terminal import Console
 
 _NEVER = logging.CRITICAL + 1
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 from forge_train.profiling.ranks import spreads, waited_for_others
 from forge_train.profiling.split import has_parts
 from forge_train.profiling.summary import Summary

@@ -6,9 +6,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from forge_core.errors import Absent, Caution, Fault, did_you_mean
+from forge_core.errors import Fault, MissingFile, RecipeWarning, did_you_mean
 from forge_core.layout import Layout
-from forge_core.machine.processor import has_accelerator, hides_accelerators
+from forge_core.machine import has_accelerator, hides_accelerators
 from forge_train.components.evaluation import Best, EarlyStop, Evaluate, Sample, Tasks
 from forge_train.components.hooks import Ema, Inside, Log, Profile, Progress, Replicas, Routing, Save
 from forge_train.hooks.evaluation.results import metrics
@@ -65,7 +65,7 @@ def stages_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG
             text = (
                 f"the stage after it begins at step {stage.until}, and the run ends with train.max_steps = {job.train.max_steps}"
             )
-            yield Caution(f"{key}.until", text)
+            yield RecipeWarning(f"{key}.until", text)
         length = (job.train.max_steps if stage.until is None else stage.until) - first
         for name, steps in stage.warmups.items():
             if 0 < length < steps:
@@ -130,7 +130,7 @@ def something_is_saved(job: Job, layout: Layout | None) -> list[Fault]:  # noqa:
     """A run whose weights are lost when it ends."""
     if any(isinstance(hook, Save) for hook in job.hooks):
         return []
-    return [Caution("hooks", "hook 'save' is missing: no checkpoint is written", hint='add [[hooks]] name = "save"')]
+    return [RecipeWarning("hooks", "hook 'save' is missing: no checkpoint is written", hint='add [[hooks]] name = "save"')]
 
 
 def rollbacks_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
@@ -213,7 +213,7 @@ def kernels_fit_the_machine(job: Job, environment: Mapping[str, str]) -> Iterato
     if hides_accelerators(environment):
         yield Fault("model.attention.core", f"{text}the environment hides all of them (CUDA_VISIBLE_DEVICES)", hint=hint)
     elif not has_accelerator():
-        yield Absent("model.attention.core", f"{text}this machine shows none", hint=hint)
+        yield MissingFile("model.attention.core", f"{text}this machine shows none", hint=hint)
 
 
 def profiles_fit(job: Job, layout: Layout | None) -> Iterator[Fault]:

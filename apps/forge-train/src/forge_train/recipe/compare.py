@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_core.config.compare import Change, changes
-from forge_core.config.layers import read
+from forge_core.config.changes import Change, changes
+from forge_core.config.toml import read_toml
 from forge_core.config.tree import Table, build
-from forge_core.config.validate import Outcome, walk
+from forge_core.config.validation import Resolution, walk
 from forge_core.errors import CheckpointError
 from forge_core.registry import Registry
 from forge_train.recipe.load import load
@@ -28,16 +28,16 @@ def differences(one: str, other: str, overrides: Sequence[str] = (), registry: R
     return changes(_outcome(one, (), registry), _outcome(other, overrides, registry), registry)
 
 
-def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Outcome:
+def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Resolution:
     path = Path(given)
     if path.is_dir() and (path / RECIPE).is_file():
-        return load(read(path / RECIPE), overrides, None, registry).outcome
+        return load(read_toml(path / RECIPE), overrides, None, registry).outcome
     if path.is_dir() and not overrides and not any(path.glob("*.toml")):
         return _recorded(path, registry)
     return load(given, overrides, None, registry).outcome
 
 
-def _recorded(path: Path, registry: Registry) -> Outcome:
+def _recorded(path: Path, registry: Registry) -> Resolution:
     """The recipe that a checkpoint carries."""
     from forge_ckpt.saving.locate import locate
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.registry import Registry
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forge_core.config.checks import Parts, run_checks
 from forge_core.config.layers import load_layers
+from forge_core.config.toml import to_toml
 from forge_core.config.tree import Table, given_at, leaves, origin_at, plain
-from forge_core.config.validate import Outcome, walk
-from forge_core.config.write import to_toml
-from forge_core.errors import Absent, ConfigError, Fault, LayoutError
+from forge_core.config.validation import PartialRecipe, Resolution, run_checks, walk
+from forge_core.errors import ConfigError, Fault, LayoutError, MissingFile
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
 from forge_train.recipe.from_hf import filled
@@ -39,7 +38,7 @@ class Resolved:
     tree: Table
     layout: Layout | None
     used: tuple[tuple[str, str], ...]
-    outcome: Outcome
+    outcome: Resolution
     files: tuple[Path, ...]
     warnings: tuple[str, ...]
 
@@ -88,7 +87,7 @@ def load(
     faults += misfits
     warnings: list[str] = []
     if world is not None:
-        job = outcome.value if not outcome.faults else Parts(outcome.parts)
+        job = outcome.value if not outcome.faults else PartialRecipe(outcome.parts)
         found, warnings = run_checks(job, layout, registry, outcome.tree, outcome.used, here)
         faults += found
         if not outcome.faults:
@@ -96,7 +95,7 @@ def load(
 
             for fault in kernels_fit_the_machine(outcome.value, os.environ):
                 placed = replace(fault, origin=origin_at(outcome.tree, fault.key))
-                if isinstance(fault, Absent) and not here:
+                if isinstance(fault, MissingFile) and not here:
                     warnings.append(str(placed))
                 else:
                     faults.append(placed)
@@ -106,11 +105,11 @@ def load(
     return Resolved(outcome.value, outcome.tree, layout, used, outcome, layered.files, tuple(warnings))
 
 
-def _layout(outcome: Outcome, world: int | None) -> tuple[Layout | None, list[Fault]]:
+def _layout(outcome: Resolution, world: int | None) -> tuple[Layout | None, list[Fault]]:
     """The layout of `[parallel]`, whose keys are named as the sizes of a layout; found even when other sections are wrong."""
     parallel = outcome.parts.get("parallel")
     axes = [axis for axis in SIZES if f"parallel.{axis}" in outcome.fields]
-    if world is None or parallel is None or (isinstance(parallel, Parts) and not parallel.has(axes)):
+    if world is None or parallel is None or (isinstance(parallel, PartialRecipe) and not parallel.has(axes)):
         return None, []
     try:
         return Layout.of({axis: getattr(parallel, axis) for axis in axes}, world), []

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from forge_core.config.write import value_text
+from forge_core.config.toml import value_text
 from forge_train.report.found import Found
 from forge_train.report.tables import fields, rows
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from forge_core.lines import lines_of
-from forge_core.redact import redacted_text
+from forge_core.redaction import redacted_text
 from forge_train.report.history import History
 
 MOST = 200

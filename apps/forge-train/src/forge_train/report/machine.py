@@ -6,9 +6,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from forge_core.machine import processor
-from forge_core.machine.cores import usable_cores
-from forge_core.terminal.quantities import size
+from forge_core.machine import processor_name, usable_cores
+from forge_core.terminal import size
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "pydantic")
 _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-data", "forge-ckpt", "forge-vlm")
@@ -17,7 +16,7 @@ _OURS = ("forge-train", "forge-core", "forge-parallel", "forge-models", "forge-d
 def machine() -> dict[str, str]:
     """Processor, cores, memory and operating system."""
     found = {
-        "Processor": processor.name(),
+        "Processor": processor_name(),
         "CPU cores": str(usable_cores()),
         "System": f"{platform.system()} {platform.release()}",
     }

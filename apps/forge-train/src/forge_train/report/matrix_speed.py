@@ -5,7 +5,7 @@ from time import perf_counter
 
 import torch
 
-from forge_core.machine.processor import multiplies_bf16
+from forge_core.machine import multiplies_bf16
 
 SIZE = 256  # 2 * 256^3 = 34 MFLOP: 0.12 s on a CPU that manages 0.28 GFLOP/s, the slowest seen
 SECONDS = 0.08

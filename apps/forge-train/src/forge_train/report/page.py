@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_train.report.charts import MOST_OTHER, OTHER, Chart, charts, drawn
 from forge_train.report.compare import differences, environment
 from forge_train.report.curves import limit

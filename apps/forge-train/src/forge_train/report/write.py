@@ -26,9 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import DataError
-from forge_core.redact import redacted, redacted_text
+from forge_core.redaction import redacted, redacted_text
 from forge_train.report.found import SUMMARY, Found, find, is_run
 from forge_train.report.page import page
 from forge_train.run.directory import previous

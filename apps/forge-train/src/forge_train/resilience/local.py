@@ -10,7 +10,7 @@ from forge_ckpt.resilience.local_ranks import FOLLOWS
 from forge_ckpt.resilience.restarts import FULL, Passed, supervise
 from forge_core.errors import ConfigError, ForgeError
 from forge_core.registry import Registry
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 from forge_parallel.launch.environment import read_launcher
 from forge_train.process.stop import heard
 from forge_train.recipe.load import load

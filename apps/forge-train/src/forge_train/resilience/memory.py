@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.resilience.restarts import FULL
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
-from forge_core.protocols.ckpt import World
+from forge_core.protocols.checkpoint import World
 from forge_parallel.accelerator import is_out_of_memory
 from forge_parallel.checks import compositions_are_proven
 from forge_train.process.stop import TrainingError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from forge_ckpt.resilience.restarts import FAULTY
-from forge_core.durable import write_file
+from forge_core.durable_files import write_file
 from forge_core.errors import ForgeError
 
 _ROWS = 256

@@ -20,10 +20,9 @@ from forge_ckpt.saving.resume import Found
 from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
-from forge_core.machine.cores import threads_per_process
-from forge_core.machine.processor import idle_accelerator
-from forge_core.protocols.ckpt import World
-from forge_core.redact import redacted_text
+from forge_core.machine import idle_accelerator, threads_per_process
+from forge_core.protocols.checkpoint import World
+from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
 from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream

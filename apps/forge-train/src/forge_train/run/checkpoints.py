@@ -18,10 +18,10 @@ from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece, Store, World
+from forge_core.protocols.checkpoint import Piece, Store, World
 from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
-from forge_core.redact import redacted
+from forge_core.redaction import redacted
 from forge_data.order.cursor import merged
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.optim.grouped import Beginning

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forge_ckpt.resilience.progress import FILE, REASON
 from forge_core.errors import ForgeError
-from forge_core.redact import redacted_text
+from forge_core.redaction import redacted_text
 from forge_train.recipe.schema import Job
 from forge_train.resilience import memory
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Entry, Registry
 from forge_parallel.build.parallel_model import ParallelModel

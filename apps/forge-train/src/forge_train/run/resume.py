@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from forge_ckpt.saving.resume import Found
 from forge_core.component import KeyClass
-from forge_core.config.compare import Change, changes, class_of, keys_of, vanished
+from forge_core.config.changes import Change, changes, class_of, keys_of, vanished
+from forge_core.config.toml import value_text
 from forge_core.config.tree import Table, build, join, origin_at
-from forge_core.config.validate import Outcome, walk
-from forge_core.config.write import value_text
+from forge_core.config.validation import Resolution, walk
 from forge_core.errors import CheckpointError, ConfigError, DataError, Fault, did_you_mean
 from forge_core.protocols.data import Stream
 from forge_core.registry import Registry, canonical
@@ -125,7 +125,7 @@ def _refuse_unknown(resolved: "Resolved", known: Collection[str]) -> None:
         )
 
 
-def _other_distributions(meta: Mapping[str, Any], now: Outcome, before: Outcome, registry: Registry) -> list[Change]:
+def _other_distributions(meta: Mapping[str, Any], now: Resolution, before: Resolution, registry: Registry) -> list[Change]:
     """Components that have their name still, and come from another distribution by now."""
     recorded = {(item["group"], item["name"]): item["distribution"] for item in meta.get("plugins", ())}
     found = []

@@ -12,7 +12,7 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.remote.urls import is_url
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import ForgeError
-from forge_core.protocols.ckpt import Store
+from forge_core.protocols.checkpoint import Store
 from forge_train.recipe.schema import Job
 from forge_train.run.directory import claim, forget_previous, move_aside, previous
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_core.config.layers import read as read_recipe
+from forge_core.config.toml import read_toml as read_recipe
 from forge_core.errors import DataError, did_you_mean
 from forge_core.registry import Registry
 from forge_train.plan.run_size import run_size

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from forge_core.config.tree import Array, Leaf, Node, Table, join, plain
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import Fault, did_you_mean
 from forge_core.registry import Registry
 from forge_train.sweep.schema import Range

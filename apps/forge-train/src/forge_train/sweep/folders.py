@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 from forge_core.component import LAYOUT
-from forge_core.config.compare import changes
-from forge_core.config.layers import read
-from forge_core.durable import replace_file
+from forge_core.config.changes import changes
+from forge_core.config.toml import read_toml
+from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
-from forge_core.redact import redacted_text
+from forge_core.redaction import redacted_text
 from forge_core.registry import Registry
 from forge_train.recipe.load import load
 from forge_train.run.directory import RECIPE
@@ -68,7 +68,7 @@ def _changed(sweep: Sweep, point: Point, registry: Registry) -> list[str]:
     path, now = sweep.recipe_of(point), sweep.resolved[point.name]
     if not (sweep.folder(point) / RECIPE).is_file() or not path.is_file() or path.read_text(encoding="utf-8") == now.as_toml():
         return []
-    found = changes(load(read(path), (), None, registry).outcome, now.outcome, registry)
+    found = changes(load(read_toml(path), (), None, registry).outcome, now.outcome, registry)
     return [str(change) for change in found if change.key_class != LAYOUT and change.key not in OURS]
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from forge_core.config.layers import find_recipe, read
+from forge_core.config.layers import find_recipe
+from forge_core.config.toml import read_toml
 from forge_core.config.tree import Table, origin_at
-from forge_core.config.validate import walk
+from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, did_you_mean
 from forge_core.registry import Registry
 from forge_train.recipe.checks import measured
@@ -73,7 +74,7 @@ def read_sweep(
         ConfigError: everything that is wrong with the file, and with the recipe of any point.
     """
     registry = registry or Registry()
-    tree = read(file)
+    tree = read_toml(file)
     outcome = walk(Grid, tree, registry)
     faults = list(outcome.faults)
     vary = tree.items.get("vary")

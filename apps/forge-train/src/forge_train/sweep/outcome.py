@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_train.trackers.jsonl import METRICS, read
 
 FILE = "outcome.json"

@@ -5,9 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from forge_core.config.write import value_text
-from forge_core.durable import replace_file
-from forge_core.terminal.quantities import duration
+from forge_core.config.toml import value_text
+from forge_core.durable_files import replace_file
+from forge_core.terminal import duration
 from forge_train.report.page import document
 from forge_train.report.tables import rows
 from forge_train.report.write import REPORT

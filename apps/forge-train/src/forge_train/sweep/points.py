@@ -9,7 +9,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Any
 
-from forge_core.config.write import value_text
+from forge_core.config.toml import value_text
 from forge_train.sweep.axes import Axis
 
 SEED = "job.seed"

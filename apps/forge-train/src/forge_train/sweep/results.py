@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from forge_core.config.layers import read
-from forge_core.config.write import value_text
-from forge_core.durable import replace_file
+from forge_core.config.toml import read_toml, value_text
+from forge_core.durable_files import replace_file
 from forge_core.registry import Registry
 from forge_train.plan.run_size import RunSize, run_size
 from forge_train.recipe.load import load
@@ -107,7 +106,7 @@ def write(sweep: Sweep, found: Results, registry: Registry | None = None) -> Non
     replace_file(sweep.directory / LINES, lines.encode())
     if found.best is not None:
         overrides = ["--job.dir=none", f"--job.name={sweep.file.stem}-best"]
-        recipe = load(read(sweep.recipe_of(found.best.point)), overrides, None, registry)
+        recipe = load(read_toml(sweep.recipe_of(found.best.point)), overrides, None, registry)
         head = f"# The best point of {sweep.file.name}: {found.best.point.name}\n"
         replace_file(sweep.directory / BEST, (head + recipe.as_toml()).encode())
 

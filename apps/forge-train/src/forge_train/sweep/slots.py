@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forge_core.errors import ForgeError
-from forge_core.machine.cores import usable_cores
+from forge_core.machine import usable_cores
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge_core.errors import ForgeError
-from forge_core.redact import redacted
+from forge_core.redaction import redacted
 from forge_train.trackers.guarded import library
 
 RUN_ID = "wandb-id"

@@ -24,9 +24,9 @@ from forge_ckpt.saving.saver import draft_of
 from forge_ckpt.saving.write import Draft, Order, lengths_of, write
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import CheckpointError
-from forge_core.machine.memory import available_memory
-from forge_core.protocols.ckpt import Piece, Store, World
-from forge_core.terminal.quantities import size
+from forge_core.machine import available_memory
+from forge_core.protocols.checkpoint import Piece, Store, World
+from forge_core.terminal import size
 
 _log = logging.getLogger(__name__)
 Busy = Literal["wait", "skip", "queue"]

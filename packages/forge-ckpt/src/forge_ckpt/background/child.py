@@ -19,7 +19,7 @@ from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.policy import Policy
-from forge_core.protocols.ckpt import Store
+from forge_core.protocols.checkpoint import Store
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -16,7 +16,7 @@ from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, lengths_of
 from forge_ckpt.store.policy import Policy
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Store, World
+from forge_core.protocols.checkpoint import Store, World
 
 _log = logging.getLogger(__name__)
 _ASKS, _HAS_ENDED = b"asks", b"has ended"

@@ -9,7 +9,7 @@ from forge_core.component import FREE, Component
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from forge_core.protocols.ckpt import Store
+    from forge_core.protocols.checkpoint import Store
 
 
 @dataclass(frozen=True, kw_only=True)

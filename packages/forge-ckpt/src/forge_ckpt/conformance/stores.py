@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import LinkingStore
+from forge_core.protocols.checkpoint import LinkingStore
 
 DATA = bytes(range(256)) * 41 + b"end"
 

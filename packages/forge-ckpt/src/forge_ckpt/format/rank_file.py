@@ -9,7 +9,7 @@ from contextlib import closing
 
 import xxhash
 
-from forge_core.protocols.ckpt import Store
+from forge_core.protocols.checkpoint import Store
 
 
 class RankFile:

@@ -11,7 +11,7 @@ from forge_ckpt.format.elements import CHUNK_BYTES, ITEMSIZE
 from forge_ckpt.format.rank_file import RankFile
 from forge_ckpt.transfer.turns import Turns, to_device, to_host
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece, Store
+from forge_core.protocols.checkpoint import Piece, Store
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE if hasattr(torch, name)}
 """Those of `ITEMSIZE` that this torch has."""

@@ -14,7 +14,7 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.locate import new_store
 from forge_ckpt.saving.saver import save
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 SECTION = "model/"
 """Which tensors of a checkpoint are weights."""

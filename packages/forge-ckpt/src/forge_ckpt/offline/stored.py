@@ -15,7 +15,7 @@ from forge_ckpt.saving.resume import fill
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_ckpt.transfer.turns import Turns
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 
 
 class StoredTensors:

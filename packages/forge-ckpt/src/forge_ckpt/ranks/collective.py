@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import World
+from forge_core.protocols.checkpoint import World
 
 
 def from_rank_0(world: World, compute: Callable[[], Any], describe: Callable[[Exception], str] | None = None) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece, World
+from forge_core.protocols.checkpoint import Piece, World
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from forge_core.errors import CheckpointError
-from forge_core.redact import redacted_text
+from forge_core.redaction import redacted_text
 
 ATTEMPTS = 3
 """In addition to what a file system repeats by itself: s3fs and the library below it do so several times."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from forge_core.errors import CheckpointError
-from forge_core.redact import redacted_text
+from forge_core.redaction import redacted_text
 
 EXTRA = "pip install 'forge-ckpt[remote]'"
 

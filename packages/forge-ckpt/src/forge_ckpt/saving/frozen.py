@@ -10,7 +10,7 @@ from forge_ckpt.format.elements import CHUNK_BYTES
 from forge_ckpt.format.names import committed, frozen_file
 from forge_ckpt.format.rank_file import RankFile, checksum
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import LinkingStore, Store
+from forge_core.protocols.checkpoint import LinkingStore, Store
 
 
 def stored(store: Store, file: RankFile | None, rank: int) -> str | None:

@@ -21,7 +21,7 @@ from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_ckpt.store.visible import hidden_file
 from forge_ckpt.transfer.turns import Turns
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece, Store, World
+from forge_core.protocols.checkpoint import Piece, Store, World
 
 _log = logging.getLogger(__name__)
 _SHOWN = 30

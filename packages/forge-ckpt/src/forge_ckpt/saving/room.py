@@ -8,8 +8,8 @@ from forge_ckpt.format.names import committed
 from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.saving.saver import draft_of
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Piece, Store, World
-from forge_core.terminal.quantities import size
+from forge_core.protocols.checkpoint import Piece, Store, World
+from forge_core.terminal import size
 
 
 def check_room(store: Store, pieces: Iterable[Piece], world: World, keep: int) -> str:

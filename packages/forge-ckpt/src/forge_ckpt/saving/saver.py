@@ -13,7 +13,7 @@ from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.write import Draft, Order, write
 from forge_ckpt.store.policy import Policy
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import LinkingStore, Piece, Store, World
+from forge_core.protocols.checkpoint import LinkingStore, Piece, Store, World
 
 
 def save(

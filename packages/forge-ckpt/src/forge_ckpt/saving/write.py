@@ -24,8 +24,8 @@ from forge_ckpt.store.policy import Policy
 from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Store, World
-from forge_core.terminal.quantities import size
+from forge_core.protocols.checkpoint import Store, World
+from forge_core.terminal import size
 
 _log = logging.getLogger(__name__)
 

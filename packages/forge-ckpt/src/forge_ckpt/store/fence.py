@@ -19,7 +19,7 @@ from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import OWNER, SAVING
 from forge_ckpt.ranks.collective import from_rank_0
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Store, World
+from forge_core.protocols.checkpoint import Store, World
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from forge_ckpt.format.names import LATEST, OWNER, SAVING, committed, is_safe
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Store
+from forge_core.protocols.checkpoint import Store
 
 _LONGEST = 300
 

@@ -14,7 +14,7 @@ from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.store.policy import Policy, Verdict, judge
 from forge_ckpt.store.verify import agreed_fault, manifest_bytes, open_manifest
 from forge_core.errors import CheckpointError
-from forge_core.protocols.ckpt import Store, World
+from forge_core.protocols.checkpoint import Store, World
 
 SECONDS = "seconds"
 """Key of a checkpoint's `meta`: seconds of training behind it, those before a resume included, as the job that saved it measured

@@ -13,8 +13,8 @@ from forge_ckpt.format.names import MANIFEST, committed
 from forge_ckpt.format.rank_file import checksum
 from forge_ckpt.ranks.collective import describe_error
 from forge_core.errors import CheckpointError
-from forge_core.machine.cores import usable_cores
-from forge_core.protocols.ckpt import Store, World
+from forge_core.machine import usable_cores
+from forge_core.protocols.checkpoint import Store, World
 
 _THREADS = 4
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from forge_core.protocols.ckpt import Store
+from forge_core.protocols.checkpoint import Store
 
 SECONDS = 60.0
 

@@ -1,22 +1,26 @@
-"""Reads a recipe's layers, lowest first, and merges them: `base` files, the recipe, the command line."""
+"""Lays the layers of a recipe over each other, lowest first: `base` files, the recipe, the command line.
 
-import codecs
-import os
-import re
+The schema guides the merge for one rule: when a layer changes the `name` of a component, keys that lower layers set for the other
+component do not apply to the new one. `[job] name` is not the name of a component; `[optimizer] name` is, and so is the default
+name of a slot that no layer sets. The command line is a layer of arguments `--section.key=value`.
+"""
+
+import datetime
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_core.config.merge import merge
-from forge_core.config.overrides import parse_overrides
-from forge_core.config.scan import key_lines, repeated_key
-from forge_core.config.tree import DEFAULT, TOO_DEEP, Leaf, Table, build, is_too_deep, plugin_files
+from forge_core.component import Slot
+from forge_core.config.fields import LEAF, Shape, shapes_in
+from forge_core.config.toml import read_toml, shown_path
+from forge_core.config.tree import DEEPEST, DEFAULT, TOO_DEEP, Array, Leaf, Node, Table, build, is_too_deep, join, plugin_files
 from forge_core.errors import ConfigError, Fault, PluginError
-from forge_core.lines import lines_of
 from forge_core.registry import Registry
 from forge_core.trust import trust_file
+
+Children = Callable[[str], Shape | None]
 
 PRESETS = "forge.presets"
 
@@ -41,7 +45,7 @@ def load_layers(
 
     Args:
         recipe: path of a TOML file that the user gave, or name of a preset: Python files that it names may run. Or a tree that
-            was read from elsewhere, such as a checkpoint or the recipe in a run's directory (`read`), which grants nothing.
+            was read from elsewhere, such as a checkpoint or the recipe in a run's directory (`read_toml`), which grants nothing.
         overrides: arguments `--section.key=value`; Python files that they name may run.
         schema: dataclass of the whole recipe; tells which tables hold components.
         registry: finds presets and components.
@@ -70,46 +74,11 @@ def _files(recipe: str, registry: Registry) -> dict[Path, tuple[Table, str]]:
     while following is not None:
         if following in layers:
             chain = list(layers)
-            circle = " -> ".join(_shown(file) for file in [*chain[chain.index(following) :], following])
-            raise ConfigError([Fault("base", f"the bases form a cycle: {circle}", _shown(chain[-1]))])
-        layers[following] = read(following), owner
+            circle = " -> ".join(shown_path(file) for file in [*chain[chain.index(following) :], following])
+            raise ConfigError([Fault("base", f"the bases form a cycle: {circle}", shown_path(chain[-1]))])
+        layers[following] = read_toml(following), owner
         following, owner = _base(layers[following][0], following, registry, owner)
     return layers
-
-
-def read(path: Path) -> Table:
-    """One TOML file as a tree whose origins are its lines.
-
-    Raises:
-        ConfigError: it cannot be read or is not TOML.
-    """
-    shown = _shown(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError([Fault(shown, f"cannot be read: {error.strerror}")]) from error
-    try:
-        text = content.removeprefix(codecs.BOM_UTF8).decode()  # some editors write a byte order mark, which means nothing here
-    except UnicodeDecodeError as error:
-        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ConfigError([Fault(shown, "is UTF-16 text", hint="save it as UTF-8")]) from error
-        raise ConfigError([Fault(shown, f"is not UTF-8 text (byte {error.start})", hint="save it as UTF-8")]) from error
-    try:
-        parsed = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([_syntax(shown, text, error)]) from error
-    except RecursionError:
-        raise ConfigError([Fault(shown, TOO_DEEP)]) from None
-    if is_too_deep(parsed):
-        raise ConfigError([Fault(shown, TOO_DEEP)])
-    lines = key_lines(text)
-
-    def origin(at: tuple[str | int, ...]) -> str:
-        return f"{shown}:{lines[at]}" if at in lines else shown
-
-    table = build(parsed, (), origin, path.parent)
-    assert isinstance(table, Table)
-    return table
 
 
 def find_recipe(recipe: str, registry: Registry, key: str, origin: str, folder: Path) -> Path:
@@ -171,31 +140,208 @@ def _directory(recipe: str, path: Path, key: str, origin: str) -> Fault:
     return Fault(key, f"{recipe} is a directory", origin, hint)
 
 
-def _syntax(shown: str, text: str, error: tomllib.TOMLDecodeError) -> Fault:
-    at = re.search(r"\(at line (\d+), column (\d+)\)|\(at end of document\)", str(error))
-    line = int(at[1]) if at and at[1] else max(len(lines_of(text)), 1)
-    if str(error).startswith(_TWICE):
-        return _twice(shown, "\n".join(text.replace("\r\n", "\n").split("\n")[:line]))
-    written = lines_of(text)[line - 1].strip() if line <= len(lines_of(text)) else ""
-    hint = "text needs quotes; booleans are true and false" if "Invalid value" in str(error) else ""
-    message = f"is not valid TOML: {str(error).split(' (at ')[0]}" + (f" in `{written}`" if written else "")
-    return Fault(shown, message, f"{shown}:{line}", hint)
+def merge(lower: Table, upper: Table, schema: type, registry: Registry, owner: str = "") -> tuple[Table, list[Fault]]:
+    """`upper` over `lower`: tables merge, arrays and values replace; plus faults of list indexes.
+
+    Args:
+        owner: the distribution whose preset `upper` is: names in it mean its own parts first, and get its name in front where
+            they would mean another part in a recipe of a user.
+    """
+    merger = _Merger(registry, owner)
+    merged = merger.node("", "", lower, upper, Shape("section", schema))
+    assert isinstance(merged, Table)
+    return merged, merger.faults
 
 
-_TWICE = ("Cannot declare", "Cannot overwrite", "Cannot mutate", "Cannot redefine")
-"""How tomllib's messages about a key or table that is given a second time begin."""
+def merge_node(key: str, lower: Table, upper: Table, shape: Shape, registry: Registry) -> Node:
+    """As `merge`, for the table of one field."""
+    return _Merger(registry).node(key, "", lower, upper, shape)
 
 
-def _twice(shown: str, text: str) -> Fault:
-    """The fault of a text whose last key or header stood before."""
-    path, line, first = repeated_key(text)
-    name = ".".join(map(str, path))
-    if text.split("\n")[line - 1].lstrip().startswith("["):
-        name = f"[{name}]"
-    return Fault(shown, f"{name} is given twice" + (f", first on line {first}" if first else ""), f"{shown}:{line}")
+class _Merger:
+    def __init__(self, registry: Registry, owner: str = "") -> None:
+        self.registry, self.owner = registry, owner
+        self.faults: list[Fault] = []
+
+    def node(self, key: str, part: str, lower: Node | None, upper: Node, shape: Shape | None) -> Node:
+        if isinstance(upper, Array) and self.owner and shape is not None and shape.inner is not None:
+            items = [self.node(join(key, str(index)), "", None, item, shape.inner) for index, item in enumerate(upper.items)]
+            return Array(items, upper.origin)
+        if not isinstance(upper, Table):
+            return upper
+        if self.owner and shape is not None and shape.slot is not None and shape.kind == "component":
+            upper = self.owned(upper, shape.slot, part)
+        if upper.edits and (
+            isinstance(lower, Array) or (lower is None and shape is not None and shape.kind in ("list", "tuple"))
+        ):
+            return self.items(key, lower if isinstance(lower, Array) else Array([], upper.origin), upper, shape)
+        if not isinstance(lower, Table):
+            lower = Table({}, upper.origin)
+        before = _name_in(lower, shape, part)
+        after = _name_in(upper, None, part) or before
+        named = shape is None or shape.kind == "component"
+        if named and before is not None and after != before and not self.same(shape, before, after):
+            lower = Table({}, upper.origin)
+        child = self.children(shape, after)
+        merged = dict(lower.items)
+        for name, value in upper.items.items():
+            merged[name] = self.node(join(key, name), name, merged.get(name), value, child(name))
+        return Table(merged, lower.origin if lower.items else upper.origin)
+
+    def owned(self, table: Table, slot: Slot, part: str) -> Table:
+        """The table of a component with the whole name of its part, where that is the owner's and the bare name means another."""
+        given = table.items.get("name")
+        bare = given.value if isinstance(given, Leaf) else part if given is None and slot.named_by_key else None
+        if not isinstance(bare, str) or ":" in bare:
+            return table
+        try:
+            entry = self.registry.find(slot.group, bare, self.owner)
+        except PluginError:  # reported, with its origin, when the merged tree is validated
+            return table
+        name = self.registry.spelled(entry)
+        if name == bare:
+            return table
+        return Table({**table.items, "name": Leaf(name, given.origin if given else table.origin)}, table.origin, table.edits)
+
+    def items(self, key: str, lower: Array, edits: Table, shape: Shape | None) -> Node:
+        """Applies `--key.INDEX...=value` to a list; the index behind the last item appends."""
+        merged = list(lower.items)
+        inner = (shape.inner or LEAF) if shape is not None else None
+        for part, value in sorted(edits.items.items(), key=lambda item: (len(item[0]), item[0])):
+            if not part.isdecimal() or int(part) > len(merged):
+                legal = f"0 to {len(merged)} (the last appends)" if merged else "0 (the list is empty)"
+                self.faults.append(Fault(join(key, part), "is not an item of the list", value.origin, f"indexes are {legal}"))
+                continue
+            index = int(part)
+            below = merged[index] if index < len(merged) else None
+            item = self.node(join(key, part), part, below, value, inner)
+            merged[index : index + 1] = [item]
+        return Array(merged, lower.origin if lower.items else edits.origin)
+
+    def children(self, shape: Shape | None, name: str | None) -> Children:
+        """The shape of each key of a table; None where the schema does not say."""
+        if shape is None:
+            return lambda _: None
+        if shape.kind == "leaf":
+            return lambda _: LEAF
+        if shape.kind == "dict":
+            return lambda _: shape.inner
+        cls = shape.type
+        if shape.kind == "component":
+            try:
+                cls = self.registry.load(shape.slot.group, name) if shape.slot and name else None
+            except PluginError:  # reported, with its origin, when the merged tree is validated
+                cls = None
+        if cls is None or shape.kind in ("list", "tuple"):
+            return lambda _: None
+        fields = shapes_in(cls)
+        return lambda part: fields[part][1] if part in fields else None
+
+    def same(self, shape: Shape | None, before: str, after: str | None) -> bool:
+        """Whether two spellings (`muon`, `forge-extra:muon`) mean one component."""
+        if shape is None or shape.slot is None or after is None:
+            return False
+        try:
+            return self.registry.find(shape.slot.group, before) == self.registry.find(shape.slot.group, after)
+        except PluginError:
+            return False
 
 
-def _shown(path: Path) -> str:
-    """The path as a user knows it: relative when it lies below the working directory."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+def _name_in(table: Table, shape: Shape | None, part: str) -> str | None:
+    found = table.items.get("name")
+    if isinstance(found, Leaf) and isinstance(found.value, str):
+        return found.value
+    if shape is None or shape.slot is None:
+        return None
+    return part if shape.slot.named_by_key else shape.slot.default
+
+
+ORIGIN = "command line"
+
+
+def parse_overrides(arguments: Sequence[str], folder: Path) -> tuple[Table, list[Fault]]:
+    """The layer and everything wrong with it; plugin files in it are relative to `folder`."""
+    root = Table({}, ORIGIN, edits=True)
+    faults: list[Fault] = []
+    given: set[str] = set()
+    skip = False
+    for position, argument in enumerate(arguments):
+        if skip:
+            skip = False
+            continue
+        if not argument.startswith("--"):
+            faults.append(_bare(argument))
+            continue
+        name, equals, text = argument.partition("=")
+        if not equals:
+            following = arguments[position + 1] if position + 1 < len(arguments) else "--"
+            skip = not following.startswith("-")
+            hint = f"write {name}={following}" if skip else f"write {name}=VALUE (a switch: {name}=true)"
+            faults.append(Fault(name[2:] or argument, "has no value", argument, hint))
+            continue
+        try:
+            path = _path(name[2:])
+        except ValueError:
+            faults.append(Fault(argument, "is not a key", argument, "overrides are written --section.key=value"))
+            continue
+        dotted = ".".join(path)
+        try:
+            value = _value(text)
+        except RecursionError:
+            value = None
+        if value is None or len(path) > DEEPEST or is_too_deep(value):
+            faults.append(Fault(dotted[:80], TOO_DEEP, name[:80]))
+            continue
+        if dotted in given:
+            faults.append(Fault(dotted, "is given twice", name, "keep one of them"))
+            continue
+        given.add(dotted)
+        try:
+            _insert(root, path, build(value, tuple(path), lambda _, name=name: name, folder), name)
+        except KeyError as clash:
+            faults.append(Fault(dotted, f"is set both as a value and as a table ({clash.args[0]})", name, "keep one of them"))
+    return root, faults
+
+
+def _bare(argument: str) -> Fault:
+    key, equals, _ = argument.partition("=")
+    hint = f"write --{argument.lstrip('-')}" if equals and "." in key else "overrides are written --section.key=value"
+    return Fault(argument, "is a bare argument", ORIGIN, hint)
+
+
+def _path(text: str) -> list[str]:
+    """The parts of a dotted TOML key."""
+    try:
+        parsed: Any = tomllib.loads(f"{text} = 0")
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(text) from error
+    path: list[str] = []
+    while isinstance(parsed, dict):
+        if len(parsed) != 1:
+            raise ValueError(text)
+        ((part, parsed),) = parsed.items()
+        path.append(part)
+    return path
+
+
+def _value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = parsed["value"]
+    commented = "#" in text and not isinstance(value, str | list | dict)
+    dates = isinstance(value, datetime.date | datetime.time)
+    return text if len(parsed) != 1 or commented or dates else value
+
+
+def _insert(table: Table, path: list[str], node: Node, origin: str) -> None:
+    for depth, part in enumerate(path[:-1]):
+        found = table.items.setdefault(part, Table({}, origin, edits=True))
+        if not isinstance(found, Table):
+            raise KeyError(join("--" + ".".join(path[:depth]), part) if depth else f"--{part}")
+        table = found
+    last = path[-1]
+    if last in table.items:
+        raise KeyError("--" + ".".join(path))
+    table.items[last] = Leaf(node.value, origin) if isinstance(node, Leaf) else node

@@ -113,7 +113,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Illustrated(Source, Protocol):
+class SourceWithItems(Source, Protocol):
     """What a `Source` offers too whose documents hold more than text: items, such as images, that stand at places of the stream.
 
     An item's tokens are placeholders; what the item is goes with the batch. Documents are never cut, so they need a packing

@@ -84,7 +84,7 @@ class PackedCore(AttentionCore, Protocol):
         ...
 
 
-class Placed(NamedTuple):
+class PositionedTokens(NamedTuple):
     """Tokens of one row that do not lie where they belong.
 
     Attributes:
@@ -97,10 +97,10 @@ class Placed(NamedTuple):
 
 
 @runtime_checkable
-class PlacedCore(AttentionCore, Protocol):
+class PositionedCore(AttentionCore, Protocol):
     """An attention core that can be told where its queries and keys belong: what gathering keys over ranks builds on."""
 
-    def prepare_placed(self, queries: Placed, keys: Placed, window: int | None) -> Any:
+    def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
         """As `prepare`, for calls with T queries and S keys in any order: k is (B, kv_heads, S, head_dim), v alike."""
         ...
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_core.config import layers
+from forge_core.config import toml
 from forge_core.errors import DataError
 from forge_core.registry import Registry
 from forge_data.commands import recipe_data
@@ -83,7 +83,7 @@ def _opened(path: str, report: Callable[[str], None]) -> Run:
         workspace = facts.run / "data" if facts.run else recipe.workspace
     else:
         inside = folder / "config.toml"
-        recipe = recipe_data.read(layers.read(inside) if folder.is_dir() else path)
+        recipe = recipe_data.read(toml.read_toml(inside) if folder.is_dir() else path)
         workspace = folder / "data" if folder.is_dir() else recipe.workspace
     from forge_data.loading.loader import TrainingStream, open_stream
 

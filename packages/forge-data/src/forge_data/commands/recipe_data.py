@@ -9,9 +9,9 @@ from annotated_types import Ge, Gt
 
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import Table, build
-from forge_core.config.validate import resolve
+from forge_core.config.validation import resolve
 from forge_core.errors import ConfigError
-from forge_core.redact import refuse_redacted
+from forge_core.redaction import refuse_redacted
 from forge_core.registry import Registry
 from forge_data.section import Data
 

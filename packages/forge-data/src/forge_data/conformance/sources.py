@@ -43,10 +43,10 @@ def check_items(component: Any) -> None:
     """Items lie at the places that are told, are not learned there, and are the same in parts and as a whole."""
     import numpy as np
 
-    from forge_core.protocols.data import Illustrated
+    from forge_core.protocols.data import SourceWithItems
 
     with _opened(component) as source:
-        if not isinstance(source, Illustrated):
+        if not isinstance(source, SourceWithItems):
             return
         total = source.tokens
         before = source.items_before(np.arange(total + 1))

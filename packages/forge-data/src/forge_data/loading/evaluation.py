@@ -8,7 +8,7 @@ import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Illustrated, Source, Tokenizer
+from forge_core.protocols.data import Source, SourceWithItems, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
@@ -57,7 +57,7 @@ class HeldOut:
         All of them are but the first of each document, whose text therefore does not count. None where the size of the text or
         the tokenizer is not known, and where the source says itself what is predicted.
         """
-        if self.text_bytes is None or self._tokenizer is None or isinstance(self.source, Illustrated):
+        if self.text_bytes is None or self._tokenizer is None or isinstance(self.source, SourceWithItems):
             return None
         ends = self.source.ends().astype(np.int64)
         starts = np.concatenate([np.zeros(1, dtype=np.int64), ends[ends < self.tokens]])

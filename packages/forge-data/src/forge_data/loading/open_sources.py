@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_core.machine.cores import usable_cores
+from forge_core.machine import usable_cores
 from forge_core.protocols.data import Source, SourceContext, StatefulIterable, StreamedSource, TextComponent, Tokenizer
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import labels_of, refuse_faults, source_faults, used

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Illustrated, Source, StreamedSource
+from forge_core.protocols.data import Source, SourceWithItems, StreamedSource
 from forge_data.loading.open_sources import OpenedSources
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.phases import Stage
@@ -20,13 +20,13 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
     `too_long` is that of the source. One with items has dealt with its long documents when it was prepared.
     """
     if spec.data.packing == "concatenate":
-        if isinstance(source, Illustrated):
+        if isinstance(source, SourceWithItems):
             raise DataError(
                 f"documents of source {label!r} ({source.name}) have {source.extras[0]}, and packing = 'concatenate' would cut "
                 "them; set data.packing = 'best_fit', or 'pad'"
             )
         return Concatenated(source, length)
-    too_long = None if isinstance(source, Illustrated) else too_long
+    too_long = None if isinstance(source, SourceWithItems) else too_long
     made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row, too_long)
     found = made.summary
     report(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import Illustrated
+from forge_core.protocols.data import SourceWithItems
 from forge_data.loading.open_sources import OpenedSources
 from forge_data.loading.spec import LoadSpec
 from forge_data.order.cursor import EQUAL, EXACT, ROUNDED_PERIOD
@@ -94,7 +94,7 @@ class SampleOrder:
         read = [any(stage.weights[index] > 0 for stage in begun) for index in range(len(self.labels))]
         mixture = self.timeline.segments[0].mixture
         too_long = [
-            None if isinstance(source, Illustrated) else how for source, how in zip(self.sources, self._too_long, strict=True)
+            None if isinstance(source, SourceWithItems) else how for source, how in zip(self.sources, self._too_long, strict=True)
         ]
         found: dict[str, Any] = {
             "seed": self.spec.seed,

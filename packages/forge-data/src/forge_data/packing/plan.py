@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forge_core.durable import publish, sync_path
+from forge_core.durable_files import publish, sync_path
 from forge_core.errors import DataError
-from forge_core.protocols.data import Illustrated, Source
+from forge_core.protocols.data import Source, SourceWithItems
 from forge_data.packing.best_fit import best_fit
 from forge_data.packing.concatenate import RowWindows
 from forge_data.packing.portions import place_of, refuse_falling
@@ -75,7 +75,7 @@ class Planned:
 
     def items(self, number: int) -> list[tuple[int, int]]:
         """Of a source with items: ranges [first, stop) of those in a row, in the order of their places."""
-        if not isinstance(self.source, Illustrated):
+        if not isinstance(self.source, SourceWithItems):
             return []
         pieces = slice(int(self._firsts[number]), int(self._firsts[number + 1]))
         starts = self._starts[pieces].astype(np.int64)
@@ -124,7 +124,7 @@ class Planned:
         stops = np.minimum(starts + lengths + (lengths == self.length), tokens)
         places = zip(rows.tolist(), columns.tolist(), starts.tolist(), stops.tolist(), strict=True)
         windows = np.zeros((count, self.length + 1), dtype=read(0, 1).dtype)
-        illustrated = self.source if isinstance(self.source, Illustrated) else None
+        illustrated = self.source if isinstance(self.source, SourceWithItems) else None
         learned = None if illustrated is None else np.zeros(windows.shape, dtype=bool)
         for row, column, start, stop in places:
             windows[row, column : column + stop - start] = read(start, stop)
@@ -156,7 +156,7 @@ def planned(
     Raises:
         DataError: the workspace cannot be written, a plan in it is damaged, a document fits no row, or none does.
     """
-    limit = "" if most_items is None or not isinstance(source, Illustrated) else f"/{most_items}"
+    limit = "" if most_items is None or not isinstance(source, SourceWithItems) else f"/{most_items}"
     limit += "" if too_long is None else f"/{too_long}"
     key = blake2b(f"{VERSION}/{source.fingerprint}/{length}/{mode}{limit}".encode(), digest_size=8).hexdigest()
     path = workspace / f"packed-{label}-{key}".replace("/", "-")
@@ -319,7 +319,7 @@ def _with_items(
     Raises:
         DataError: a document with items is longer than a row, or has more items than one may have.
     """
-    if not isinstance(source, Illustrated):
+    if not isinstance(source, SourceWithItems):
         return lengths
     items = source.items_before(begins + lengths) - source.items_before(begins)
     if goes_on.any():

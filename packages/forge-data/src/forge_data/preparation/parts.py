@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from forge_core.durable import publish, sync, write_file
+from forge_core.durable_files import publish, sync, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_json, from_json, read

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_core.machine.cores import usable_cores
+from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
 from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from forge_core.terminal.quantities import duration
+from forge_core.terminal import duration
 
 
 class Progress:

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_core.redact import redacted_url
+from forge_core.redaction import redacted_url
 from forge_data.storage.file import File
 
 _BLOCK = 1 << 24

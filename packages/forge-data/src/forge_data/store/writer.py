@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from forge_core.durable import publish, sync, sync_path, write_file
+from forge_core.durable_files import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.storage.partial import Partial

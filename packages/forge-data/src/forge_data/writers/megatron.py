@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from forge_core.durable import publish, sync
+from forge_core.durable_files import publish, sync
 from forge_core.errors import DataError
 from forge_data.sources.tokens.megatron import DTYPES, HEAD, MAGIC
 from forge_data.storage.partial import Partial

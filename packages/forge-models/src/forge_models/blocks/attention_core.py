@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 from forge_models import accelerator
 from forge_models.blocks.fused_attention import (
     Boundaries,
@@ -71,7 +71,7 @@ class LocalAttention:
             return boundaries(documents, length, window, x.device, starts)
         return self.prepare(documents, length, window, x.device)
 
-    def prepare_placed(self, queries: Placed, keys: Placed, window: int | None) -> Any:
+    def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
         """What the kernel needs where queries and keys lie in any order: a boolean mask (B or 1, 1, T, S) or a `BlockMask`.
 
         Raises:

@@ -11,7 +11,7 @@ from torch.nn import attention
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 from forge_models import accelerator
 from forge_models.blocks.visible import visible
 
@@ -75,7 +75,7 @@ def block_mask(documents: Tensor | None, length: int, window: int | None, device
     return _compiled("create_block_mask")(sees, rows, None, length, length, device=device)
 
 
-def placed_block_mask(queries: Placed, keys: Placed, window: int | None) -> Any:
+def placed_block_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Any:
     """The same where queries and keys lie in any order."""
     places, documents = queries
     key_places, key_documents = keys

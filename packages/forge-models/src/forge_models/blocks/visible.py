@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 
 
 def visible(distance: Tensor, window: int | None) -> Tensor:
@@ -16,11 +16,11 @@ def visible(distance: Tensor, window: int | None) -> Tensor:
 
 def mask(documents: Tensor | None, length: int, window: int | None, device: Any) -> Tensor:
     """(B or 1, 1, T, T) bool of whole rows, True = visible."""
-    row = Placed(torch.arange(length, device=device), documents)
+    row = PositionedTokens(torch.arange(length, device=device), documents)
     return placed_mask(row, row, window)
 
 
-def placed_mask(queries: Placed, keys: Placed, window: int | None) -> Tensor:
+def placed_mask(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Tensor:
     """(B or 1, 1, T, S) bool where T queries and S keys lie in any order."""
     seen = visible(queries.places[:, None] - keys.places[None, :], window)
     if queries.documents is None or keys.documents is None:

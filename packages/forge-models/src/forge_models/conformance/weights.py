@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 from forge_models.components.decoder import Decoder
 from forge_models.conformance import trial
 
@@ -15,13 +15,13 @@ class InMemory:
     """`Weights` of a component's model, drawn at random, in fp32."""
 
     def __init__(self, component: Any) -> None:
-        self.model, self.facts = component, Facts(step=7)
+        self.model, self.facts = component, WeightsInfo(step=7)
         module: Any = trial.on_meta(component.build)
         specs = module.specs()
         filled = trial.filled(module, specs.tensors, specs.ties).float()
         self._tensors = {name: tensor.detach() for name, tensor in filled.named_parameters()}
-        self.tensors: Mapping[str, Stored] = {
-            name: Stored(tuple(tensor.shape), "float32") for name, tensor in self._tensors.items()
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(tuple(tensor.shape), "float32") for name, tensor in self._tensors.items()
         }
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

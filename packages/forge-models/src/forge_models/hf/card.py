@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import Decoder
 
 

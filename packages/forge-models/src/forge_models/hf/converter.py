@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import BrokenPlugin
-from forge_core.machine.memory import available_memory
-from forge_core.protocols.convert import NO_EXTRAS, HfModel, Weights
+from forge_core.machine import available_memory
+from forge_core.protocols.weights import NO_EXTRAS, HfModel, Weights
 from forge_core.registry import Registry
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES

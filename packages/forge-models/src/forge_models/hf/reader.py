@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.protocols.convert import Facts, Stored
+from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.families import FAMILIES
@@ -107,7 +107,7 @@ class Placed:
         if len(self.names) < len(self._files):
             raise Unsupported(f"{folder} holds tensors twice, under an older and a newer name; keep one of them")
         self._places: Mapping[str, Place] = {}
-        self.tensors: Mapping[str, Stored] = {}
+        self.tensors: Mapping[str, StoredTensor] = {}
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
         """Whole tensors by global name; those that are not stacked or turned over are mapped from the file."""
@@ -152,7 +152,7 @@ class Placed:
             more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
             raise Unsupported("\n  ".join([f"the tensors in {self.folder} do not fit:", *faults[:20], *more]))
         self._places = wanted
-        self.tensors = {name: Stored(place.shape, self._stored(place.names[0]).dtype) for name, place in wanted.items()}
+        self.tensors = {name: StoredTensor(place.shape, self._stored(place.names[0]).dtype) for name, place in wanted.items()}
 
     def check_tie(self, head: str, embedding: str) -> None:
         """Compares a head that is stored although it is tied.
@@ -174,10 +174,10 @@ class Placed:
         stored = self.names[theirs]
         return self._open[self._files[stored]].get_slice(stored)
 
-    def _stored(self, theirs: str) -> Stored:
+    def _stored(self, theirs: str) -> StoredTensor:
         entry = self._slice(theirs)
         dtype = str(entry.get_dtype())
-        return Stored(tuple(entry.get_shape()), DTYPES.get(dtype, dtype))
+        return StoredTensor(tuple(entry.get_shape()), DTYPES.get(dtype, dtype))
 
     def _check_files(self) -> None:
         """Every file holds exactly what the index says."""
@@ -235,7 +235,7 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 def facts_in(
     folder: Path, values: Mapping[str, Any], family: str, ignore: Sequence[str] = (), notes: Iterable[str] = ()
-) -> Facts:
+) -> WeightsInfo:
     """What a folder says apart from its weights; `values` are the keys of `config.json` that name tokens.
 
     Raises:
@@ -243,7 +243,7 @@ def facts_in(
     """
     for key in TOKENS:
         ids_of(values, key, str(folder / CONFIG))
-    return Facts(
+    return WeightsInfo(
         # null is kept: the model does not have that token. A key that is absent has the default of the family.
         special_tokens={key: values[key] for key in TOKENS if key in values},
         ends=_ends(folder),

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.protocols.convert import NO_EXTRAS
+from forge_core.protocols.weights import NO_EXTRAS
 
 if TYPE_CHECKING:
-    from forge_core.protocols.convert import Weights
+    from forge_core.protocols.weights import Weights
 
 
 def fixed_tokens(component: Any, length: int = 32, rows: int = 2) -> Tensor:

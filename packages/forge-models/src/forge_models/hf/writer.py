@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_core.durable import publish, sync_path
-from forge_core.protocols.convert import Weights
+from forge_core.durable_files import publish, sync_path
+from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import Decoder
 from forge_models.hf.card import card, usage_of
 from forge_models.hf.config import CONFIG, Unsupported

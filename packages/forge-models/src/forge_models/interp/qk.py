@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.batch import PADDING
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 from forge_models.blocks.attention_core import LocalAttention
 from forge_models.blocks.visible import placed_mask
 from forge_models.interp.capture import listening_to
@@ -73,8 +73,8 @@ class AttentionScores:
             scores = rule.soft_cap * (scores / rule.soft_cap).tanh()
         everywhere = torch.arange(k.shape[2], device=k.device)
         documents = self._documents
-        mine = Placed(at, None if documents is None else documents[:, at])
-        return scores.masked_fill(~placed_mask(mine, Placed(everywhere, documents), rule.window), float("-inf"))
+        mine = PositionedTokens(at, None if documents is None else documents[:, at])
+        return scores.masked_fill(~placed_mask(mine, PositionedTokens(everywhere, documents), rule.window), float("-inf"))
 
     def pattern(self, layer: int, heads: Sequence[int] | None = None, queries: Sequence[int] | range | None = None) -> Tensor:
         """(B, heads, queries, T): the softmax of `scores`; rows sum to 1."""

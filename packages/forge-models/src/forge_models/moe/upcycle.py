@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Stored, Weights
+from forge_core.protocols.weights import StoredTensor, Weights
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK
@@ -54,12 +54,16 @@ class Upcycled:
             module = self.model.build()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
         self._buffers = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in module.named_buffers()}
-        held = {name: Stored(tuple(zero.shape), str(zero.dtype).removeprefix("torch.")) for name, zero in self._buffers.items()}
-        self.tensors: Mapping[str, Stored] = {name: self._stored(name, shape) for name, shape in self._shapes.items()} | held
+        held = {
+            name: StoredTensor(tuple(zero.shape), str(zero.dtype).removeprefix("torch.")) for name, zero in self._buffers.items()
+        }
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: self._stored(name, shape) for name, shape in self._shapes.items()
+        } | held
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         kept = self._dense.tensors.get(name)
-        return Stored(shape, kept.dtype if kept else self._dense.tensors[f"{_layer(name)}.down_proj.weight"].dtype)
+        return StoredTensor(shape, kept.dtype if kept else self._dense.tensors[f"{_layer(name)}.down_proj.weight"].dtype)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole tensors by global name."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge_core.errors import PlanError
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Specs
 from forge_parallel.build.context import Context

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_core.protocols.model import Placed, PlacedCore
+from forge_core.protocols.model import PositionedCore, PositionedTokens
 from forge_parallel.context.cached import Alone, attend_alone, prepare_alone
 from forge_parallel.context.placed import gathered_documents, gathered_places, held_places
 from forge_parallel.context.row_order import SequenceOrder
@@ -27,7 +27,7 @@ class AllGatherAttention:
         ranks: the group that shares a row.
     """
 
-    inner: PlacedCore
+    inner: PositionedCore
     order: SequenceOrder
     ranks: Ranks
 
@@ -35,8 +35,8 @@ class AllGatherAttention:
         """What `inner` needs for the T = `length` queries of this rank against the keys of all ranks."""
         order, where = self.order, torch.device(device)
         whole = gathered_documents(documents, self.ranks)
-        queries = Placed(held_places(order, self.ranks.rank, length * order.ranks, where), documents)
-        keys = Placed(gathered_places(order, length * order.ranks, where), whole)
+        queries = PositionedTokens(held_places(order, self.ranks.rank, length * order.ranks, where), documents)
+        keys = PositionedTokens(gathered_places(order, length * order.ranks, where), whole)
         return self.inner.prepare_placed(queries, keys, window)
 
     def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:

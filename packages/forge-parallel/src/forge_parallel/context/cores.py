@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forge_core.batch import Batch, MTPTargets
 from forge_core.errors import ForgeError, PlanError
-from forge_core.protocols.model import AttentionCore, PlacedCore
+from forge_core.protocols.model import AttentionCore, PositionedCore
 from forge_parallel.accelerator import flex_fault
 from forge_parallel.context.all_gather import AllGatherAttention
 from forge_parallel.context.placed import held, held_places
@@ -92,8 +92,8 @@ def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
     return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
 
 
-def _placed(name: str, core: Any) -> PlacedCore:
-    if not isinstance(core, PlacedCore):
+def _placed(name: str, core: Any) -> PositionedCore:
+    if not isinstance(core, PositionedCore):
         raise PlanError(
             f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, does not take positions of keys "
             "belong (it has no prepare_placed); use 'ulysses' or 'ring'"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 from forge_parallel.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 
 CAUSAL_IS_A_MASK = False
@@ -17,7 +17,7 @@ CAUSAL_IS_A_MASK = False
 Mask = list[Tensor]
 
 
-def mask_between(queries: Placed, keys: Placed, window: int | None) -> Mask:
+def mask_between(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Mask:
     """One boolean tensor (B or 1, 1, T, S), True where a query sees a key."""
     distance = queries.places[:, None] - keys.places[None, :]
     visible = distance >= 0

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_core.protocols.model import Placed
+from forge_core.protocols.model import PositionedTokens
 from forge_parallel.torch_private import recording
 
 CAUSAL_IS_A_MASK = True
@@ -30,7 +30,7 @@ def _compiled(name: str) -> Callable[..., Any]:
     return torch.compile(getattr(flex_attention, name), dynamic=False)
 
 
-def mask_between(queries: Placed, keys: Placed, window: int | None) -> Mask:
+def mask_between(queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> Mask:
     """The tensors of a block mask, then places of queries and keys and, if there are any, their documents.
 
     The window is the first of them, as a scalar: 0 stands for none.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forge_core.protocols.model import AttentionCore, Placed
+from forge_core.protocols.model import AttentionCore, PositionedTokens
 from forge_parallel.context import flash_cpu, flex_blocks
 from forge_parallel.context.cached import Alone, attend_alone, prepare_alone
 from forge_parallel.context.placed import gathered_documents, held_places
@@ -80,7 +80,10 @@ class RingAttention:
         whole = gathered_documents(documents, self.ranks)
         if window is not None and window >= ranks * length:
             window = None
-        held = [Placed(held_places(self.order, one, ranks * length, where), _share(whole, one, length)) for one in range(ranks)]
+        held = [
+            PositionedTokens(held_places(self.order, one, ranks * length, where), _share(whole, one, length))
+            for one in range(ranks)
+        ]
         tensors: list[Tensor] = []
         counts = []
         for step in steps(rank, ranks, length):
@@ -118,8 +121,8 @@ def _share(documents: Tensor | None, rank: int, length: int) -> Tensor | None:
     return None if documents is None else documents[:, rank * length : (rank + 1) * length]
 
 
-def _cut(held: Placed, span: slice) -> Placed:
-    return Placed(held.places[span], None if held.documents is None else held.documents[:, span])
+def _cut(held: PositionedTokens, span: slice) -> PositionedTokens:
+    return PositionedTokens(held.places[span], None if held.documents is None else held.documents[:, span])
 
 
 def _split(masks: list[Tensor], counts: list[int]) -> list[list[Tensor] | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.protocols.model import AttentionCore, Placed, Transform
+from forge_core.protocols.model import AttentionCore, PositionedTokens, Transform
 from forge_core.protocols.topology import Context
 from forge_parallel.build.plan import Phase
 from forge_parallel.torch_private import attention_cudnn, attention_math
@@ -48,7 +48,7 @@ class Fused:
         """Whether something besides the future is hidden."""
         return Causal(documents is None and (window is None or window >= length))
 
-    def prepare_placed(self, queries: Placed, keys: Placed, window: int | None) -> "Causal":
+    def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> "Causal":
         """A list of blocks on a GPU, of less than a byte per 128 x 128 scores."""
         return Causal(False)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel import accelerator
 
 _NEARLY = 0.02

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from forge_core.protocols.ckpt import Piece
+from forge_core.protocols.checkpoint import Piece
 from forge_parallel.placement.topology import Topology
 
 _NAME_BYTES = 1024

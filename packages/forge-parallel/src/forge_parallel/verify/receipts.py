@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_core.errors import BrokenPlugin, ForgeError
 from forge_core.features import Use
 from forge_core.registry import Registry

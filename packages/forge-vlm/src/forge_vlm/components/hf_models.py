@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from forge_core.component import Component
 
 if TYPE_CHECKING:
-    from forge_core.protocols.convert import HfModel
+    from forge_core.protocols.weights import HfModel
 
 
 @dataclass(frozen=True, kw_only=True)

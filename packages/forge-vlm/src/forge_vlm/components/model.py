@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from forge_core.protocols.convert import Weights
+    from forge_core.protocols.weights import Weights
     from forge_vlm.flops import VisionCounts
     from forge_vlm.model import VisionLanguageModel
 

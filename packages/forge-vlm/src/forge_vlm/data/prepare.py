@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from forge_core.durable import publish, sync, sync_path, write_file
+from forge_core.durable_files import publish, sync, sync_path, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Tokenizer
 from forge_data.sources.records.parts import Skips, in_split, name_skipped, skipped_file

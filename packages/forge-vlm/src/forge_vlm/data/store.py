@@ -72,7 +72,7 @@ class Facts:
 
 
 class IllustratedStore:
-    """A prepared store as a `Source` whose documents have images; see `forge_core.protocols.data.Illustrated`."""
+    """A prepared store as a `Source` whose documents have images; see `forge_core.protocols.data.SourceWithItems`."""
 
     extras: tuple[str, str] = EXTRAS
     borders_checked = True
@@ -151,11 +151,11 @@ class IllustratedStore:
         return found
 
     def learned(self, start: int, stop: int) -> np.ndarray:
-        """See `Illustrated`."""
+        """See `SourceWithItems`."""
         return self._learned[start:stop].astype(bool)
 
     def items_before(self, tokens: np.ndarray) -> np.ndarray:
-        """See `Illustrated`."""
+        """See `SourceWithItems`."""
         return np.searchsorted(self._places, tokens.astype(np.uint64), side="left").astype(np.int64)
 
     def load(self, first: int, stop: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
-from forge_core.protocols.convert import NO_EXTRAS, Weights
+from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_models.hf.card import usage_of
 from forge_models.hf.config import CONFIG, Keys, Unsupported, read_config
 from forge_models.hf.converter import opened
@@ -59,7 +59,7 @@ LLAMA: Mapping[str, Any] = {
 
 
 class Llava:
-    """See `forge_core.protocols.convert.HfModel`."""
+    """See `forge_core.protocols.weights.HfModel`."""
 
     def misfits(self, weights: Weights) -> list[str]:
         """See `HfModel`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_core.component import Component
-from forge_core.protocols.convert import NO_EXTRAS, Stored, Weights
+from forge_core.protocols.weights import NO_EXTRAS, StoredTensor, Weights
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.hf.base import read_base, read_heads, write_base
@@ -106,7 +106,7 @@ class Text(Family):
 
 
 class Mllama:
-    """See `forge_core.protocols.convert.HfModel`."""
+    """See `forge_core.protocols.weights.HfModel`."""
 
     def misfits(self, weights: Weights) -> list[str]:
         """See `HfModel`."""
@@ -187,7 +187,7 @@ class MllamaFolder:
         self.model: Component = VLM(**fields, fusion=CrossAttention(every=family.every), image_token=token)
         places = _places(self.model)
         self._parts = (Placed(folder), Placed(folder / VISION))
-        self.tensors: Mapping[str, Stored] = {}
+        self.tensors: Mapping[str, StoredTensor] = {}
         for part, vision in zip(self._parts, (False, True), strict=True):
             mine = {name: place for name, place in places.items() if _of_vision(name) == vision}
             known = {place.names[0] for place in mine.values()}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_models.components.decoder import Decoder
 from forge_models.hf.config import Unsupported
 from forge_models.hf.family import Family

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge_core.component import Component
-from forge_core.protocols.convert import Facts, Stored, Weights
+from forge_core.protocols.weights import StoredTensor, Weights, WeightsInfo
 
 TABLES = ("embed.weight", "head.weight")
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -44,7 +44,7 @@ class FromText:
         self._text, self.model = text, model
         self._sources: dict[str, str] = {}
         self._grown: dict[str, Tensor] = {}
-        self.tensors: Mapping[str, Stored] = {}
+        self.tensors: Mapping[str, StoredTensor] = {}
         copied = grown = 0
         for name, shape in shapes.items():
             source = next((each for each in (name, *counterparts(name, names)) if each in text.tensors), None)
@@ -55,7 +55,7 @@ class FromText:
             experts = _is_expert(name) and not _is_expert(source)
             self._sources[name] = source
             stored = (shape[0], *held.shape) if experts else shape if grows else held.shape
-            self.tensors = {**self.tensors, name: Stored(stored, held.dtype)}
+            self.tensors = {**self.tensors, name: StoredTensor(stored, held.dtype)}
             copied, grown = copied + (source != name), grown + grows
         # Nothing is hidden: what has no place is refused or named by whoever takes these weights.
         known = {*self._sources, *self._sources.values()}
@@ -68,7 +68,7 @@ class FromText:
         if grown:
             notes.append(f"{grown} tables have more ids than the text model; those begin as the mean of its rows")
         self._scale = 1 / total
-        self.facts: Facts = replace(text.facts, notes=(*text.facts.notes, *notes), family="")
+        self.facts: WeightsInfo = replace(text.facts, notes=(*text.facts.notes, *notes), family="")
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole tensors by name."""

@@ -30,7 +30,7 @@ def lens(
     lens) and with it. Runs on one process.
     """
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_models.interp.recipes.tuned_lens import tuned_lens
     from forge_train.commands.single_process import require_single_process
     from forge_train.inference.open import load_model, open_weights
@@ -74,7 +74,7 @@ def sae(
     (L0), and how many directions no token has. `SAE.load(FILE).reconstruct` goes into `edit` with `replace`. Runs on one process.
     """
     from forge_core.errors import ForgeError
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_models.interp.recipes.sae import train_sae
     from forge_models.interp.store.read import ActivationStore
     from forge_train.commands.single_process import require_single_process

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_models.interp.neuro.recording import Recording
 
 neuro = typer.Typer(
@@ -191,7 +191,7 @@ def _opened(
     """The recording, checked, and the features of its rows."""
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_models.interp.neuro.recording import read_recording
     from forge_train.commands.single_process import require_single_process
     from forge_train.inspection.recordings import features_of
@@ -230,7 +230,7 @@ def _write(
 
     import numpy as np
 
-    from forge_core.durable import replace_file
+    from forge_core.durable_files import replace_file
     from forge_core.errors import ForgeError
     from forge_train.inspection.heat_map import write_heat_map
 

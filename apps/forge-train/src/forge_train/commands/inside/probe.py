@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_parallel.launch.environment import Launch
 
 
@@ -55,7 +55,7 @@ def probe(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_parallel.launch.environment import read_launcher
     from forge_train.commands.single_process import require_single_process
     from forge_train.commands.weights.on_ranks import on_ranks

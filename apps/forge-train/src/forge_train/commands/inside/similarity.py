@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_models.interp.store.read import ActivationStore
 
 
@@ -47,7 +47,7 @@ def similarity(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_models.interp.similarity.linear import MEASURES
     from forge_train.commands.single_process import require_single_process
     from forge_train.inspection.heat_map import check_picture, write_heat_map

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
 
 
 def fit(
@@ -39,7 +39,7 @@ def fit(
     forge-train fit sweeps/ladder --budget 1e18 --budget 1e20
     """
     from forge_core.errors import ForgeError
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.scaling.runs import gather
     from forge_train.scaling.study import study
     from forge_train.sweep.folders import FILE
@@ -64,7 +64,7 @@ def fit(
 def _write(found: dict[str, Any], target: Path) -> list[Path]:
     import json
 
-    from forge_core.durable import replace_file
+    from forge_core.durable_files import replace_file
     from forge_core.errors import ForgeError
     from forge_train.report.page import document
     from forge_train.scaling.page import LAW, PAGE, parts

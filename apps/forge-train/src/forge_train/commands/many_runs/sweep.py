@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.sweep.grid import Sweep
     from forge_train.sweep.results import Results
 
@@ -45,7 +45,7 @@ def sweep(
     Every point is checked before the first one starts. Each is an ordinary run in sweeps/<name>/points; index.html compares them,
     and best.toml is the recipe of the best. `forge-train fit sweeps/<name>` fits a scaling law to them.
     """
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_train.commands.single_process import require_single_process
     from forge_train.sweep.grid import read_sweep
 

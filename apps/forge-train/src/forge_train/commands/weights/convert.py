@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge_core.protocols.convert import Converter, Weights
+    from forge_core.protocols.weights import Converter, Weights
     from forge_core.registry import Registry
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

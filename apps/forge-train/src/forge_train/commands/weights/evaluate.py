@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 
 
 def evaluate(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from forge_core.protocols.convert import Weights
     from forge_core.protocols.data import Tokenizer
+    from forge_core.protocols.weights import Weights
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
     from forge_train.inference.continuation import Continuation

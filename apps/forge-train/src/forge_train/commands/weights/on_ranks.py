@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from forge_core.errors import ForgeError
-from forge_core.terminal.console import Console
+from forge_core.terminal import Console
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
 from forge_parallel.launch.watch import PeerFailure

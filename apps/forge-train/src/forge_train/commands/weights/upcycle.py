@@ -20,7 +20,7 @@ def upcycle(
     """
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
-    from forge_core.terminal.console import Console
+    from forge_core.terminal import Console
     from forge_core.trust import trust_name
     from forge_models.moe.upcycle import Upcycled
     from forge_train.commands.single_process import require_single_process

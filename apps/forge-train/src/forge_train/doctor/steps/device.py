@@ -5,7 +5,7 @@ from time import perf_counter
 
 import torch
 
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel import accelerator
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device

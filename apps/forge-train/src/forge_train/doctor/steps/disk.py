@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-from forge_core.durable import write_file
+from forge_core.durable_files import write_file
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.steps.build import sees_gpu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from forge_core.machine.cores import allowed_cores
+from forge_core.machine import allowed_cores
 from forge_train.doctor.step import Check, Settings, Skip
 
 _ASKED = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total", "power.limit", "power.default_limit")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from forge_core.machine.cores import usable_cores
-from forge_core.machine.processor import slow_bf16
-from forge_core.terminal.quantities import size
+from forge_core.machine import slow_bf16, usable_cores
+from forge_core.terminal import size
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.steps.build import sees_gpu
 

@@ -12,7 +12,7 @@ import torch
 
 from forge_core.protocols.run import Hook, StepResult
 from forge_core.registry import Registry
-from forge_core.terminal.quantities import size
+from forge_core.terminal import size
 from forge_parallel.accelerator import name, take_peaks, use, warns_of_waits
 from forge_parallel.launch.environment import Launch
 from forge_train.doctor.peaks import peak

@@ -10,7 +10,7 @@ import torch
 
 from forge_core.component import fields_of
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_parallel.build.initial_weights import fill
 from forge_parallel.build.parallel_model import ParallelModel
@@ -59,7 +59,7 @@ def initial_weights(job: Job, registry: Registry, report: Callable[[str], None])
 
 def weighted_parts(model: Any) -> dict[str, Any]:
     """Parts of a model that come with weights, by the name of their field, which is that of their module: components that answer
-    `weights()` with a `forge_core.protocols.convert.Weights`."""
+    `weights()` with a `forge_core.protocols.weights.Weights`."""
     fields = fields_of(type(model)) if dataclasses.is_dataclass(model) else ()
     return {info.name: part for info in fields if hasattr(part := getattr(model, info.name), "weights")}
 

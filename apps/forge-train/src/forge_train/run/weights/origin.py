@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError, ForgeError
-from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
+from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_models.hf.reader import GENERATION
 from forge_train.inference.forge_weights import OF_THE_START, ForgeWeights

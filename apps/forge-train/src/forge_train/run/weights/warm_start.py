@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from forge_core.errors import ForgeError
-from forge_core.protocols.convert import Weights
+from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import initialize

@@ -10,8 +10,8 @@ import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.machine.cores import usable_cores
-from forge_core.protocols.data import Illustrated
+from forge_core.machine import usable_cores
+from forge_core.protocols.data import SourceWithItems
 from forge_data.packing.concatenate import Packing
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Items:
         """
         self._packings: list[Packing] = list(packings)
         sources: list[Any] = [packing.source for packing in packings]
-        self._sources = [source if isinstance(source, Illustrated) else None for source in sources]
+        self._sources = [source if isinstance(source, SourceWithItems) else None for source in sources]
         with_items: list[Any] = [source for source in self._sources if source is not None]
         kinds = {(source.extras, tuple(source.item_shape)): source.name for source in with_items}
         if len(kinds) > 1:
@@ -89,7 +89,7 @@ class Loading:
 
 def names_of(sources: Iterable[Any]) -> frozenset[str]:
     """Names of the extras that batches of these sources have."""
-    with_items = (source for source in sources if isinstance(source, Illustrated))
+    with_items = (source for source in sources if isinstance(source, SourceWithItems))
     return frozenset(name for each in with_items if each.items_before(np.array([each.tokens])).any() for name in each.extras)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_core.protocols.data import Illustrated
+from forge_core.protocols.data import SourceWithItems
 from forge_data.loading.items.load import stacked
 
 
@@ -33,7 +33,7 @@ class Question:
 
 def questions(source: Any, count: int) -> Iterator[Question]:
     """About `count` of them, from documents at equal distances; a document without prompt or answer is left out."""
-    if not isinstance(source, Illustrated):
+    if not isinstance(source, SourceWithItems):
         return
     ends = source.ends().astype(np.int64)
     begins = np.concatenate([[0], ends[:-1]])
@@ -50,7 +50,7 @@ def questions(source: Any, count: int) -> Iterator[Question]:
         yield Question(ids[:first], ids[first:last], (int(bounds[0]), int(bounds[1])))
 
 
-def inputs_of(source: Illustrated, asked: Sequence[Question]) -> dict[str, Any]:
+def inputs_of(source: SourceWithItems, asked: Sequence[Question]) -> dict[str, Any]:
     """What a model takes besides the prompts: items stacked (n, ...) float32, and the numbers of each row's (B, M) int64; empty
     where there is none.
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_core.durable import replace_file
+from forge_core.durable_files import replace_file
 from forge_models.interp.listing import InterpError
 
 MANIFEST = "manifest.json"

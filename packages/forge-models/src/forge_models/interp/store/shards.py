@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forge_core.durable import publish, sync_path
+from forge_core.durable_files import publish, sync_path
 from forge_models.interp.listing import InterpError
 
 INDEX = ("input", "position", "token")

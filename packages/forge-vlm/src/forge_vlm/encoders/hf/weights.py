@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from forge_core.protocols.convert import Facts, Stored
+from forge_core.protocols.weights import StoredTensor, WeightsInfo
 from forge_models.hf.config import Unsupported
 from forge_models.hf.reader import DTYPES, FLOATS, located
 from forge_vlm.encoders.hf.config import Tower
@@ -62,10 +62,10 @@ class TowerWeights:
             self._files[theirs] = opened[file]
         self._prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in files))
         self._places = dict(self._all_places())
-        self.tensors: Mapping[str, Stored] = {
-            name: Stored(place.shape, self._dtype(place.theirs)) for name, place in self._places.items()
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(place.shape, self._dtype(place.theirs)) for name, place in self._places.items()
         }
-        self.facts = Facts(origin=str(folder), family=tower.family.name, notes=tuple(self._checked()))
+        self.facts = WeightsInfo(origin=str(folder), family=tower.family.name, notes=tuple(self._checked()))
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole tensors, on the CPU."""

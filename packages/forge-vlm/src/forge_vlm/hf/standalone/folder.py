@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.component import Component
-from forge_core.protocols.convert import NO_EXTRAS, Weights
+from forge_core.protocols.weights import NO_EXTRAS, Weights
 from forge_models.hf.config import CONFIG, Unsupported, read_config
 from forge_models.hf.names import Place
 from forge_models.hf.reader import GENERATION, Placed, facts_in
@@ -47,7 +47,7 @@ logits = model(tokens, images, image_rows)
 
 
 class Standalone:
-    """See `forge_core.protocols.convert.HfModel`."""
+    """See `forge_core.protocols.weights.HfModel`."""
 
     def misfits(self, weights: Weights) -> list[str]:
         """See `HfModel`."""

@@ -1,23 +1,109 @@
-"""From the merged tree to typed values: walks the schema's dataclasses and reports every fault at once.
-
-Leaves are typed by pydantic, strictly and in JSON mode: its Python mode is lax or refuses dictionaries, and its lax
-mode turns "yes" into True and "3" into 3.
+"""From the merged tree to typed values: walks the dataclasses of the schema, runs the rules across sections (`forge.checks`) and
+reports every fault at once.
 """
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from forge_core.component import Component, FieldInfo
-from forge_core.config.checks import Parts
-from forge_core.config.leaf import bad_letter, read_leaf, written
-from forge_core.config.merge import merge_node
-from forge_core.config.shape import Shape, shapes_in
+from forge_core.config.fields import Shape, bad_letter, describe_shape, literals, read_leaf, shapes_in, written
+from forge_core.config.layers import merge_node
 from forge_core.config.tree import DEFAULT, UNSET, Array, Leaf, Node, Table, given_at, join, origin_at, plain
-from forge_core.config.words import describe_shape, literals
-from forge_core.errors import ConfigError, Fault, PluginError, did_you_mean
-from forge_core.registry import FileLoader, Registry
+from forge_core.errors import BrokenPlugin, ConfigError, Fault, MissingFile, PluginError, RecipeWarning, did_you_mean
+from forge_core.layout import Layout
+from forge_core.protocols.job import Job
+from forge_core.registry import Entry, FileLoader, Registry, canonical
+
+GROUP = "forge.checks"
+
+
+class _Missing(Exception):
+    """A check needs a section that is invalid and has already been reported."""
+
+
+class PartialRecipe:
+    """The valid fields of a recipe or section that has faults; a check that reads another field ends there."""
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        self._parts = parts
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether all of these fields are valid."""
+        return set(names) <= self._parts.keys()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._parts[name]
+        except KeyError:
+            raise _Missing(name) from None
+
+
+def run_checks(
+    job: Job | PartialRecipe,
+    layout: Layout | None,
+    registry: Registry,
+    tree: Table,
+    used: Iterable[tuple[str, str]] = (),
+    here: bool | None = False,
+) -> tuple[list[Fault], list[str]]:
+    """What the rules say about a recipe, so that all its faults are told in one round: those of a check up to where it asks for
+    something that is not right in itself.
+
+    A check that cannot run stops the recipe only when its distribution also offers something that the recipe uses:
+    an unrelated broken package must not stop a run that does not use it.
+
+    Args:
+        job: the typed recipe, or a `PartialRecipe`.
+        layout: of the world that it is meant for; None when its sizes do not fit.
+        registry: where the checks are found.
+        tree: the resolved tree; gives faults their origins.
+        used: (group, name) of the chosen components.
+        here: the run is to start on this machine, so files have to be there; None: it reads none of them, as a plan.
+
+    Returns:
+        (faults, warnings: what stops nothing, and checks that could not run).
+    """
+    asked = {canonical(registry.find(group, name).distribution) for group, name in used}
+    faults: list[Fault] = []
+    warnings: list[str] = []
+    for entry in registry.of(GROUP):
+        try:
+            for found in _run(entry, job, layout, registry):
+                if here is None and isinstance(found, MissingFile):
+                    continue
+                if isinstance(placed := _placed(found, tree), RecipeWarning) and not (here and isinstance(placed, MissingFile)):
+                    warnings.append(str(placed))
+                else:
+                    faults.append(placed)
+        except BrokenPlugin as error:
+            if canonical(entry.distribution) in asked:
+                faults.append(Fault(entry.qualified, str(error)))
+            else:
+                warnings.append(str(error))
+    return faults, warnings
+
+
+def _run(entry: Entry, job: Job | PartialRecipe, layout: Layout | None, registry: Registry) -> list[Fault]:
+    check, found = registry.load_entry(entry), []
+    try:
+        for fault in check(job, PartialRecipe({}) if layout is None else layout):
+            found.append(fault)  # noqa: PERF402 (those before the end of a check that cannot go on are kept)
+        return found
+    except _Missing:
+        return found
+    except Exception as cause:
+        if isinstance(job, PartialRecipe):  # it met a section of which a part is missing; it runs again when the recipe is whole
+            return found  # a plugin's rule may raise anything; the caller decides what it stops
+        whose = f"check {entry.name!r} of {entry.distribution} {entry.version} ({entry.target})"
+        raise BrokenPlugin(f"{whose} failed: {type(cause).__name__}: {cause}") from cause
+
+
+def _placed(fault: Fault, tree: Table) -> Fault:
+    key = re.sub(r"\[(\d+)\]", r".\1", fault.key)  # `hooks[0]` is `hooks.0`, as overrides write it
+    return replace(fault, key=key, origin=fault.origin or origin_at(tree, key))
 
 
 class Invalid:
@@ -31,7 +117,7 @@ RENAMED = "its name is now"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Resolution:
     """What a walk over a tree found.
 
     Attributes:
@@ -56,8 +142,8 @@ class Outcome:
         return tuple(self.chosen.values())
 
 
-def resolve(schema: type, tree: Table, registry: Registry) -> Outcome:
-    """The typed value of a merged tree, in an `Outcome` without faults.
+def resolve(schema: type, tree: Table, registry: Registry) -> Resolution:
+    """The typed value of a merged tree, in a `Resolution` without faults.
 
     Raises:
         ConfigError: all faults.
@@ -68,16 +154,16 @@ def resolve(schema: type, tree: Table, registry: Registry) -> Outcome:
     return outcome
 
 
-def walk(schema: type, tree: Table, registry: Registry) -> Outcome:
+def walk(schema: type, tree: Table, registry: Registry) -> Resolution:
     """As `resolve`, but returns the faults and what could be made in spite of them."""
     walker = _Walker(registry)
     value, resolved = walker.section("", tree, schema, component=False)
     faults = tuple(_with_its_table(fault, walker.fields) for fault in walker.faults)
     if faults:
-        from forge_core.redact import redacted_fault  # its patterns take milliseconds, which a recipe without faults saves
+        from forge_core.redaction import redacted_fault  # its patterns take milliseconds, which a recipe without faults saves
 
         faults = tuple(map(redacted_fault, faults))
-    return Outcome(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
+    return Resolution(INVALID if faults else value, walker.parts, resolved, walker.chosen, walker.fields, faults)
 
 
 def _with_its_table(fault: Fault, known: Iterable[str]) -> Fault:
@@ -135,7 +221,7 @@ class _Walker:
             if not key and value is not INVALID:
                 self.parts[name] = value  # with an unknown key in it, the rest is what it is
             elif not key and at in self.right:
-                self.parts[name] = Parts(self.right[at])
+                self.parts[name] = PartialRecipe(self.right[at])
         whole = Table(resolved, node.origin)
         if any(value is INVALID for value in values.values()):
             if not component:

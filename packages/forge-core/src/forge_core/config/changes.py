@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_core.component import KeyClass, class_of_keys
-from forge_core.config.shape import Shape, shape_of
+from forge_core.config.fields import Shape, shape_of
+from forge_core.config.toml import value_text
 from forge_core.config.tree import Array, Leaf, Node, Table, join, leaves, plain
-from forge_core.config.validate import Outcome
-from forge_core.config.write import value_text
+from forge_core.config.validation import Resolution
 from forge_core.errors import PluginError
-from forge_core.redact import HIDDEN, redacted
+from forge_core.redaction import HIDDEN, redacted
 from forge_core.registry import Registry
 
 ABSENT = Leaf(None, "")
@@ -35,32 +35,32 @@ class Change:
         return f"{self.key} was {_shown(self.was)}, is {_shown(self.now)}"
 
 
-def changes(before: Outcome, now: Outcome, registry: Registry) -> list[Change]:
+def changes(before: Resolution, now: Resolution, registry: Registry) -> list[Change]:
     """Every key whose value differs. Both recipes are resolved by this version: a key that one was written without has its
     default. Two values that are hidden as secrets count as equal."""
     return list(_Comparison(before, now, registry).node("", before.tree, now.tree))
 
 
-def class_of(key: str, before: Outcome, now: Outcome, registry: Registry) -> KeyClass:
+def class_of(key: str, before: Resolution, now: Resolution, registry: Registry) -> KeyClass:
     """The class of a key of one of the two recipes."""
     return _Comparison(before, now, registry).class_of(key)
 
 
-def vanished(written: Table, read: Outcome) -> dict[str, Any]:
+def vanished(written: Table, read: Resolution) -> dict[str, Any]:
     """Keys of a recipe that this version does not know, with their values; secrets are hidden."""
     known = {key for key, _, _ in leaves(read.tree)}
     return {key: redacted(value, key) for key, value, _ in leaves(written) if key not in known}
 
 
-def keys_of(outcome: Outcome) -> set[str]:
+def keys_of(outcome: Resolution) -> set[str]:
     """Every key that can be told apart from another one: fields, and the names of components."""
     return set(outcome.fields) | {join(key, "name") for key in outcome.chosen}
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    before: Outcome
-    now: Outcome
+    before: Resolution
+    now: Resolution
     registry: Registry
 
     def node(self, key: str, was: Node, now: Node) -> Iterator[Change]:

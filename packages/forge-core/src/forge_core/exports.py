@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` for a package whose public `names` live in the named submodules."""
 
     def get(name: str) -> Any:

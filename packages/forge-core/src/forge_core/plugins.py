@@ -11,20 +11,17 @@ from types import ModuleType
 from typing import Annotated, Any, NamedTuple
 
 from forge_core.component import Component, Slot, fields_of
-from forge_core.config.leaf import read_leaf, written
-from forge_core.config.shape import shape_of, shapes_in
+from forge_core.config.fields import describe_shape, read_leaf, shape_of, shapes_in, written
+from forge_core.config.toml import to_toml, value_text
 from forge_core.config.tree import DEFAULT, Leaf, Table, build, plain
-from forge_core.config.validate import default_of, walk
-from forge_core.config.words import describe_shape
-from forge_core.config.write import to_toml, value_text
+from forge_core.config.validation import default_of, walk
 from forge_core.errors import BrokenPlugin, UnknownComponent, did_you_mean
-from forge_core.groups import GROUPS
-from forge_core.registry import Entry, Registry, canonical
+from forge_core.registry import GROUPS, Entry, Registry, canonical
 from forge_core.trust import trust_name
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyDescription:
     """A key that a component takes.
 
     Attributes:
@@ -36,7 +33,7 @@ class Key:
     expected: str
     default: str | None
     doc: str
-    keys: tuple["Key", ...] = ()
+    keys: tuple["KeyDescription", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class PluginDescription:
 
     entry: Entry
     doc: str
-    keys: tuple[Key, ...]
+    keys: tuple[KeyDescription, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -57,7 +54,7 @@ class PluginDescription:
 
 
 @dataclass(frozen=True)
-class Report:
+class PluginReport:
     """The health of one plugin; no problems means sound."""
 
     entry: Entry
@@ -100,7 +97,7 @@ def describe_plugin(entry: Entry, registry: Registry) -> PluginDescription:
     return PluginDescription(entry, " ".join((inspect.getdoc(loaded) or "").split()), _keys(loaded, registry))
 
 
-def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type, ...] = ()) -> tuple[Key, ...]:
+def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type, ...] = ()) -> tuple[KeyDescription, ...]:
     """The keys of a component or section; defaults are those of `instance` where a field's default is one."""
     found = []
     for info, shape in shapes_in(cls).values():
@@ -111,22 +108,22 @@ def _keys(cls: type, registry: Registry, instance: Any = None, above: tuple[type
         elif instance is not None or not info.required:
             default = "none" if value is None else value_text(default_of(value, shape, registry))
         table = shape.inner or shape
-        below: tuple[Key, ...] = ()
+        below: tuple[KeyDescription, ...] = ()
         if table.kind == "section" and table.type not in above:  # a table may hold tables of the same kind
             below = _keys(table.type, registry, value if shape.kind == "section" else None, (*above, table.type))
             default = None if shape.kind == "section" and value is not None else default
-        found.append(Key(info.name, describe_shape(shape), default, info.doc, below))
+        found.append(KeyDescription(info.name, describe_shape(shape), default, info.doc, below))
     return tuple(found)
 
 
-def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> list[Report]:
+def diagnose(registry: Registry, name: str = "", *, conform: bool = False) -> list[PluginReport]:
     """Loads every plugin (or those of one name) and says what is wrong with each.
 
     Raises:
         UnknownComponent: no plugin has this name.
     """
     entries = find_everywhere(registry, name) if name else [entry for group in GROUPS for entry in registry.of(group)]
-    return [Report(entry, tuple(_problems(entry, registry, conform))) for entry in entries]
+    return [PluginReport(entry, tuple(_problems(entry, registry, conform))) for entry in entries]
 
 
 def _problems(entry: Entry, registry: Registry, conform: bool) -> list[str]:

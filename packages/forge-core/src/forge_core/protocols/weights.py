@@ -16,7 +16,7 @@ NO_EXTRAS: "Mapping[str, Tensor]" = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Shape and dtype (torch's name, such as `bfloat16`) of a tensor that was not read yet."""
 
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Facts:
+class WeightsInfo:
     """What travels with weights in addition to tensors.
 
     Attributes:
@@ -62,8 +62,8 @@ class Weights(Protocol):
     """
 
     model: Component
-    tensors: Mapping[str, Stored]
-    facts: Facts
+    tensors: Mapping[str, StoredTensor]
+    facts: WeightsInfo
 
     def read(self, names: Sequence[str]) -> "dict[str, Tensor]":
         """Whole tensors, on the CPU. Callers ask for portions that fit in memory."""

@@ -1,4 +1,4 @@
-"""How commands speak: tables for people, one JSON document for programs, errors without tracebacks."""
+"""Output of commands: tables for people, one JSON document for programs, errors without tracebacks, numbers with units."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def failure(error: ForgeError) -> dict[str, Any]:
 
 
 def _redacted(text: str) -> str:
-    from forge_core.redact import redacted_text  # its patterns take milliseconds, which a command that says nothing saves
+    from forge_core.redaction import redacted_text  # its patterns take milliseconds, which a command that says nothing saves
 
     return redacted_text(text)
 
@@ -83,3 +83,35 @@ def _rich(stream: TextIO) -> "RichConsole":
     from rich.console import Console as RichConsole
 
     return RichConsole(file=stream, markup=False, soft_wrap=not stream.isatty())
+
+
+def size(count: int) -> str:
+    """Bytes in binary units with two digits after the point: `14.96 GiB`, `950 B`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count:,} B" if unit == "B" else f"{value:,.2f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 40 s`, or `1 h 02 min` from an hour on."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def clock(seconds: float) -> str:
+    """`3:40`, or `1:02:03` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def count(value: float) -> str:
+    """A number in at most four digits and a suffix: `950`, `21.3k`, `1.4M`."""
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.1f}{suffix}"
+    return f"{value:.0f}"
