@@ -24,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 from save_load import state_of
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from forge_ckpt.background.background import Background
+from forge_ckpt.background.background import BackgroundSaves
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.write import Order
+from forge_ckpt.saving.write import SaveRequest
 from forge_ckpt.store.store import LocalStore
 from forge_core.protocols.checkpoint import Piece
 
@@ -44,7 +44,9 @@ def timed(begin: Callable[[], Callable[[], object]]) -> Times:
     return waited, time.perf_counter() - start
 
 
-def tasks(root: Path, state: dict[str, torch.Tensor], made: list[Background]) -> dict[str, Callable[[], Callable[[], object]]]:
+def tasks(
+    root: Path, state: dict[str, torch.Tensor], made: list[BackgroundSaves]
+) -> dict[str, Callable[[], Callable[[], object]]]:
     pieces = [Piece(name, tuple(t.shape), (0,) * t.dim(), t, True) for name, t in state.items()]
     store, step = LocalStore(root / "keeping"), iter(range(1, 1_000_000))
 
@@ -52,8 +54,8 @@ def tasks(root: Path, state: dict[str, torch.Tensor], made: list[Background]) ->
         save(store, pieces, {}, next(step), ALONE)
         return lambda: None
 
-    def behind(background: Background) -> Callable[[], object]:
-        background.save(pieces, Order(next(step), {}))
+    def behind(background: BackgroundSaves) -> Callable[[], object]:
+        background.save(pieces, SaveRequest(next(step), {}))
 
         def end() -> None:
             (outcome,) = background.settled(wait=True)
@@ -66,7 +68,7 @@ def tasks(root: Path, state: dict[str, torch.Tensor], made: list[Background]) ->
         return future.result  # type: ignore[union-attr]
 
     for by in ("process", "thread"):
-        made.append(Background(store, ALONE, ALONE, by=by))  # type: ignore[arg-type]
+        made.append(BackgroundSaves(store, ALONE, ALONE, by=by))  # type: ignore[arg-type]
         made[-1].reserve(pieces)
     process, thread = made
     return {
@@ -94,7 +96,7 @@ def rate(seconds: float) -> float:
     return done / (time.perf_counter() - start)
 
 
-def rates(root: Path, background: Background, pieces: list[Piece], seconds: float) -> tuple[float, float]:
+def rates(root: Path, background: BackgroundSaves, pieces: list[Piece], seconds: float) -> tuple[float, float]:
     """Of a loop alone, and of one during which a save is always being written."""
     tidy(root)
     alone = rate(seconds)
@@ -102,7 +104,7 @@ def rates(root: Path, background: Background, pieces: list[Piece], seconds: floa
     done, spent = 0.0, 0.0
     while spent < seconds:
         begun += 1
-        background.save(pieces, Order(10**6 + begun, {}, keep=1))
+        background.save(pieces, SaveRequest(10**6 + begun, {}, keep=1))
         start = time.perf_counter()
         while not background.settled():
             done += rate(0.02) * 0.02
@@ -125,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    made: list[Background] = []
+    made: list[BackgroundSaves] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         root, state = Path(directory), state_of(options.mib)
         dist.init_process_group("gloo", init_method=f"file://{root / 'meeting'}", rank=0, world_size=1)

@@ -26,20 +26,20 @@ from forge_ckpt.format.names import committed
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 
 # what is there before, the step that is saved, how many are kept
-SCENARIOS: dict[str, tuple[list[tuple[int, int]], tuple[int, int], int | Policy]] = {
+SCENARIOS: dict[str, tuple[list[tuple[int, int]], tuple[int, int], int | RetentionPolicy]] = {
     "first": ([], (100, 1), 1),
     "next": ([(100, 1)], (200, 2), 1),
     "again": ([(100, 1)], (100, 2), 1),
     "back": ([(100, 1), (300, 3)], (200, 2), 2),
     "frozen": ([(100, 1)], (200, 2), 1),
-    "rules": ([(128, 1), (200, 1), (250, 3)], (350, 2), Policy(last=1, every=200, log_spaced=0)),
+    "rules": ([(128, 1), (200, 1), (250, 3)], (350, 2), RetentionPolicy(last=1, every=200, log_spaced=0)),
 }
 
 
@@ -55,13 +55,13 @@ def write(
     path: Path,
     step: int,
     seed: int,
-    keep: int | Policy,
+    keep: int | RetentionPolicy,
     probe: Callable[[str, str], None] = lambda operation, path: None,
 ) -> None:
     save(LocalStore(path, probe=probe), pieces(seed, path), {"seed": seed}, step, SingleProcessWorld(), keep=keep)
 
 
-def killed_at(path: Path, point: int, step: int, seed: int, keep: int | Policy) -> int | None:
+def killed_at(path: Path, point: int, step: int, seed: int, keep: int | RetentionPolicy) -> int | None:
     """Saves in a child; None when it was killed before operation `point`, else how many operations it did."""
     reader, writer = os.pipe()
     child = os.fork()

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from forge_ckpt.transfer.device import Way
+from forge_ckpt.transfer.device import DeviceTransfer
 
 PACES = ["late", "early", "meanwhile"]
 WRONG = 0xEE
@@ -28,9 +28,9 @@ class Queue:
         self._waiting: list[Callable[[], object]] = []
         self._told = 0
 
-    def way(self, _: torch.device, size: int) -> Way:
+    def way(self, _: torch.device, size: int) -> DeviceTransfer:
         self.said.append(f"{size} bytes")
-        return Way(torch.full((size,), WRONG, dtype=torch.uint8), self._copy)
+        return DeviceTransfer(torch.full((size,), WRONG, dtype=torch.uint8), self._copy)
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         number = self._told

@@ -12,7 +12,7 @@ from forge_ckpt.components.section import Checkpoint
 from forge_ckpt.components.stores import Local
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.saver import save
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
@@ -129,9 +129,9 @@ def test_the_section_is_read_with_its_store() -> None:
 
 
 def test_the_section_gives_the_rules_of_retention() -> None:
-    assert resolved({}).policy() == Policy(last=3)
+    assert resolved({}).policy() == RetentionPolicy(last=3)
     keys = {"keep": 2, "keep_every": 1000, "keep_log_spaced": 10, "keep_hours": 6.0}
-    assert resolved(keys).policy() == Policy(last=2, every=1000, log_spaced=10, hours=6.0)
+    assert resolved(keys).policy() == RetentionPolicy(last=2, every=1000, log_spaced=10, hours=6.0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from forge_ckpt.saving import resume
 from forge_ckpt.saving.resume import load
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.store import LocalStore
-from forge_ckpt.transfer.turns import Turns
+from forge_ckpt.transfer.turns import DoubleBuffer
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 
@@ -30,7 +30,7 @@ def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     queue = Queue(request.param)
     for module in (tensor_files, resume):
         monkeypatch.setattr(module, "CHUNK_BYTES", 24)
-        monkeypatch.setattr(module, "Turns", partial(Turns, way=queue.way))
+        monkeypatch.setattr(module, "Turns", partial(DoubleBuffer, way=queue.way))
     yield queue
 
 
@@ -117,7 +117,7 @@ def test_a_part_is_read_by_chunks_however_wide_its_rows(
         )
         store.most = store.total = 0
         piece = Piece("t", (5, 3, 32), low, live, True)
-        with Turns(size) as turns:
+        with DoubleBuffer(size) as turns:
             box = (0, 0, 0), (5, 3, 32)
             tensor_files.copy_box(store, "step-00000001/rank-00000.bin", 0, box, piece.local, piece.offset, turns)
         assert torch.equal(live, full[tuple(slice(a, b) for a, b in zip(low, high, strict=True))])

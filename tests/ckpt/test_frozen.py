@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from ckpt.ranks import Meeting, ThreadRank, blank, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.background.background import Background
+from forge_ckpt.background.background import BackgroundSaves
 from forge_ckpt.commands.app import app
 from forge_ckpt.offline.stored import StoredTensors
 from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import Found, load, newest
+from forge_ckpt.saving.resume import VerifiedCheckpoint, load, newest
 from forge_ckpt.saving.room import check_room
 from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.write import Order
+from forge_ckpt.saving.write import SaveRequest
 from forge_ckpt.store.store import LocalStore
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_core.errors import CheckpointError
@@ -47,7 +47,7 @@ def state(seed: int = 0, tower: torch.Tensor = TOWER, frozen: bool = True) -> li
     return [*mine[:2], replace(whole({"model/tower": tower})[0], frozen=frozen), *mine[2:]]
 
 
-def loaded(store: LocalStore, found: Found | None = None) -> dict[str, torch.Tensor]:
+def loaded(store: LocalStore, found: VerifiedCheckpoint | None = None) -> dict[str, torch.Tensor]:
     found = found or newest(store, ALONE)
     assert found is not None
     live = blank({**sample(), "model/tower": TOWER})
@@ -220,10 +220,10 @@ def test_ranks_have_files_of_their_own_and_other_ranks_write_them_again(tmp_path
 @pytest.mark.parametrize("by", ["process", "thread"])
 def test_saves_in_the_background_share_too(tmp_path: Path, by: Any) -> None:
     store = LocalStore(tmp_path)
-    saves = Background(store, ALONE, ThreadRank(0, 1, Meeting(1)), by=by)
+    saves = BackgroundSaves(store, ALONE, ThreadRank(0, 1, Meeting(1)), by=by)
     try:
         for step in (1, 2):
-            assert saves.save(state(step), Order(step, {}))
+            assert saves.save(state(step), SaveRequest(step, {}))
             assert [outcome.error for outcome in saves.settled(wait=True)] == [None]
     finally:
         saves.close()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from forge_ckpt import Group, LocalStore, SingleProcessWorld, load, newest, pieces, save
+from forge_ckpt import LocalStore, ProcessGroupWorld, SingleProcessWorld, load, newest, pieces, save
 from forge_core.errors import CheckpointError
 from harness.pool import World
 
@@ -75,7 +75,7 @@ def _saved(kind: str, folder: Path) -> float:
     module = _laid_out(kind)
     optimizer = _optimizer(module)
     _trained(module, optimizer, 3)
-    world = Group() if dist.is_initialized() else SingleProcessWorld()
+    world = ProcessGroupWorld() if dist.is_initialized() else SingleProcessWorld()
     save(LocalStore(folder), pieces(module, optimizer, world=world), {"rate": 0.05}, step=3, world=world)
     return _trained(module, optimizer, 2)
 
@@ -86,7 +86,7 @@ def _resumed(kind: str, folder: Path) -> tuple[float, dict[str, Tensor]]:
         for parameter in module.parameters():
             parameter.mul_(3)
     optimizer = _optimizer(module)
-    world = Group() if dist.is_initialized() else SingleProcessWorld()
+    world = ProcessGroupWorld() if dist.is_initialized() else SingleProcessWorld()
     store = LocalStore(folder)
     found = newest(store, world)
     assert found is not None
@@ -116,7 +116,7 @@ def _waiting() -> str:
     module = Net()
     module.register_buffer("sum", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     try:
-        pieces(module, world=Group())
+        pieces(module, world=ProcessGroupWorld())
     except CheckpointError as refusal:
         return str(refusal)
     return ""

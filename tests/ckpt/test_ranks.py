@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.retention import retain
@@ -232,7 +232,7 @@ def test_an_unreadable_checkpoint_is_passed_over_but_not_renamed(tmp_path: Path)
 
 
 def over_gloo(root: str) -> tuple[list[bytes], bytes, bool, str]:
-    world = Group()
+    world = ProcessGroupWorld()
     state = sample()
     pieces = [shards(name, tensor, 0, world.size)[world.rank] for name, tensor in state.items() if tensor.dim()]
     payload = bytes([world.rank]) * (3 * world.rank)

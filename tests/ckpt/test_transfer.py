@@ -15,7 +15,7 @@ from ckpt.ranks import whole
 from forge_ckpt.format import tensor_files
 from forge_ckpt.format.tensor_files import file_of
 from forge_ckpt.transfer.device import queued, way_to
-from forge_ckpt.transfer.turns import Turns, to_device, to_host
+from forge_ckpt.transfer.turns import DoubleBuffer, to_device, to_host
 
 SIZE = 8
 
@@ -28,7 +28,7 @@ def chunks(*sizes: int) -> list[torch.Tensor]:
 def taken(sources: list[torch.Tensor], queue: Queue) -> list[bytes]:
     """What a host that is slower than the device gets."""
     found = []
-    for number, view in enumerate(to_host(iter(sources), Turns(SIZE, queue.way))):
+    for number, view in enumerate(to_host(iter(sources), DoubleBuffer(SIZE, queue.way))):
         if queue.pace == "meanwhile":
             queue.catch_up()
         queue.said.append(f"take {number}")
@@ -65,7 +65,7 @@ def filled(sources: list[torch.Tensor], queue: Queue) -> list[bytes]:
         memory[:] = sources[number].numpy().data
 
     targets = [torch.zeros_like(source) for source in sources]
-    with Turns(SIZE, queue.way) as turns:
+    with DoubleBuffer(SIZE, queue.way) as turns:
         for number, target in enumerate(targets):
             to_device(target, partial(read, number), turns)
         queue.said.append("end")
@@ -90,7 +90,7 @@ def test_the_host_reads_into_one_buffer_while_the_other_is_copied() -> None:
 
 def test_who_stops_early_leaves_no_copy_under_way() -> None:
     queue = Queue()
-    views = to_host(iter(chunks(8, 8, 8)), Turns(SIZE, queue.way))
+    views = to_host(iter(chunks(8, 8, 8)), DoubleBuffer(SIZE, queue.way))
     view = next(views)
     views.close()
     assert queue.said[1:] == ["queue 0", "queue 1", "wait 0", "wait 1"]
@@ -101,14 +101,14 @@ def test_who_stops_early_leaves_no_copy_under_way() -> None:
         raise OSError("cannot be read")
 
     queue = Queue()
-    with suppress(OSError), Turns(SIZE, queue.way) as turns:
+    with suppress(OSError), DoubleBuffer(SIZE, queue.way) as turns:
         to_device(chunks(8)[0], lambda memory: None, turns)
         to_device(chunks(8)[0], fails, turns)
     assert queue.said[1:] == ["queue 0", "wait 0"]
 
 
 def test_a_view_is_of_no_use_to_whom_keeps_it() -> None:
-    for turns in (Turns(SIZE), Turns(SIZE, Queue().way)):  # a store that is tried on a CPU learns of it there
+    for turns in (DoubleBuffer(SIZE), DoubleBuffer(SIZE, Queue().way)):  # a store that is tried on a CPU learns of it there
         kept = list(to_host(iter(chunks(8, 8)), turns))
         for view in kept:
             with pytest.raises(ValueError, match="released"):
@@ -126,7 +126,7 @@ def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(tensor.data_ptr(), 100), (tensor.data_ptr() + 100, 100), (tensor.data_ptr() + 200, 52)]
     seen: list[int] = []
     flat = tensor.view(-1).view(torch.uint8)
-    to_device(flat, lambda memory: seen.append(address(memory)), Turns(0))
+    to_device(flat, lambda memory: seen.append(address(memory)), DoubleBuffer(0))
     assert seen == [tensor.data_ptr()]
 
 
@@ -168,7 +168,7 @@ def test_a_source_that_was_made_for_its_copy_is_gone_before_the_next_is_made(whe
             yield source
             del source
 
-    turns = Turns(SIZE) if where == "cpu" else Turns(SIZE, Queue("early").way)
+    turns = DoubleBuffer(SIZE) if where == "cpu" else DoubleBuffer(SIZE, Queue("early").way)
     assert [bytes(view) for view in to_host(made(), turns)] == [bytes([number]) * SIZE for number in range(4)]
 
 

@@ -15,7 +15,7 @@ from forge_ckpt.remote.store import RemoteStore
 from forge_ckpt.saving.resume import load, newest
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 
 URL = "dying://bucket/run/checkpoints"
 ALONE = SingleProcessWorld()
@@ -28,7 +28,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Dying]]:
         yield made
 
 
-def write(step: int, seed: int, keep: int | Policy) -> None:
+def write(step: int, seed: int, keep: int | RetentionPolicy) -> None:
     save(RemoteStore(URL, pause=0.0), whole(sample(seed)), {"seed": seed}, step, ALONE, keep=keep)
 
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from ckpt.ranks import blank, equal, sample, whole
-from forge_ckpt import Background, Order
+from forge_ckpt import BackgroundSaves, SaveRequest
 from forge_ckpt.commands.app import app
 from forge_ckpt.components.stores import Remote
 from forge_ckpt.conformance import stores as conformance
@@ -61,8 +61,8 @@ def test_it_does_what_every_store_has_to_do(server: Server, check: Any) -> None:
 def test_save_and_load_through_a_saver_process(url: str) -> None:
     store = RemoteStore(url)
     state = sample(1)
-    background = Background(store, ALONE, ALONE)
-    background.save(whole(state), Order(3, {"seed": 1}, keep=2))
+    background = BackgroundSaves(store, ALONE, ALONE)
+    background.save(whole(state), SaveRequest(3, {"seed": 1}, keep=2))
     for tensor in state.values():
         tensor.zero_()
     (outcome,) = background.settled(wait=True)

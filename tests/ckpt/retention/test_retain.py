@@ -15,7 +15,7 @@ from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.resume import newest
 from forge_ckpt.saving.saver import save
 from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_ckpt.store.retention import SECONDS, judged, retain
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
@@ -45,11 +45,11 @@ def test_fault_11_retention_never_deletes_the_last_good(tmp_path: Path) -> None:
     """A rule keeps an old one that is sound; the newest that stays is damaged, and the newest good one is kept by no rule."""
     store = saved(tmp_path, 100, 150, 190, 195)
     damage(tmp_path, 195)
-    assert retain(store, WORLD, Policy(last=1, every=100)) == []
+    assert retain(store, WORLD, RetentionPolicy(last=1, every=100)) == []
     assert held(store) == [195, 190, 150, 100]
     found = newest(store, WORLD)
     assert found is not None and found.step == 190
-    saved(tmp_path, 210, keep=Policy(last=1, every=100))
+    saved(tmp_path, 210, keep=RetentionPolicy(last=1, every=100))
     assert held(store) == [210, 100], "a newer one that is verified lets them go"
 
 
@@ -64,7 +64,7 @@ def test_fault_11_only_damaged_ones_are_newer(tmp_path: Path) -> None:
     store = saved(tmp_path, 10, 20, 30, 40)
     for step in (20, 30, 40):
         damage(tmp_path, step)
-    for keep in (1, 2, 3, Policy(last=1, every=20, log_spaced=0, hours=0.01)):
+    for keep in (1, 2, 3, RetentionPolicy(last=1, every=20, log_spaced=0, hours=0.01)):
         assert retain(store, WORLD, keep) == []
     found = newest(store, WORLD)
     assert found is not None and found.step == 10
@@ -79,7 +79,7 @@ def test_fault_13_no_clock_of_a_node_orders_checkpoints(tmp_path: Path, monkeypa
             monkeypatch.setattr(time, "time", lambda skew=skew: wall() + skew)
             saved(tmp_path / name, step)
             os.utime(tmp_path / name / f"step-{step:08d}", (wall() + skew, wall() + skew))
-        assert len(retain(store, WORLD, Policy(last=1, hours=1.0))) == 2
+        assert len(retain(store, WORLD, RetentionPolicy(last=1, hours=1.0))) == 2
         kept.append(held(store))
     assert kept == [[900, 500, 100]] * 2  # 900 s, 4500 s and 8100 s of training
 
@@ -92,7 +92,7 @@ def test_a_time_that_is_not_one_counts_as_none(tmp_path: Path, recorded: Any) ->
     else:
         save(store, whole(sample(7)), {}, 7, WORLD)
     saved(tmp_path, 8)
-    assert [verdict.entry.step for verdict in judged(store, Policy(last=1, hours=1.0)) if verdict.kept_by] == [8, 5]
+    assert [verdict.entry.step for verdict in judged(store, RetentionPolicy(last=1, hours=1.0)) if verdict.kept_by] == [8, 5]
 
 
 def test_a_manifest_that_cannot_be_read_now_stops_retention_by_hours(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_manifest_that_cannot_be_read_now_stops_retention_by_hours(tmp_path: P
             return super().read(path, offset, length)
 
     with pytest.raises(CheckpointError, match="Input/output error"):
-        retain(Unreadable(tmp_path), WORLD, Policy(last=1, hours=1.0))
+        retain(Unreadable(tmp_path), WORLD, RetentionPolicy(last=1, hours=1.0))
     (tmp_path / "step-00000002" / MANIFEST).write_bytes(b"")  # one that is damaged has no time
-    found = judged(LocalStore(tmp_path), Policy(last=1, hours=1.0))
+    found = judged(LocalStore(tmp_path), RetentionPolicy(last=1, hours=1.0))
     assert [verdict.entry.step for verdict in found if verdict.kept_by] == [3, 1]
 
 

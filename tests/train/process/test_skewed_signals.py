@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_ckpt.saving.resume import newest
 from forge_ckpt.store.store import LocalStore
 from forge_core.protocols.run import Hook
@@ -61,7 +61,7 @@ def _ended(run: Any) -> tuple[str, int, int, list[str]]:
     with run.stop.signals.listening():
         reason = fit(run)
     checkpoints = run.directory / "checkpoints"
-    found = newest(LocalStore(checkpoints), Group() if run.topology.size > 1 else SingleProcessWorld())
+    found = newest(LocalStore(checkpoints), ProcessGroupWorld() if run.topology.size > 1 else SingleProcessWorld())
     return reason, run.state.step, found.step if found else -1, sorted(path.name for path in checkpoints.glob("step-*"))
 
 

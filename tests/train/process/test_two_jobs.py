@@ -11,7 +11,7 @@ import pytest
 
 from forge_ckpt.errors import Superseded
 from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import Found
+from forge_ckpt.saving.resume import VerifiedCheckpoint
 from forge_ckpt.store.fence import Fence
 from forge_ckpt.store.store import LocalStore
 from forge_core.errors import CheckpointError
@@ -121,7 +121,7 @@ def test_what_an_older_job_saves_while_the_newer_one_starts_is_taken_up(tmp_path
         assert fit(older) == "finished"
         return own(checkpoints)
 
-    def noted(checkpoints: Checkpoints, found: Found, *rest: Any) -> Any:
+    def noted(checkpoints: Checkpoints, found: VerifiedCheckpoint, *rest: Any) -> Any:
         restored.append(found.step)
         return restore(checkpoints, found, *rest)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.batch import Batch
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
@@ -105,7 +105,7 @@ class InsideHook(Periodic):
         return next(iter(run.evaluations[name].batches(0, 1, self.rows)))
 
     def _attention(self, run: Run, found: Look) -> dict[str, tuple[float, float, float]]:
-        world = Group(device=run.topology.device) if run.topology.size > 1 else SingleProcessWorld()
+        world = ProcessGroupWorld(device=run.topology.device) if run.topology.size > 1 else SingleProcessWorld()
         merged: dict[str, tuple[float, float, float]] = {}
         for payload in world.all_gather(json.dumps(found.attention).encode()):
             for block, (total, number, largest) in json.loads(payload).items():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.machine import available_memory
 from forge_core.protocols.run import Run
 from forge_core.terminal import size as told
@@ -38,7 +38,7 @@ class MachineHook(Periodic):
     def start(self, run: Run) -> None:
         """Learns which hosts there are."""
         topology = run.topology
-        self.world = Group() if topology.size > 1 else SingleProcessWorld()
+        self.world = ProcessGroupWorld() if topology.size > 1 else SingleProcessWorld()
         self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
         self.writes = self.hosts.index(self.hosts[topology.rank]) == topology.rank and run.directory.is_dir()
         self.compute = device_probe(topology.device)

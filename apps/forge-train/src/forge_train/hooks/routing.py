@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.durable_files import replace_file
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import Observer
@@ -37,7 +37,7 @@ class RoutingHook(Periodic):
 
     def start(self, run: Run) -> None:
         """Collective: looks whether any part of the model reports."""
-        self.world = Group() if run.topology.size > 1 else SingleProcessWorld()
+        self.world = ProcessGroupWorld() if run.topology.size > 1 else SingleProcessWorld()
         self.reports = any(self.world.all_gather(b"1" if _observers(run) else b""))
         if not self.reports:  # one table makes a recipe dense; its hooks need not change with it
             _log.info("hook 'routing' has nothing to report: the model has no [model.moe]")

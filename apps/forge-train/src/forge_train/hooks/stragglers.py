@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.ranks.world import Group
+from forge_ckpt.ranks.world import ProcessGroupWorld
 from forge_ckpt.resilience.stragglers import Slow, Stragglers, Time
 from forge_core.errors import LayoutError
 from forge_core.protocols.run import Hook, Run, StepResult
@@ -56,7 +56,7 @@ class StragglersHook(Hook):
         topology = run.topology
         if topology.size == 1:
             return
-        self.world = Group()
+        self.world = ProcessGroupWorld()
         self.hosts = [name.decode() for name in self.world.all_gather(socket.gethostname().encode())]
         self.by_host, self.by_device = (Stragglers(self.ratio, resolution=seconds) for seconds in (4 * SECONDS, 0.0))
         self.own = OwnTime(lambda: run.watch.section.startswith(_COUNTED))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.config.tree import Table, build
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.weights import Weights
@@ -88,7 +88,7 @@ def scores(
     """
     job, layout = resolved.job, resolved.layout
     assert layout is not None
-    with rank_zero_first(Group() if layout.world > 1 else SingleProcessWorld()):
+    with rank_zero_first(ProcessGroupWorld() if layout.world > 1 else SingleProcessWorld()):
         try:
             tokenizer = tokenizer_for(weights, None, registry, say)
         except DataError:

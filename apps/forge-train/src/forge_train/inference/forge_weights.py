@@ -9,7 +9,7 @@ import torch
 
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving import resume, saver
-from forge_ckpt.saving.locate import Place, locate
+from forge_ckpt.saving.locate import CheckpointLocation, locate
 from forge_ckpt.store.store import LocalStore
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, Table, build, plain
@@ -77,7 +77,7 @@ class ForgeWeights:
         CheckpointError: the checkpoint does not have the section.
     """
 
-    def __init__(self, place: Place, registry: Registry, section: str = "model") -> None:
+    def __init__(self, place: CheckpointLocation, registry: Registry, section: str = "model") -> None:
         self.place = place
         self._store = place.store
         manifest = place.manifest()

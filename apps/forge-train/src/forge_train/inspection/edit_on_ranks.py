@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked, refuse_recomputation
 from forge_models.interp.edit import AcrossRows, Edit, changed, refuse_uneditable
@@ -99,7 +99,7 @@ def _world(topology: Topology, across: bool) -> World:
     """Collective: the ranks that bring what this one lacks."""
     axes = ("dp_replicate", "dp_shard", "cp", "tp") if across else ("cp", "tp")
     cut = tuple(axis for axis in axes if topology.layout.size(axis) > 1)
-    return Group(topology.across(cut), topology.device) if cut else SingleProcessWorld()
+    return ProcessGroupWorld(topology.across(cut), topology.device) if cut else SingleProcessWorld()
 
 
 def _is_whole(share: Share, info: TapInfo, topology: Topology) -> bool:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked
 from forge_models.interp.listing import InterpError, TapInfo
@@ -126,5 +126,5 @@ def capture_on_ranks(
     found = Gathered(infos)
     with kept.shares.heard_by(kept.hear):
         yield found
-    every = kept.gathered(Group(device=model.topology.device) if model.topology.size > 1 else SingleProcessWorld())
+    every = kept.gathered(ProcessGroupWorld(device=model.topology.device) if model.topology.size > 1 else SingleProcessWorld())
     found.tokens, found._values = every.tokens, every._values

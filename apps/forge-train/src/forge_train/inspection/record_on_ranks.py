@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import LossTerms
@@ -65,7 +65,7 @@ def record_on_ranks(
     _refuse_unmade(infos)
     topology = model.topology
     length = _length(topology, max(map(len, inputs)), whole)
-    world: World = Group(device=topology.device) if topology.size > 1 else SingleProcessWorld()
+    world: World = ProcessGroupWorld(device=topology.device) if topology.size > 1 else SingleProcessWorld()
     writers, sharing = _sharing(topology)
     said = facts_of(weights, inputs, batch, layers, heads, positions) | {"layout": str(topology.layout), **(facts or {})}
     taps = {name: stored(one, heads) for name, one in infos.items()}
@@ -132,7 +132,7 @@ def _sharing(topology: Topology) -> tuple[tuple[int, ...], World]:
     if not axes:
         return (topology.rank,), SingleProcessWorld()
     ranks = next(group for group in topology.layout.groups(axes) if topology.rank in group)
-    return ranks, Group(topology.across(axes), topology.device)
+    return ranks, ProcessGroupWorld(topology.across(axes), topology.device)
 
 
 def _samples(numbers: list[int], batch: int) -> list[int]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_ckpt.ranks.world import Group, SingleProcessWorld
+from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
 from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_without_progress
-from forge_ckpt.saving.resume import Found
+from forge_ckpt.saving.resume import VerifiedCheckpoint
 from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
@@ -113,7 +113,7 @@ def assemble(
     assert layout is not None, "a run is resolved for a world"
     ranks = ranks or Agreement()
     topology = Topology.of(layout, device)
-    world = Group() if topology.size > 1 else SingleProcessWorld()
+    world = ProcessGroupWorld() if topology.size > 1 else SingleProcessWorld()
     say = _announcer(console)
     threads = threads_per_process(where.local_size, job.train.threads, os.environ)
     torch.set_num_threads(threads.count)
@@ -181,7 +181,7 @@ def assemble(
     def optimizer_of(model: ParallelModel) -> Any:
         return shards.build(job.optimizer, model, settings)
 
-    def take_up(found: Found, model: ParallelModel, optimizer: Any) -> None:
+    def take_up(found: VerifiedCheckpoint, model: ParallelModel, optimizer: Any) -> None:
         # Beginning is what a stage begins with: of settings in which that is trained, by an optimizer of one stage.
         again = lambda some: shards.build(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
         meta.update(checkpoints.restore(found, model, optimizer, again))

@@ -13,9 +13,9 @@ from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import committed
 from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.saving import resume
-from forge_ckpt.saving.write import Order
+from forge_ckpt.saving.write import SaveRequest
 from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_ckpt.store.retention import SECONDS
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece, Store, World
@@ -86,7 +86,7 @@ class Checkpoints:
     world: World
     config: Mapping[str, Any]
     plugins: Sequence[Mapping[str, str]]
-    keep: Policy
+    keep: RetentionPolicy
     present: Sequence[str] = ()
     fence: Fence | None = None
     checked: int = -1
@@ -94,7 +94,7 @@ class Checkpoints:
     origin: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
 
-    def newest(self, policy: resume.Policy) -> resume.Found | None:
+    def newest(self, policy: resume.ResumePolicy) -> resume.VerifiedCheckpoint | None:
         """Collective: what a start resumes from; changes nothing until this job owns the store."""
         self.present = self._committed()
         return resume.newest(self.store, self.world, policy, aside=self.fence is not None)
@@ -104,18 +104,18 @@ class Checkpoints:
         self.fence = Fence.take(self.store, self.world)
         return self.fence
 
-    def tidy(self, found: resume.Found | None) -> None:
+    def tidy(self, found: resume.VerifiedCheckpoint | None) -> None:
         """Collective: renames what `newest` found damaged. For the owner."""
         resume.set_aside(self.store, self.world, found.skipped if found else ())
 
-    def later(self, policy: resume.Policy) -> resume.Found | None:
+    def later(self, policy: resume.ResumePolicy) -> resume.VerifiedCheckpoint | None:
         """Collective: what `newest` finds now, if an older job has saved since it was called."""
         return self.newest(policy) if set(self._committed()) - set(self.present) else None
 
     def _committed(self) -> list[str]:
         return from_rank_0(self.world, lambda: [entry.name for entry in committed(self.store.list())])
 
-    def order(self, run: Run) -> Order:
+    def order(self, run: Run) -> SaveRequest:
         """Collective: what a checkpoint of the current step says about the run, and which older ones stay."""
         meta = {
             "tokens": run.state.tokens,
@@ -134,7 +134,7 @@ class Checkpoints:
             "tokenizer": self.tokenizer,
             **self.origin,
         }
-        return Order(run.state.step, meta, self.keep, run.health.spare(), dict(run.marks))
+        return SaveRequest(run.state.step, meta, self.keep, run.health.spare(), dict(run.marks))
 
     @contextmanager
     def state_of(self, run: Run) -> Iterator[Sequence[Piece]]:
@@ -158,7 +158,7 @@ class Checkpoints:
             )
         self.checked = run.state.step
 
-    def good(self, health: Health, just: bool = False) -> resume.Found | None:
+    def good(self, health: Health, just: bool = False) -> resume.VerifiedCheckpoint | None:
         """Collective: the newest verified checkpoint of before the loss left its band, as `Health.is_before`; nothing changes."""
         return resume.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health, just))
 
@@ -190,7 +190,7 @@ class Checkpoints:
         return dict(merged([json.loads(part) for part in parts]))
 
     def restore(
-        self, found: resume.Found, model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer]
+        self, found: resume.VerifiedCheckpoint, model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer]
     ) -> Mapping[str, Any]:
         """Collective: fills model and optimizer from a verified checkpoint and returns its facts.
 
@@ -241,7 +241,7 @@ class Checkpoints:
         before, now = frozenset(meta.get("frozen", ())), self.frozen_by(optimizer)
         return before - now, now - before
 
-    def restore_kept(self, found: resume.Found, run: Run) -> None:
+    def restore_kept(self, found: resume.VerifiedCheckpoint, run: Run) -> None:
         """Collective: fills the tensors that hooks keep, as far as the checkpoint has their section.
 
         Raises:

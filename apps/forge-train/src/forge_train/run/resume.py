@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.saving.resume import Found
+from forge_ckpt.saving.resume import VerifiedCheckpoint
 from forge_core.component import KeyClass
 from forge_core.config.changes import Change, changes, class_of, keys_of, vanished
 from forge_core.config.toml import value_text
@@ -44,7 +44,7 @@ def anchors(job: Job) -> dict[str, int]:
     return {"train.global_batch": job.train.global_batch, "data.sequence_length": job.data.sequence_length}
 
 
-def check(found: Found, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
+def check(found: VerifiedCheckpoint, resolved: "Resolved", registry: Registry, data: Stream) -> tuple[str, ...]:
     """What differs, and may, between a checkpoint and what is to go on from it: recipe, components, data position.
 
     Raises:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forge_ckpt.background.background import Background, Outcome
+from forge_ckpt.background.background import BackgroundSaves, SaveResult
 from forge_ckpt.errors import Superseded
-from forge_ckpt.ranks.world import Group
+from forge_ckpt.ranks.world import ProcessGroupWorld
 from forge_ckpt.resilience.grace import Grace
 from forge_ckpt.saving.room import check_room
 from forge_ckpt.saving.saver import draft_of
-from forge_ckpt.saving.write import Order, write
+from forge_ckpt.saving.write import SaveRequest, write
 from forge_core.errors import CheckpointError
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints
@@ -33,7 +33,7 @@ class Saves:
     """
 
     checkpoints: Checkpoints
-    background: Background | None = None
+    background: BackgroundSaves | None = None
     grace: Grace = field(default_factory=lambda: Grace(None, {}))
     first: Callable[[], object] = lambda: None
     asked: int = -1
@@ -111,13 +111,13 @@ class Saves:
         if self.background is not None:
             self.background.close()
 
-    def _asked(self, run: Run) -> Order:
+    def _asked(self, run: Run) -> SaveRequest:
         """Collective: what is to be saved now."""
         self.asked = run.state.step
         self.inside[self.asked] = run.health.band.left is None
         return self.checkpoints.order(run)
 
-    def _write(self, run: Run, order: Order) -> None:
+    def _write(self, run: Run, order: SaveRequest) -> None:
         fence = self.checkpoints.fence
         assert fence is not None, "a run owns its store before it trains"
         since = time.monotonic()
@@ -135,7 +135,7 @@ class Saves:
             raise
         self._saved(run, order.step, time.monotonic() - since)
 
-    def _ended(self, run: Run, outcome: Outcome) -> None:
+    def _ended(self, run: Run, outcome: SaveResult) -> None:
         if outcome.error is None:
             self._saved(run, outcome.step, outcome.seconds)
             return
@@ -176,8 +176,8 @@ def saves_of(job: Job, checkpoints: Checkpoints, run: Run) -> Saves:
     if job.checkpoint.mode == "sync":
         return Saves(checkpoints, grace=grace)
     world = checkpoints.world
-    apart = Group.apart() if world.size > 1 else world
-    background = Background(checkpoints.store, world, apart, by=job.checkpoint.saver, busy=job.checkpoint.busy)
+    apart = ProcessGroupWorld.apart() if world.size > 1 else world
+    background = BackgroundSaves(checkpoints.store, world, apart, by=job.checkpoint.saver, busy=job.checkpoint.busy)
     with checkpoints.state_of(run) as state:
         background.reserve(state)
     return Saves(checkpoints, background, grace)

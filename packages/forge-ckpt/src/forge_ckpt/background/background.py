@@ -21,7 +21,7 @@ from forge_ckpt.background.saver import SaverProcess
 from forge_ckpt.format.codec import check_meta
 from forge_ckpt.ranks.collective import describe_error
 from forge_ckpt.saving.saver import draft_of
-from forge_ckpt.saving.write import Draft, Order, lengths_of, write
+from forge_ckpt.saving.write import Draft, SaveRequest, lengths_of, write
 from forge_ckpt.store.fence import Fence
 from forge_core.errors import CheckpointError
 from forge_core.machine import available_memory
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 Busy = Literal["wait", "skip", "queue"]
 
 
-class Outcome(NamedTuple):
+class SaveResult(NamedTuple):
     """How one save ended, the same on all ranks but for `seconds`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-class Background:
+class BackgroundSaves:
     """Collective: the saves of one job, from its first to its last.
 
     Args:
@@ -78,8 +78,8 @@ class Background:
         self.store, self.fence = store, fence
         self._apart, self._by = apart, by
         self._process: SaverProcess | None = None
-        self._orders: queue.SimpleQueue[tuple[Draft, Order, int, float] | None] = queue.SimpleQueue()
-        self._outcomes: deque[Outcome] = deque()
+        self._orders: queue.SimpleQueue[tuple[Draft, SaveRequest, int, float] | None] = queue.SimpleQueue()
+        self._outcomes: deque[SaveResult] = deque()
         self._begun = self._given = 0
         self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
         self._thread.start()
@@ -114,7 +114,7 @@ class Background:
             if reply:
                 raise CheckpointError(f"rank {rank}: {reply.decode()}")
 
-    def save(self, pieces: Iterable[Piece], order: Order) -> bool:
+    def save(self, pieces: Iterable[Piece], order: SaveRequest) -> bool:
         """Collective: copies this rank's boxes and returns; True when they will be written, False when the save is skipped.
 
         What becomes of it is an outcome of `settled`.
@@ -134,7 +134,7 @@ class Background:
         self._orders.put((draft, order, index, since))
         return True
 
-    def settled(self, wait: bool = False) -> list[Outcome]:
+    def settled(self, wait: bool = False) -> list[SaveResult]:
         """Collective: outcomes that all ranks know and that were not given before, in order; with `wait`, of all saves so far."""
         while wait and self._given + len(self._outcomes) < self._begun:
             time.sleep(0.005)
@@ -186,10 +186,10 @@ class Background:
             seconds = time.monotonic() - since
             if self.world.rank == 0 and name:
                 _log.info("%s was written in the background, %.1f s after its copy", name, seconds)
-            self._outcomes.append(Outcome(order.step, name, error, seconds))
+            self._outcomes.append(SaveResult(order.step, name, error, seconds))
             self._free.put(index)
 
-    def _write(self, draft: Draft, order: Order, index: int) -> str:
+    def _write(self, draft: Draft, order: SaveRequest, index: int) -> str:
         if self._by == "thread":
             return write(self.store, draft, order, self._apart, self.fence.may_write if self.fence else None)
         if self._process is None:

@@ -16,9 +16,9 @@ from forge_ckpt.background.channel import Channel
 from forge_ckpt.background.copies import SharedMemory, files_in
 from forge_ckpt.format.table import unpack
 from forge_ckpt.ranks.collective import describe_error
-from forge_ckpt.saving.write import Draft, Order, write
+from forge_ckpt.saving.write import Draft, SaveRequest, write
 from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_core.protocols.checkpoint import Store
 
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -28,7 +28,7 @@ GIVES_WAY = 5
 as long on a machine that is full."""
 
 
-class Relayed:
+class RelayWorld:
     """`World` of a saver: its parent takes part in every collective for it."""
 
     def __init__(self, channel: Channel, rank: int, size: int) -> None:
@@ -45,7 +45,7 @@ class Relayed:
         return self._channel.receive()[1]
 
 
-class Forward(logging.Handler):
+class LogForwarder(logging.Handler):
     """Sends what is logged to the parent, which has the log files."""
 
     def __init__(self, channel: Channel) -> None:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     os.nice(GIVES_WAY)
     incoming, outgoing, *memories = map(int, arguments)
     channel = Channel(incoming, outgoing)
-    logging.basicConfig(level=logging.INFO, handlers=[Forward(channel)], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[LogForwarder(channel)], force=True)
     shared = [SharedMemory(descriptor) for descriptor in memories]
     try:
         _, (sent,) = channel.receive()
@@ -84,9 +84,9 @@ def _serve(channel: Channel, store: Store | str, memories: Sequence[SharedMemory
         return
     file, frozen = files_in(memories[head["memory"]], head["lengths"], head["frozen"])
     draft = Draft(unpack([packed])[0], file, frozen, head["error"])
-    world = Relayed(channel, head["rank"], head["size"])
+    world = RelayWorld(channel, head["rank"], head["size"])
     fence = Fence(store, world, head["mark"]) if head["mark"] else None
-    order = Order(**{**head["order"], "keep": Policy(**head["order"]["keep"])})
+    order = SaveRequest(**{**head["order"], "keep": RetentionPolicy(**head["order"]["keep"])})
     try:
         name = write(store, draft, order, world, fence.may_write if fence else None)
     except EOFError:

@@ -13,8 +13,8 @@ from forge_ckpt.background.channel import Channel
 from forge_ckpt.background.copies import SharedMemory
 from forge_ckpt.format.table import pack
 from forge_ckpt.ranks.collective import describe_error
-from forge_ckpt.saving.write import Draft, Order, lengths_of
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.saving.write import Draft, SaveRequest, lengths_of
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Store, World
 
@@ -45,7 +45,7 @@ class SaverProcess:
     process: subprocess.Popen[bytes] | None = None
     channel: Channel | None = None
 
-    def write(self, draft: Draft, order: Order, memory: int) -> str:
+    def write(self, draft: Draft, order: SaveRequest, memory: int) -> str:
         """Collective: as `forge_ckpt.saving.write.write`, with the bytes of `draft` in `memories[memory]`.
 
         Raises:
@@ -66,7 +66,7 @@ class SaverProcess:
             raise CheckpointError(end["failed"])
         return end["name"]
 
-    def _supervise(self, draft: Draft, order: Order, memory: int) -> dict[str, str]:
+    def _supervise(self, draft: Draft, order: SaveRequest, memory: int) -> dict[str, str]:
         """Collective: has one draft written; what its saver says in the end, or why it was stopped.
 
         Raises:
@@ -82,7 +82,7 @@ class SaverProcess:
             "rank": self.world.rank,
             "size": self.world.size,
         }
-        rules = order.keep if isinstance(order.keep, Policy) else Policy(order.keep)
+        rules = order.keep if isinstance(order.keep, RetentionPolicy) else RetentionPolicy(order.keep)
         told = {"step": order.step, "meta": dict(order.meta), "keep": asdict(rules)}
         told |= {"spare": sorted(order.spare), "marks": dict(order.marks)}
         channel.send({**head, "order": told, "mark": self.mark}, pack(draft.table, with_signature=True))

@@ -50,10 +50,10 @@ def manifest_of(store: "AnyStore", name: str) -> "Manifest":
     Raises:
         Damaged: it is damaged; the message names the checkpoint.
     """
-    from forge_ckpt.saving.locate import Place
+    from forge_ckpt.saving.locate import CheckpointLocation
 
     try:
-        return Place(store, name, None).manifest()
+        return CheckpointLocation(store, name, None).manifest()
     except Damaged:  # `verify` reports it as its result
         raise
     except ForgeError as cause:
@@ -62,7 +62,7 @@ def manifest_of(store: "AnyStore", name: str) -> "Manifest":
         refuse(CheckpointError(f"{store.root} cannot be read: {cause}"))
 
 
-def read(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]":
+def read_manifest(store: "AnyStore", step: str | None) -> "tuple[str, Manifest]":
     """`named` and its `manifest_of`."""
     name = named(store, step)
     return name, manifest_of(store, name)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from forge_ckpt.commands.arguments import Directory, Foreign, opened, read, refuse
+from forge_ckpt.commands.arguments import Directory, Foreign, opened, read_manifest, refuse
 from forge_core.errors import CheckpointError, ForgeError
 
 
@@ -31,7 +31,7 @@ def average(
         refuse(CheckpointError("--weights and --ema are two ways to average; leave one out"))
     store = opened(directory, foreign)[0]
     try:
-        names = [read(store, step)[0] for step in steps]
+        names = [read_manifest(store, step)[0] for step in steps]
         if len(set(names)) < len(names):
             raise CheckpointError(f"{', '.join(names)}: a checkpoint is given twice; give --weights instead")
         sources = [StoredTensors(store, name, lambda tensor: tensor.startswith(SECTION)) for name in names]

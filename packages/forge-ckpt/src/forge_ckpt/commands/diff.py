@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forge_ckpt.commands.arguments import AsJson, Foreign, opened, read, refuse
+from forge_ckpt.commands.arguments import AsJson, Foreign, opened, read_manifest, refuse
 from forge_core.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge_ckpt.offline.difference import Difference
+    from forge_ckpt.offline.difference import CheckpointDifference
 
 _SHOWN = 40
 
@@ -31,7 +31,7 @@ def diff(
 
     try:
         stores = [opened(path, foreign) for path in (a, b)]
-        sides = [StoredTensors(store, read(store, name)[0]) for store, name in stores]
+        sides = [StoredTensors(store, read_manifest(store, name)[0]) for store, name in stores]
         found = difference(*sides)
     except ForgeError as cause:
         refuse(cause)
@@ -53,7 +53,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _lines(found: "Difference") -> list[str]:
+def _lines(found: "CheckpointDifference") -> list[str]:
     total = found.equal + len(found.values)
     lines = [f"only in {side}: {name}" for side, names in (("a", found.only_a), ("b", found.only_b)) for name in names]
     lines += [f"another form: {name}: {a} in a, {b} in b" for name, a, b in found.forms]

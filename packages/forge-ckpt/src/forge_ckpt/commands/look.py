@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from forge_ckpt.commands.arguments import AsJson, Directory, Foreign, Step, manifest_of, named, opened, read, refuse
+from forge_ckpt.commands.arguments import AsJson, Directory, Foreign, Step, manifest_of, named, opened, read_manifest, refuse
 from forge_core.errors import CheckpointError
 
 
@@ -41,7 +41,7 @@ def show(directory: Directory, step: Step = None, as_json: AsJson = False, forei
     from forge_ckpt.errors import Damaged
 
     try:
-        name, manifest = read(store, step or only)
+        name, manifest = read_manifest(store, step or only)
     except Damaged as cause:
         refuse(cause)
     _, borders = manifest.by_tensor

@@ -12,7 +12,7 @@ from forge_core.errors import CheckpointError, ForgeError
 if TYPE_CHECKING:
     from forge_ckpt.saving.locate import AnyStore
     from forge_ckpt.store.fence import Owner
-    from forge_ckpt.store.policy import Verdict
+    from forge_ckpt.store.policy import RetentionDecision
 
 
 def prune(
@@ -35,7 +35,7 @@ def prune(
     """
     from forge_ckpt.ranks.world import SingleProcessWorld
     from forge_ckpt.store.marks import marked
-    from forge_ckpt.store.policy import Policy
+    from forge_ckpt.store.policy import RetentionPolicy
     from forge_ckpt.store.retention import judged, retain, sweep
 
     if last is None and not every and log_spaced is None and not hours:
@@ -43,7 +43,7 @@ def prune(
     store, only = opened(directory, foreign)
     if only is not None:
         refuse(CheckpointError(f"{directory} is one checkpoint; give the directory that holds it, {store.root}"))
-    policy = Policy(last or 1, every, log_spaced, hours)
+    policy = RetentionPolicy(last or 1, every, log_spaced, hours)
     try:
         steps = {name: mark for mark, name in marked(store).items()}
         verdicts = judged(store, policy)
@@ -96,7 +96,7 @@ def _gone(owner: "Owner", ended: bool) -> bool:
     return ended if gone is None else gone
 
 
-def _row(verdict: "Verdict", removed: list[str]) -> dict[str, object]:
+def _row(verdict: "RetentionDecision", removed: list[str]) -> dict[str, object]:
     return {
         "name": verdict.entry.name,
         "step": verdict.entry.step,
@@ -106,7 +106,7 @@ def _row(verdict: "Verdict", removed: list[str]) -> dict[str, object]:
     }
 
 
-def _say(store: "AnyStore", verdicts: "list[Verdict]", removed: list[str], yes: bool) -> None:
+def _say(store: "AnyStore", verdicts: "list[RetentionDecision]", removed: list[str], yes: bool) -> None:
     if not verdicts:
         typer.echo(f"no checkpoints in {store.root}")
     for verdict in verdicts:

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt
 from forge_core.component import FREE, Component, Slot
 
 if TYPE_CHECKING:
-    from forge_ckpt.store.policy import Policy
+    from forge_ckpt.store.policy import RetentionPolicy
 
 COUNTED = 10_000
 """Saves of a run that are looked at one by one."""
@@ -68,11 +68,11 @@ class Checkpoint:
     """Keys whose value may differ from the checkpoint's although they change the function that is trained, such as
     `model.rope.theta`: one, or a list. A resume names those that it refuses."""
 
-    def policy(self) -> "Policy":
+    def policy(self) -> "RetentionPolicy":
         """The rules of retention that the keys say."""
-        from forge_ckpt.store.policy import Policy
+        from forge_ckpt.store.policy import RetentionPolicy
 
-        return Policy(self.keep, self.keep_every, self.keep_log_spaced, self.keep_hours)
+        return RetentionPolicy(self.keep, self.keep_every, self.keep_log_spaced, self.keep_hours)
 
     def most_kept(self, steps: int) -> int:
         """How many checkpoints a run of so many steps keeps in the end, when it keeps most; what `keep_hours` adds is not known

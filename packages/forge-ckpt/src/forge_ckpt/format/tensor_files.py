@@ -9,7 +9,7 @@ import torch
 
 from forge_ckpt.format.elements import CHUNK_BYTES, ITEMSIZE
 from forge_ckpt.format.rank_file import RankFile
-from forge_ckpt.transfer.turns import Turns, to_device, to_host
+from forge_ckpt.transfer.turns import DoubleBuffer, to_device, to_host
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece, Store
 
@@ -49,7 +49,7 @@ def file_of(pieces: Sequence[Piece]) -> RankFile:
 
     def source() -> Generator[memoryview]:
         chunks = chain.from_iterable(byte_chunks(piece.local) for piece in pieces)
-        return to_host(chunks, Turns(CHUNK_BYTES))
+        return to_host(chunks, DoubleBuffer(CHUNK_BYTES))
 
     return RankFile([piece.local.numel() * piece.local.element_size() for piece in pieces], source)
 
@@ -61,7 +61,7 @@ def copy_box(
     source: tuple[Sequence[int], Sequence[int]],
     target: torch.Tensor,
     offset: Sequence[int],
-    turns: Turns,
+    turns: DoubleBuffer,
 ) -> None:
     """Copies into a live tensor what it shares with a stored box.
 
@@ -88,7 +88,7 @@ def _fill(
     extent: Sequence[int],
     wanted: Sequence[slice],
     into: torch.Tensor,
-    turns: Turns,
+    turns: DoubleBuffer,
 ) -> None:
     """Fills a tensor with the `wanted` part of a stored box that begins at byte `start`, by at most `CHUNK_BYTES` at a time."""
     row_bytes = into.element_size() * prod(extent[1:])

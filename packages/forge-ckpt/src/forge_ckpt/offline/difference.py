@@ -13,7 +13,7 @@ PORTION = 1 << 20
 
 
 @dataclass(frozen=True)
-class Values:
+class TensorDifference:
     """One tensor that both have in the same form.
 
     Attributes:
@@ -38,7 +38,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CheckpointDifference:
     """What differs between checkpoints a and b.
 
     Attributes:
@@ -52,7 +52,7 @@ class Difference:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     forms: tuple[tuple[str, str, str], ...]
-    values: tuple[Values, ...]
+    values: tuple[TensorDifference, ...]
     equal: int
     facts: Mapping[str, tuple[Any, Any]]
 
@@ -70,7 +70,7 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def difference(a: StoredTensors, b: StoredTensors) -> Difference:
+def difference(a: StoredTensors, b: StoredTensors) -> CheckpointDifference:
     """Compares two checkpoints; of the tensors it holds a few MiB at a time."""
     both = [name for name in a.tensors if name in b.tensors]
     forms, values, equal = [], [], 0
@@ -86,7 +86,7 @@ def difference(a: StoredTensors, b: StoredTensors) -> Difference:
             equal += 1
     facts_a, facts_b = dict(_flat(a.manifest.meta)), dict(_flat(b.manifest.meta))
     pairs = {key: (facts_a.get(key, ABSENT), facts_b.get(key, ABSENT)) for key in {**facts_a, **facts_b}}
-    return Difference(
+    return CheckpointDifference(
         only_a=tuple(name for name in a.tensors if name not in b.tensors),
         only_b=tuple(name for name in b.tensors if name not in a.tensors),
         forms=tuple(forms),
@@ -96,7 +96,7 @@ def difference(a: StoredTensors, b: StoredTensors) -> Difference:
     )
 
 
-def _compared(name: str, a: StoredTensors, b: StoredTensors) -> Values:
+def _compared(name: str, a: StoredTensors, b: StoredTensors) -> TensorDifference:
     info = a.tensors[name]
     elements, differing, not_finite, absolute, relative = 0, 0, 0, 0.0, 0.0
     for offset, extent in boxes(info.shape, PORTION):
@@ -115,7 +115,7 @@ def _compared(name: str, a: StoredTensors, b: StoredTensors) -> Values:
         if len(distance):
             absolute = max(absolute, float(distance.max()))
             relative = max(relative, float((distance / size.clamp(min=torch.finfo(torch.float64).tiny)).max()))
-    return Values(name, elements, differing, absolute, relative, not_finite)
+    return TensorDifference(name, elements, differing, absolute, relative, not_finite)
 
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:

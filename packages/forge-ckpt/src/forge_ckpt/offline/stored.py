@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from forge_ckpt.errors import Damaged
+from forge_ckpt.format.elements import CHUNK_BYTES, DTYPES
 from forge_ckpt.format.manifest import TensorInfo
-from forge_ckpt.format.tensor_files import CHUNK_BYTES, DTYPES
 from forge_ckpt.ranks.world import SingleProcessWorld
 from forge_ckpt.saving.locate import AnyStore
 from forge_ckpt.saving.resume import fill
 from forge_ckpt.store.verify import agreed_fault, open_manifest
-from forge_ckpt.transfer.turns import Turns
+from forge_ckpt.transfer.turns import DoubleBuffer
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 
@@ -47,7 +47,7 @@ class StoredTensors:
         """The box of a tensor that begins at `offset`."""
         info = self.tensors[name]
         live = torch.empty(tuple(extent), dtype=DTYPES[info.dtype])
-        with Turns(CHUNK_BYTES) as turns:
+        with DoubleBuffer(CHUNK_BYTES) as turns:
             fill(self._store, self.name, self.manifest, Piece(name, info.shape, tuple(offset), live, owned=False), turns)
         return live
 

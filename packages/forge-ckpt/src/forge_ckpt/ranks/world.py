@@ -25,7 +25,7 @@ class SingleProcessWorld:
         return payload
 
 
-class Group:
+class ProcessGroupWorld:
     """The ranks of a `torch.distributed` group; bytes travel as uint8 tensors, two collectives a call.
 
     `device` is where the group's backend works: `cpu` for gloo, the rank's own device for NCCL.
@@ -38,7 +38,7 @@ class Group:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     @classmethod
-    def apart(cls) -> "Group":
+    def apart(cls) -> "ProcessGroupWorld":
         """Collective: all ranks in a group of gloo that nothing else uses, for what a thread does at any time.
 
         It waits a day for a rank: a large checkpoint on slow storage is not a failure. A rank that dies ends the wait at once.

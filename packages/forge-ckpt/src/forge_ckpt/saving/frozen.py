@@ -13,7 +13,7 @@ from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import LinkingStore, Store
 
 
-def stored(store: Store, file: RankFile | None, rank: int) -> str | None:
+def find_frozen(store: Store, file: RankFile | None, rank: int) -> str | None:
     """Reads the bytes of frozen pieces for their checksums. Returns the path of a file that has them already, or None."""
     if file is None:
         return None
@@ -21,15 +21,15 @@ def stored(store: Store, file: RankFile | None, rank: int) -> str | None:
     if not isinstance(store, LinkingStore):
         return None
     for entry in committed(store.list())[:1]:
-        path = f"{entry.name}/{_name(file, rank)}"
+        path = f"{entry.name}/{_frozen_name(file, rank)}"
         try:
-            return path if _whole(store, path, file) else None
+            return path if _holds(store, path, file) else None
         except (OSError, CheckpointError):  # another layout wrote it, the tensors have moved, or the disk cannot read it
             return None
     return None
 
 
-def _whole(store: Store, path: str, file: RankFile) -> bool:
+def _holds(store: Store, path: str, file: RankFile) -> bool:
     """Whether a stored file has the bytes that its name says."""
     if store.size(path) != sum(file.lengths):
         return False
@@ -41,13 +41,13 @@ def _whole(store: Store, path: str, file: RankFile) -> bool:
     return True
 
 
-def put(store: Store, file: RankFile, before: str | None, folder: str, rank: int) -> None:
+def put_frozen(store: Store, file: RankFile, before: str | None, folder: str, rank: int) -> None:
     """Frozen pieces into the folder of a checkpoint: the file `before` under a further name, else written."""
-    path = f"{folder}/{_name(file, rank)}"
+    path = f"{folder}/{_frozen_name(file, rank)}"
     if before is not None and isinstance(store, LinkingStore) and store.link(before, path):
         return
     store.write(path, file)
 
 
-def _name(file: RankFile, rank: int) -> str:
+def _frozen_name(file: RankFile, rank: int) -> str:
     return frozen_file(rank, b"".join(file.checksums))

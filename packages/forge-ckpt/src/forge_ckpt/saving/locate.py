@@ -21,7 +21,7 @@ AnyStore: TypeAlias = LocalStore | RemoteStore
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointLocation:
     """One checkpoint: its store, its name, and the run's directory where that is on this machine."""
 
     store: AnyStore
@@ -73,7 +73,7 @@ def store_of(where: str | Path, allow_foreign_owner: bool = False) -> tuple[AnyS
     return LocalStore(root, allow_foreign_owner=allow_foreign_owner), name
 
 
-def locate(where: str | Path) -> Place:
+def locate(where: str | Path) -> CheckpointLocation:
     """The checkpoint that a path or URL means: itself, the newest of a run's directory, or the newest of a directory of them.
 
     Raises:
@@ -84,7 +84,7 @@ def locate(where: str | Path) -> Place:
 
     store, name = store_of(where)
     run = store.root.parent if isinstance(store.root, Path) and store.root.name == CHECKPOINTS else None
-    return Place(store, name or resolve(store, None, SingleProcessWorld()), run)
+    return CheckpointLocation(store, name or resolve(store, None, SingleProcessWorld()), run)
 
 
 def _local(path: Path) -> tuple[Path, str | None]:

@@ -19,7 +19,7 @@ from forge_ckpt.format.tensor_files import copy_box, dtype_name
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
 from forge_ckpt.store.verify import agreed_fault, open_manifest
 from forge_ckpt.store.visible import hidden_file
-from forge_ckpt.transfer.turns import Turns
+from forge_ckpt.transfer.turns import DoubleBuffer
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece, Store, World
 
@@ -28,7 +28,7 @@ _SHOWN = 30
 Select = Callable[[str], bool] | None
 
 
-class Skipped(NamedTuple):
+class SkippedCheckpoint(NamedTuple):
     """A checkpoint that was passed over, and why; `name` is what it is called now. Only damaged ones are put aside."""
 
     name: str
@@ -37,7 +37,7 @@ class Skipped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A checkpoint whose every byte was verified.
 
     Attributes:
@@ -48,7 +48,7 @@ class Found:
 
     name: str
     manifest: Manifest
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedCheckpoint, ...] = ()
 
     @property
     def step(self) -> int:
@@ -59,11 +59,11 @@ class Found:
         return self.manifest.meta
 
 
-Policy = Literal["auto", "never", "require"] | int
+ResumePolicy = Literal["auto", "never", "require"] | int
 """What a start resumes from; a number is a step."""
 
 
-def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool = True) -> Found | None:
+def newest(store: Store, world: World, policy: ResumePolicy = "auto", *, aside: bool = True) -> VerifiedCheckpoint | None:
     """Collective: the newest checkpoint that verifies, the same on every rank. Rank 0's listing counts.
 
     Damaged ones are renamed to `damaged-...`, never removed, and named in `skipped` and in the log.
@@ -83,25 +83,25 @@ def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool =
     if isinstance(policy, int):
         name = resolve(store, policy, world)
         try:
-            return Found(name, _verified(store, name, world))
+            return VerifiedCheckpoint(name, _verified(store, name, world))
         except Damaged as cause:
             raise Damaged(f"{name} is damaged: {cause}. Resume from another step") from cause
     names = from_rank_0(world, lambda: list(store.list()))
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     for entry in committed(names):
         try:
             manifest = _verified(store, entry.name, world)
-            return Found(entry.name, manifest, set_aside(store, world, skipped) if aside else tuple(skipped))
+            return VerifiedCheckpoint(entry.name, manifest, set_aside(store, world, skipped) if aside else tuple(skipped))
         except Damaged as cause:
             if world.rank == 0:
                 _log.warning("%s is damaged and was skipped: %s", entry.name, cause)
-            skipped.append(Skipped(entry.name, str(cause), damaged=True))
+            skipped.append(SkippedCheckpoint(entry.name, str(cause), damaged=True))
         except NewerFormat:
             raise
         except CheckpointError as cause:  # unreadable for now; it stays where it is
             if world.rank == 0:
                 _log.warning("%s could not be read and was skipped: %s", entry.name, cause)
-            skipped.append(Skipped(entry.name, str(cause)))
+            skipped.append(SkippedCheckpoint(entry.name, str(cause)))
     spoiled = (set_aside(store, world, skipped) if aside else skipped) or _spoiled_before(names)
     if spoiled:
         reasons = "\n  ".join(f"{entry.name}: {entry.reason}" for entry in spoiled[:_SHOWN])
@@ -114,7 +114,7 @@ def newest(store: Store, world: World, policy: Policy = "auto", *, aside: bool =
     return None
 
 
-def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) -> Found | None:
+def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) -> VerifiedCheckpoint | None:
     """Collective: the newest checkpoint that verifies and that `accept` takes, the same on every rank; None without one.
 
     Nothing is renamed: this looks for what a later start can go back to.
@@ -123,13 +123,13 @@ def newest_that(store: Store, world: World, accept: Callable[[Manifest], bool]) 
         try:
             manifest = _opened(store, entry.name, world)
             if accept(manifest) and agreed_fault(store, entry.name, manifest, world) is None:
-                return Found(entry.name, manifest)
+                return VerifiedCheckpoint(entry.name, manifest)
         except CheckpointError:
             continue
     return None
 
 
-def set_aside(store: Store, world: World, skipped: Iterable[Skipped]) -> tuple[Skipped, ...]:
+def set_aside(store: Store, world: World, skipped: Iterable[SkippedCheckpoint]) -> tuple[SkippedCheckpoint, ...]:
     """Collective: renames the damaged ones to `damaged-...`. Returns all with the names that they have now."""
     found = []
     for entry in skipped:
@@ -140,15 +140,15 @@ def set_aside(store: Store, world: World, skipped: Iterable[Skipped]) -> tuple[S
     return tuple(found)
 
 
-def _spoiled_before(names: Iterable[str]) -> list[Skipped]:
+def _spoiled_before(names: Iterable[str]) -> list[SkippedCheckpoint]:
     """What earlier starts and saves renamed: it cannot be resumed from, but shows that a run has a history."""
     reasons = {DAMAGED: "found damaged earlier", SUPERSEDED: "left behind when the run went back to an earlier step"}
-    return [Skipped(name, reason) for name in names for prefix, reason in reasons.items() if name.startswith(prefix)]
+    return [SkippedCheckpoint(name, reason) for name in names for prefix, reason in reasons.items() if name.startswith(prefix)]
 
 
 def load(
     store: Store,
-    which: Found | str | int,
+    which: VerifiedCheckpoint | str | int,
     pieces: Iterable[Piece],
     world: World,
     *,
@@ -169,7 +169,7 @@ def load(
         CheckpointError: the checkpoint is absent or damaged, or does not fit: one error with every missing and unexpected
             name, shape and dtype. No tensor was changed, on any rank.
     """
-    name = which.name if isinstance(which, Found) else resolve(store, which, world)
+    name = which.name if isinstance(which, VerifiedCheckpoint) else resolve(store, which, world)
     manifest = _opened(store, name, world)
     live: list[Piece] = []
     error = None
@@ -182,7 +182,7 @@ def load(
     if fault:
         raise Damaged(f"{name} is damaged; nothing was loaded: {fault}")
     try:
-        with Turns(CHUNK_BYTES) as turns:
+        with DoubleBuffer(CHUNK_BYTES) as turns:
             for piece in live:
                 fill(store, name, manifest, piece, turns)
     except Exception as cause:  # noqa: BLE001 (as above)
@@ -314,7 +314,7 @@ def _misfits(manifest: Manifest, index: int, piece: Piece) -> list[str]:
     return faults
 
 
-def fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: Turns) -> None:
+def fill(store: Store, name: str, manifest: Manifest, piece: Piece, turns: DoubleBuffer) -> None:
     """Copies into a live piece what a checkpoint has of its box; verifies nothing."""
     if not piece.local.numel():
         return

@@ -10,8 +10,8 @@ from forge_ckpt.format.manifest import TensorInfo, check_tensor
 from forge_ckpt.format.table import RankTable
 from forge_ckpt.format.tensor_files import dtype_name, file_of
 from forge_ckpt.ranks.collective import describe_error
-from forge_ckpt.saving.write import Draft, Order, write
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.saving.write import Draft, SaveRequest, write
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import LinkingStore, Piece, Store, World
 
@@ -23,7 +23,7 @@ def save(
     step: int,
     world: World,
     *,
-    keep: int | Policy = 0,
+    keep: int | RetentionPolicy = 0,
     spare: Collection[int] = (),
     marks: Mapping[str, int] = MappingProxyType({}),
     may: Callable[[], None] | None = None,
@@ -39,7 +39,7 @@ def save(
         CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
             intact, and what was written is removed.
     """
-    return write(store, draft_of(pieces, store), Order(step, meta, keep, spare, marks), world, may)
+    return write(store, draft_of(pieces, store), SaveRequest(step, meta, keep, spare, marks), world, may)
 
 
 def draft_of(pieces: Iterable[Piece], store: Store) -> Draft:

@@ -18,9 +18,9 @@ from forge_ckpt.format.names import LATEST, MANIFEST, SAVING, SUPERSEDED, commit
 from forge_ckpt.format.rank_file import RankFile
 from forge_ckpt.format.table import RankTable, join, pack, unpack
 from forge_ckpt.ranks.collective import describe_error, from_rank_0
-from forge_ckpt.saving.frozen import put, stored
+from forge_ckpt.saving.frozen import find_frozen, put_frozen
 from forge_ckpt.store.marks import check_mark, point, pointed
-from forge_ckpt.store.policy import Policy
+from forge_ckpt.store.policy import RetentionPolicy
 from forge_ckpt.store.retention import retain, sweep
 from forge_ckpt.store.visible import hidden_file
 from forge_core.errors import CheckpointError
@@ -54,7 +54,7 @@ def lengths_of(draft: Draft) -> tuple[list[int], list[int]]:
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveRequest:
     """What is to be saved, apart from tensors; that of rank 0 counts.
 
     Attributes:
@@ -67,12 +67,12 @@ class Order:
 
     step: int
     meta: Mapping[str, Any]
-    keep: int | Policy = 0
+    keep: int | RetentionPolicy = 0
     spare: Collection[int] = ()
     marks: Mapping[str, int] = field(default_factory=dict)
 
 
-def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[[], None] | None = None) -> str:
+def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Callable[[], None] | None = None) -> str:
     """Collective: writes a checkpoint. Returns its directory name on every rank when it is durable.
 
     Args:
@@ -94,7 +94,7 @@ def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[
             for mark in order.marks:
                 check_mark(mark)
             check_meta(dict(order.meta))
-        before = None if error else stored(store, draft.frozen, world.rank)
+        before = None if error else find_frozen(store, draft.frozen, world.rank)
     except Exception as cause:  # noqa: BLE001 (every rank must learn of it)
         error = error or describe_error(cause)
     new = table.bytes - (table.frozen_bytes if before else 0)
@@ -115,7 +115,7 @@ def write(store: Store, draft: Draft, order: Order, world: World, may: Callable[
             store.write(f"{temporary}/{rank_file(world.rank)}", draft.file)
             table = replace(table, checksum=b"".join(draft.file.checksums))
         if draft.frozen is not None:
-            put(store, draft.frozen, before, temporary, world.rank)
+            put_frozen(store, draft.frozen, before, temporary, world.rank)
             table = replace(table, checksum=table.checksum + b"".join(draft.frozen.checksums))
         first = [found["digest"] for found in intents].index(table.digest)
         reply = b"=" + pack(table, with_signature=first == world.rank)
@@ -174,7 +174,7 @@ def _commit(store: Store, temporary: str, step: int) -> str:
     return name
 
 
-def _tidy(store: Store, world: World, name: str, order: Order) -> None:
+def _tidy(store: Store, world: World, name: str, order: SaveRequest) -> None:
     """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now, unless the step
     that a mark is to name was not saved. The checkpoint stands, so a fault here is a warning."""
     spare = {*order.spare, *order.marks.values()}

@@ -18,7 +18,7 @@ _HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """Rules that add up: a checkpoint stays if any of them keeps it.
 
     Attributes:
@@ -41,7 +41,7 @@ class Policy:
             raise ValueError(f"{self}: rules of retention are not negative")
 
 
-class Verdict(NamedTuple):
+class RetentionDecision(NamedTuple):
     """One checkpoint and the rules that keep it, in words; without one it may go, as `why` says."""
 
     entry: Committed
@@ -51,10 +51,10 @@ class Verdict(NamedTuple):
 
 def judge(
     entries: Sequence[Committed],
-    policy: Policy,
+    policy: RetentionPolicy,
     seconds: Mapping[str, float] | None = None,
     spare: Collection[int] = (),
-) -> list[Verdict]:
+) -> list[RetentionDecision]:
     """A verdict on each checkpoint, newest first.
 
     Args:
@@ -85,9 +85,9 @@ def judge(
         if entry.step in spare:
             reasons[entry].append(spare[entry.step] if isinstance(spare, Mapping) else "spared")
     return [
-        Verdict(entry, tuple(reasons[entry]))
+        RetentionDecision(entry, tuple(reasons[entry]))
         if entry in reasons
-        else Verdict(entry, (), f"replaced by {newest[entry.step].name}")
+        else RetentionDecision(entry, (), f"replaced by {newest[entry.step].name}")
         for entry in entries
     ]
 

@@ -11,7 +11,7 @@ from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, meta_of
 from forge_ckpt.format.names import REMOVED, SAVING, Committed, committed, free_name
 from forge_ckpt.ranks.collective import from_rank_0
-from forge_ckpt.store.policy import Policy, Verdict, judge
+from forge_ckpt.store.policy import RetentionDecision, RetentionPolicy, judge
 from forge_ckpt.store.verify import agreed_fault, manifest_bytes, open_manifest
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Store, World
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 def retain(
     store: Store,
     world: World,
-    keep: int | Policy,
+    keep: int | RetentionPolicy,
     spare: Collection[int] = (),
     may: Callable[[], None] | None = None,
 ) -> list[str]:
@@ -43,7 +43,7 @@ def retain(
     Raises:
         CheckpointError: on every rank, when rank 0 could not look or remove.
     """
-    policy = keep if isinstance(keep, Policy) else Policy(last=keep)
+    policy = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(last=keep)
 
     def look() -> list[tuple[str, bool]]:
         return [(verdict.entry.name, bool(verdict.kept_by)) for verdict in judged(store, policy, spare)]
@@ -64,7 +64,7 @@ def retain(
     return from_rank_0(world, remove) if doomed else []
 
 
-def judged(store: Store, policy: Policy, spare: Collection[int] = ()) -> list[Verdict]:
+def judged(store: Store, policy: RetentionPolicy, spare: Collection[int] = ()) -> list[RetentionDecision]:
     """What the rules say of each checkpoint of a store, newest first. Rank 0 only.
 
     Raises:

@@ -13,7 +13,7 @@ Landing = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Way:
+class DeviceTransfer:
     """How bytes travel between a device and the host.
 
     Attributes:
@@ -25,7 +25,7 @@ class Way:
     copy: Callable[[torch.Tensor, torch.Tensor], Landing]
 
 
-def way_to(device: torch.device, size: int) -> Way | None:
+def way_to(device: torch.device, size: int) -> DeviceTransfer | None:
     """The fastest way with `size` bytes of host memory; None for a CPU, whose memory is the host's already.
 
     Where memory cannot be pinned, the host waits inside each copy.
@@ -35,10 +35,10 @@ def way_to(device: torch.device, size: int) -> Way | None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == device.type:  # memory is pinned for that one only
         try:
-            return Way(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), partial(queued, device))
+            return DeviceTransfer(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True), partial(queued, device))
         except RuntimeError as cause:
             _log.info("no host memory was pinned, so the host waits in each copy between it and %s: %s", device, cause)
-    return Way(torch.empty(size, dtype=torch.uint8, device="cpu"), waited)
+    return DeviceTransfer(torch.empty(size, dtype=torch.uint8, device="cpu"), waited)
 
 
 def queued(device: torch.device, into: torch.Tensor, source: torch.Tensor) -> Landing:

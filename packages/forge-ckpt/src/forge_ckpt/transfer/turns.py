@@ -10,13 +10,13 @@ from typing import Self
 
 import torch
 
-from forge_ckpt.transfer.device import Landing, Way, way_to
+from forge_ckpt.transfer.device import DeviceTransfer, Landing, way_to
 
 
-class Slot:
+class PinnedBuffer:
     """One buffer of a way, and the copy that may be using it."""
 
-    def __init__(self, way: Way, memory: torch.Tensor) -> None:
+    def __init__(self, way: DeviceTransfer, memory: torch.Tensor) -> None:
         self._way, self._memory = way, memory
         self._part = memory
         self._landing: Landing | None = None
@@ -44,7 +44,7 @@ class Slot:
             landing()
 
 
-class Turns:
+class DoubleBuffer:
     """Two slots for each device, made when it first takes one; leaving the context waits for every copy.
 
     Args:
@@ -52,15 +52,15 @@ class Turns:
         way: where copies go; None for a device whose memory the host can use.
     """
 
-    def __init__(self, size: int, way: Callable[[torch.device, int], Way | None] = way_to) -> None:
+    def __init__(self, size: int, way: Callable[[torch.device, int], DeviceTransfer | None] = way_to) -> None:
         self._size, self._way = size, way
-        self._slots: dict[torch.device, deque[Slot]] = {}
+        self._slots: dict[torch.device, deque[PinnedBuffer]] = {}
 
-    def take(self, device: torch.device) -> Slot | None:
+    def take(self, device: torch.device) -> PinnedBuffer | None:
         """The slot that was not taken last, once its copy is over; None where none is needed."""
         if device not in self._slots:
             way = self._way(device, 2 * self._size)
-            self._slots[device] = deque(Slot(way, memory) for memory in way.memory.split(self._size)) if way else deque()
+            self._slots[device] = deque(PinnedBuffer(way, memory) for memory in way.memory.split(self._size)) if way else deque()
         slots = self._slots[device]
         if not slots:
             return None
@@ -77,13 +77,13 @@ class Turns:
                 slot.wait()
 
 
-def to_host(sources: Iterable[torch.Tensor], turns: Turns) -> Generator[memoryview]:
+def to_host(sources: Iterable[torch.Tensor], turns: DoubleBuffer) -> Generator[memoryview]:
     """The bytes of flat tensors of uint8, none longer than a slot, in their order. Those of a CPU are not copied.
 
     A view is released when the next one is asked for, because its memory is written again.
     """
     with turns:
-        before: Slot | None = None
+        before: PinnedBuffer | None = None
         for source in sources:
             slot = turns.take(source.device)
             if slot is not None:
@@ -98,7 +98,7 @@ def to_host(sources: Iterable[torch.Tensor], turns: Turns) -> Generator[memoryvi
             yield from before.lend()
 
 
-def to_device(target: torch.Tensor, read: Callable[[memoryview], None], turns: Turns) -> None:
+def to_device(target: torch.Tensor, read: Callable[[memoryview], None], turns: DoubleBuffer) -> None:
     """Fills a flat tensor of uint8, not longer than a slot, with what `read` puts into the memory that it is given.
 
     What is queued on the device later finds the bytes there; the host does not before `turns` end.
