@@ -24,11 +24,11 @@ import torch.distributed.checkpoint as dcp
 from save_load import state_of
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from forge_ckpt.background.background import BackgroundSaves
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.write import SaveRequest
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.background import BackgroundSaves
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.checkpoint.write import SaveRequest
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.protocols.checkpoint import Piece
 
 ALONE = SingleProcessWorld()

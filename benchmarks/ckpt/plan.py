@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge_ckpt.format.codec import encode
 from forge_ckpt.format.manifest import TensorInfo
-from forge_ckpt.format.table import RankTable, join, pack, unpack
+from forge_ckpt.format.rank_files import RankTable, join, pack, unpack
 from forge_core.errors import CheckpointError
 
 ROWS, COLUMNS = 8, 4096

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
 from forge_ckpt.format.manifest import TensorInfo
-from forge_ckpt.format.table import RankTable, join, pack, unpack
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.format.rank_files import RankTable, join, pack, unpack
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.protocols.checkpoint import Piece
 
 BASELINE = {

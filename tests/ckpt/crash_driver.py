@@ -21,14 +21,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ckpt.ranks import blank, digest, sample, whole
-from forge_ckpt.format import tensor_files as layout
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.retention import RetentionPolicy
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.checkpoint.verification import agreed_fault, open_manifest
+from forge_ckpt.format import tensor_bytes as layout
 from forge_ckpt.format.names import committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.policy import RetentionPolicy
-from forge_ckpt.store.store import LocalStore
-from forge_ckpt.store.verify import agreed_fault, open_manifest
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from forge_ckpt.transfer.device import DeviceTransfer
+from forge_ckpt.format.tensor_bytes import DeviceTransfer
 
 PACES = ["late", "early", "meanwhile"]
 WRONG = 0xEE

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge_ckpt.format.boxes import cover_fault, meeting, overlap
+from forge_ckpt.format.manifest import cover_fault, meeting, overlap
 
 
 def counted(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> np.ndarray:

@@ -7,13 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ckpt.ranks import sample, whole
-from forge_ckpt.commands.app import app
-from forge_ckpt.components.section import Checkpoint
-from forge_ckpt.components.stores import Local
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.policy import RetentionPolicy
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.retention import RetentionPolicy
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.commands import app
+from forge_ckpt.components import Checkpoint, Local
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.component import fields_of
 from forge_core.config.tree import Table, build
 from forge_core.config.validation import resolve
@@ -151,7 +150,7 @@ def test_torch_is_not_needed_to_describe() -> None:
     import subprocess
     import sys
 
-    modules = "forge_ckpt.components.section, forge_ckpt.components.stores, forge_ckpt.commands.app"
+    modules = "forge_ckpt.components, forge_ckpt.components, forge_ckpt.commands"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

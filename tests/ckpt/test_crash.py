@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from ckpt.ranks import blank, digest, equal, sample, whole
-from forge_ckpt.format import tensor_files as layout
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format import tensor_bytes as layout
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 
 EXPECTED: dict[str, set[tuple[int | None, int | None]]] = {
     "first": {(None, None), (100, 1)},

@@ -13,13 +13,13 @@ import xxhash
 from typer.testing import CliRunner
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.commands.app import app
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.commands import app
 from forge_ckpt.errors import Damaged, NewerFormat
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 
 

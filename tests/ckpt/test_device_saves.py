@@ -12,14 +12,13 @@ import torch
 from ckpt.late_device import PACES, Queue
 from ckpt.ranks import digest, sample, whole
 from ckpt.test_store import Faulty
-from forge_ckpt.format import tensor_files
-from forge_ckpt.format.tensor_files import DTYPES, file_of
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving import resume
-from forge_ckpt.saving.resume import load
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
-from forge_ckpt.transfer.turns import DoubleBuffer
+from forge_ckpt.checkpoint import read
+from forge_ckpt.checkpoint.read import load
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format import tensor_bytes
+from forge_ckpt.format.tensor_bytes import DTYPES, DoubleBuffer, file_of
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 
@@ -28,7 +27,7 @@ from forge_core.protocols.checkpoint import Piece
 def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
     """Saves and loads take this device's way, with chunks of 24 bytes."""
     queue = Queue(request.param)
-    for module in (tensor_files, resume):
+    for module in (tensor_bytes, read):
         monkeypatch.setattr(module, "CHUNK_BYTES", 24)
         monkeypatch.setattr(module, "Turns", partial(DoubleBuffer, way=queue.way))
     yield queue
@@ -106,7 +105,7 @@ def test_a_part_is_read_by_chunks_however_wide_its_rows(
     size: int, strided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows have 3 * 32 * 4 = 384 bytes; a chunk may be a part of one, one, or all of them."""
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", size)
+    monkeypatch.setattr(tensor_bytes, "CHUNK_BYTES", size)
     store = Reads(tmp_path / "c")
     full = torch.arange(5 * 3 * 32, dtype=torch.int32).view(5, 3, 32)
     save(store, whole({"t": full}), {}, 1, SingleProcessWorld())
@@ -119,7 +118,7 @@ def test_a_part_is_read_by_chunks_however_wide_its_rows(
         piece = Piece("t", (5, 3, 32), low, live, True)
         with DoubleBuffer(size) as turns:
             box = (0, 0, 0), (5, 3, 32)
-            tensor_files.copy_box(store, "step-00000001/rank-00000.bin", 0, box, piece.local, piece.offset, turns)
+            tensor_bytes.copy_box(store, "step-00000001/rank-00000.bin", 0, box, piece.local, piece.offset, turns)
         assert torch.equal(live, full[tuple(slice(a, b) for a, b in zip(low, high, strict=True))])
         assert 0 < store.most <= size
         assert store.total <= full[low[0] : high[0]].numel() * 4

@@ -12,16 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 from ckpt.ranks import Meeting, ThreadRank, blank, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.background.background import BackgroundSaves
-from forge_ckpt.commands.app import app
-from forge_ckpt.offline.stored import StoredTensors
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import VerifiedCheckpoint, load, newest
-from forge_ckpt.saving.room import check_room
-from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.write import SaveRequest
-from forge_ckpt.store.store import LocalStore
-from forge_ckpt.store.verify import agreed_fault, open_manifest
+from forge_ckpt.background import BackgroundSaves
+from forge_ckpt.checkpoint.read import StoredTensors, VerifiedCheckpoint, load, newest
+from forge_ckpt.checkpoint.save import check_room, save
+from forge_ckpt.checkpoint.verification import agreed_fault, open_manifest
+from forge_ckpt.checkpoint.write import SaveRequest
+from forge_ckpt.commands import app
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 from forge_core.terminal import size

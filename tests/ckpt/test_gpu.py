@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ckpt.ranks import whole
-from forge_ckpt.format.elements import CHUNK_BYTES
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import load
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format.manifest import CHUNK_BYTES
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

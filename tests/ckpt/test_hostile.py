@@ -13,11 +13,11 @@ import torch
 import xxhash
 
 from ckpt.ranks import whole
+from forge_ckpt.checkpoint.save import save
 from forge_ckpt.errors import Damaged
 from forge_ckpt.format.codec import decode, encode
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 
 
 def seal(rest: bytes) -> bytes:
@@ -193,8 +193,8 @@ def test_fault_46_claims_of_a_small_manifest_cost_nothing(honest: dict[str, Any]
 
 
 def test_fault_46_an_endless_manifest_is_not_read(tmp_path: Path) -> None:
+    from forge_ckpt.checkpoint.verification import open_manifest
     from forge_ckpt.format import codec
-    from forge_ckpt.store.verify import open_manifest
 
     store = LocalStore(tmp_path / "c")
     store.write("step-00000001/x", [b""])

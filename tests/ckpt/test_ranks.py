@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ckpt.ranks import blank, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.retention import retain
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.retention import retain
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from ckpt.ranks import on_ranks, shards, whole
-from forge_ckpt.components.section import Checkpoint
+from forge_ckpt.checkpoint.save import check_room, save
+from forge_ckpt.components import Checkpoint
 from forge_ckpt.format.names import committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.room import check_room
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_core.terminal import size
 

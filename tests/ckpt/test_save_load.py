@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.ranks import blank, box, digest, equal, on_ranks, sample, shards, whole
-from forge_ckpt.format.tensor_files import DTYPES
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format.tensor_bytes import DTYPES
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.store.store import MARKER, LocalStore
+from forge_ckpt.store.local import MARKER, LocalStore
 from forge_core.errors import CheckpointError
 
 

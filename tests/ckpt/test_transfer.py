@@ -12,10 +12,8 @@ import torch
 
 from ckpt.late_device import PACES, Queue
 from ckpt.ranks import whole
-from forge_ckpt.format import tensor_files
-from forge_ckpt.format.tensor_files import file_of
-from forge_ckpt.transfer.device import queued, way_to
-from forge_ckpt.transfer.turns import DoubleBuffer, to_device, to_host
+from forge_ckpt.format import tensor_bytes
+from forge_ckpt.format.tensor_bytes import DoubleBuffer, file_of, queued, to_device, to_host, way_to
 
 SIZE = 8
 
@@ -120,7 +118,7 @@ def address(view: memoryview) -> int:
 
 
 def test_nothing_is_copied_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(tensor_bytes, "CHUNK_BYTES", 100)
     tensor = torch.randn(9, 7)
     found = [(address(view), len(view)) for view in file_of(whole({"t": tensor}))]
     assert found == [(tensor.data_ptr(), 100), (tensor.data_ptr() + 100, 100), (tensor.data_ptr() + 200, 52)]

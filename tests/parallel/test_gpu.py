@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import load
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.layout import Layout
 from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.model import Optimizer, PositionedTokens

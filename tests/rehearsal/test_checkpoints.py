@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ckpt.ranks import digest, whole
-from forge_ckpt.format import tensor_files
-from forge_ckpt.format.elements import CHUNK_BYTES
-from forge_ckpt.format.tensor_files import DTYPES
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import load
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format import tensor_bytes
+from forge_ckpt.format.manifest import CHUNK_BYTES
+from forge_ckpt.format.tensor_bytes import DTYPES
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.protocols.checkpoint import Piece
 from harness.pool import World
 
@@ -85,17 +85,17 @@ def test_bytes_are_those_of_a_cpu_and_each_chunk_is_waited_for_once(devices: Wor
     count = chunks(tensors)
     assert count > len(DTYPES) * 3
     if pinned:
-        place = "forge_ckpt/transfer/turns.py Slot.wait"
+        place = "forge_ckpt/format/tensor_bytes.py Slot.wait"
         assert back == {f"{place}: event with work behind it": count}, "a tensor is filled behind its copy"
         assert out == {f"{place}: event with work behind it": count - 2, f"{place}: synchronize": 2}, "the last two end the work"
     else:
-        assert out == {"forge_ckpt/transfer/device.py waited: device to host": count}
-        assert back == {"forge_ckpt/transfer/device.py waited: host to device": count}
+        assert out == {"forge_ckpt/format/tensor_bytes.py waited: device to host": count}
+        assert back == {"forge_ckpt/format/tensor_bytes.py waited: host to device": count}
 
 
 def _other_parts(folder: Path) -> list[bool]:
     """Parts of other shapes than those that were saved: rows and columns, wide and narrow, dense and strided."""
-    tensor_files.CHUNK_BYTES, before = 400, tensor_files.CHUNK_BYTES
+    tensor_bytes.CHUNK_BYTES, before = 400, tensor_bytes.CHUNK_BYTES
     found = []
     try:
         full = torch.arange(5 * 3 * 64, dtype=torch.int32).view(5, 3, 64)
@@ -108,7 +108,7 @@ def _other_parts(folder: Path) -> list[bool]:
                 load(store, 1, [Piece("t", (5, 3, 64), low, live, True)], SingleProcessWorld())
                 found.append(torch.equal(live.cpu(), full[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]))
     finally:
-        tensor_files.CHUNK_BYTES = before
+        tensor_bytes.CHUNK_BYTES = before
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.transfer.device import way_to
+from forge_ckpt.format.tensor_bytes import way_to
 from forge_parallel.step.reading import Reading
 from harness.pool import World
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(file for folder in ("packages", "apps") for file in ROOT.glob(f"{folder}/*/src/**/*.py"))
 ROOMS = {
-    "forge_ckpt/transfer/device.py": "what a device offers for copies",
+    "forge_ckpt/format/tensor_bytes.py": "what a device offers for copies",
     "forge_data/accelerator.py": "whether batches go to one",
     "forge_models/accelerator.py": "which kernels a device has",
     "forge_parallel/accelerator.py": "everything else, also for the application",

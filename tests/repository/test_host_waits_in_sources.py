@@ -22,7 +22,7 @@ READS = frozenset({"item", "tolist", "cpu", "nonzero", "synchronize"})
 COPIES = frozenset({"torch.tensor", "torch.as_tensor"})
 
 ALLOWED = {
-    "forge_ckpt/transfer/device.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
+    "forge_ckpt/format/tensor_bytes.py queued: synchronize": (1, "of the event of one chunk, when its buffer is needed"),
     "forge_models/blocks/fused_attention.py boundaries: nonzero": (1, "the kernel of variable lengths needs their number"),
     "forge_models/moe/experts.py _few_busy: nonzero": (1, "only on a CPU"),
     "forge_models/moe/experts.py _products: tolist": (1, "the kernel `loop`, where no grouped product takes precision or width"),

@@ -252,10 +252,10 @@ def follows(name: str, old, new, lr: float, betas: tuple[float, float], decay: f
 
 def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
     """Every floating-point tensor of one checkpoint, whole, in fp64."""
-    from forge_ckpt.ranks.world import SingleProcessWorld
-    from forge_ckpt.saving.resume import load, resolve
-    from forge_ckpt.store.store import LocalStore
-    from forge_ckpt.store.verify import open_manifest
+    from forge_ckpt.checkpoint.read import load, resolve
+    from forge_ckpt.checkpoint.verification import open_manifest
+    from forge_ckpt.store.local import LocalStore
+    from forge_ckpt.world import SingleProcessWorld
     from forge_core.protocols.checkpoint import Piece
 
     store = LocalStore(run / "checkpoints")

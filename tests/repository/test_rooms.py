@@ -105,7 +105,7 @@ def test_files_are_flushed_in_one_module():
     flush = {str(file.relative_to(ROOT)) for file in SOURCES if "fsync(" in file.read_text()}
     assert flush == {
         "packages/forge-core/src/forge_core/durable_files.py",
-        "packages/forge-ckpt/src/forge_ckpt/store/store.py",
+        "packages/forge-ckpt/src/forge_ckpt/store/local.py",
     }
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
 
 
 class Told(LocalStore):

@@ -16,15 +16,14 @@ import torch
 
 from ckpt.background.stores import Closed, Told, Unsendable
 from ckpt.ranks import Meeting, ThreadRank, blank, box, equal, on_ranks, sample, whole
-from forge_ckpt.background import background as module
-from forge_ckpt.background.background import BackgroundSaves, Busy, SaveResult
-from forge_ckpt.background.saver import SaverProcess
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.saving.write import SaveRequest
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt import background as module
+from forge_ckpt.background import BackgroundSaves, Busy, SaveResult, SaverProcess
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.checkpoint.write import SaveRequest
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 
 ALONE = SingleProcessWorld()
@@ -350,9 +349,9 @@ import sys, time
 from pathlib import Path
 from ckpt.background.stores import Told
 from ckpt.ranks import sample, whole
-from forge_ckpt.background.background import Background
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.write import Order
+from forge_ckpt.background import Background
+from forge_ckpt.world import SingleProcessWorld
+from forge_ckpt.checkpoint.write import Order
 
 background = Background(Told(Path(sys.argv[1])), SingleProcessWorld(), SingleProcessWorld())
 background.save(whole(sample(1)), Order(1, {}))

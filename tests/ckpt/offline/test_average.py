@@ -9,13 +9,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
 from ckpt.ranks import sample, whole
-from forge_ckpt.commands.app import app
-from forge_ckpt.offline.average import of_ema
-from forge_ckpt.offline.stored import StoredTensors
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
-from forge_ckpt.store.verify import open_manifest
+from forge_ckpt.average import of_ema
+from forge_ckpt.checkpoint.read import StoredTensors
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.checkpoint.verification import open_manifest
+from forge_ckpt.commands import app
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 
 META = {"config": {"model": {"dim": 12}}, "hooks": [["ema", {}]], "tokens": 9}

@@ -12,12 +12,12 @@ from hypothesis import strategies as some
 from typer.testing import CliRunner
 
 from ckpt.ranks import box, on_ranks, sample, whole
-from forge_ckpt.commands.app import app
-from forge_ckpt.offline import difference
-from forge_ckpt.offline.stored import boxes
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt import difference
+from forge_ckpt.checkpoint.read import boxes
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.commands import app
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 
 META = {"config": {"model": {"dim": 4, "tags": ["a", "b"]}, "optimizer": {"lr": 0.1}}, "tokens": 5}
 

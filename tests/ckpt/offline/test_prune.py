@@ -11,14 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ckpt.ranks import sample, whole
-from forge_ckpt.commands.app import app
-from forge_ckpt.format.names import OWNER, committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.fence import Fence, Owner
-from forge_ckpt.store.marks import marked, point
-from forge_ckpt.store.retention import SECONDS, bury
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.fence import Fence, Owner
+from forge_ckpt.checkpoint.retention import SECONDS, bury
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.commands import app
+from forge_ckpt.format.names import OWNER, committed, marked, point
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 
 STEPS = (100, 200, 300, 400, 500)
 
@@ -107,7 +106,7 @@ def test_fault_14_a_job_of_another_host_is_asked_about(root: Path) -> None:
 
 
 def test_fault_14_a_job_that_starts_meanwhile_ends_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_ckpt.store import retention
+    from forge_ckpt.checkpoint import retention
 
     def buried(store: Any, name: str) -> None:
         bury(store, name)

@@ -8,14 +8,14 @@ from ckpt.crash_driver import SCENARIOS, is_whole
 from ckpt.ranks import blank, digest, sample, whole
 from ckpt.remote.dying import Dying, Killed, dying, objects, put_back
 from ckpt.test_crash import EXPECTED
-from forge_ckpt.format import tensor_files as layout
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.retention import RetentionPolicy
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format import tensor_bytes as layout
 from forge_ckpt.format.names import committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.remote.store import RemoteStore
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import RetentionPolicy
+from forge_ckpt.store.remote import RemoteStore
+from forge_ckpt.world import SingleProcessWorld
 
 URL = "dying://bucket/run/checkpoints"
 ALONE = SingleProcessWorld()

@@ -11,13 +11,13 @@ import torch
 
 from ckpt.ranks import blank, equal, on_ranks, sample, shards, whole
 from ckpt.remote.dying import Dying, dying, objects, put_back
-from forge_ckpt.format import rank_file
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.remote import objects as layer
-from forge_ckpt.remote.store import RemoteStore
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store import verify
+from forge_ckpt.checkpoint import verification
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.format import rank_files
+from forge_ckpt.store import objects as layer
+from forge_ckpt.store.remote import RemoteStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 
 URL = "dying://bucket/run/checkpoints"
@@ -301,11 +301,11 @@ def test_a_store_goes_to_another_process_without_its_connections() -> None:
 def test_checksums_are_of_what_was_sent() -> None:
     """The manifest's checksums are taken of the chunks, before they are sent: what comes back is compared with them."""
     save(opened(), whole(sample(3)), {}, 1, ALONE)
-    manifest = verify.open_manifest(opened(), "step-00000001")[0]
+    manifest = verification.open_manifest(opened(), "step-00000001")[0]
     buffer = memoryview(bytearray(1 << 20))
     for piece in range(len(manifest.pieces)):
         start, length = int(manifest.pieces.start[piece]), int(manifest.pieces.length[piece])
-        found = rank_file.checksum(opened(), "step-00000001/rank-00000.bin", start, length, buffer)
+        found = rank_files.checksum(opened(), "step-00000001/rank-00000.bin", start, length, buffer)
         assert found == manifest.pieces.checksum[16 * piece : 16 * piece + 16]
 
 

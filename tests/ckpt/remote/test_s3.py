@@ -11,16 +11,16 @@ from typer.testing import CliRunner
 
 from ckpt.ranks import blank, equal, sample, whole
 from forge_ckpt import BackgroundSaves, SaveRequest
-from forge_ckpt.commands.app import app
-from forge_ckpt.components.stores import Remote
+from forge_ckpt.checkpoint.locate import locate
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.commands import app
+from forge_ckpt.components import Remote
 from forge_ckpt.conformance import stores as conformance
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.remote import objects as layer
-from forge_ckpt.remote.store import RemoteStore
-from forge_ckpt.saving.locate import locate
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.marks import point
+from forge_ckpt.format.names import point
+from forge_ckpt.store import objects as layer
+from forge_ckpt.store.remote import RemoteStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.conformance import checks_in
 from forge_core.errors import CheckpointError
 from harness.s3 import BUCKET, Server, s3_server

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from forge_ckpt.checkpoint.retention import RetentionPolicy, judge
 from forge_ckpt.format.names import Committed, committed, step_name
-from forge_ckpt.store.policy import RetentionPolicy, judge
 
 STEPS = some.lists(some.integers(0, 5000), min_size=1, max_size=40, unique=True).map(sorted)
 RULES = some.fixed_dictionaries(

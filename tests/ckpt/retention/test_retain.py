@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from ckpt.ranks import sample, whole
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.checkpoint.read import newest
+from forge_ckpt.checkpoint.retention import SECONDS, RetentionPolicy, judged, retain
+from forge_ckpt.checkpoint.save import save
 from forge_ckpt.errors import Damaged, Superseded
 from forge_ckpt.format.codec import decode, meta_of
 from forge_ckpt.format.names import MANIFEST, committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import RetentionPolicy
-from forge_ckpt.store.retention import SECONDS, judged, retain
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 
 WORLD = SingleProcessWorld()

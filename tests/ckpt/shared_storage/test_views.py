@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ckpt.ranks import blank, equal, on_ranks, sample, shards, whole
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.saving.saver import save
-from forge_ckpt.store import visible
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint import verification
+from forge_ckpt.checkpoint.read import load, newest
+from forge_ckpt.checkpoint.save import save
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 
 ALONE = SingleProcessWorld()
@@ -40,7 +40,7 @@ def absent(path: str) -> int:
 def test_fault_12_what_a_rank_does_not_see_in_time_is_said_and_not_taken_for_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: Callable[[str], int], sees: str
 ) -> None:
-    monkeypatch.setattr(visible, "SECONDS", 0.1)
+    monkeypatch.setattr(verification, "SECONDS", 0.1)
     for step in (100, 200):
         save(LocalStore(tmp_path), whole(sample(step)), {}, step, ALONE)
 
@@ -72,7 +72,7 @@ def test_fault_12_what_a_rank_does_not_see_in_time_is_said_and_not_taken_for_dam
 
 def test_fault_12_rank_0_commits_nothing_that_it_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the files of others, but not for ever; and all ranks know."""
-    monkeypatch.setattr(visible, "SECONDS", 0.1)
+    monkeypatch.setattr(verification, "SECONDS", 0.1)
     full = torch.arange(12.0).reshape(4, 3)
 
     def saving(world):

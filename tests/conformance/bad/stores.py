@@ -3,7 +3,7 @@
 from shutil import move, rmtree
 
 from conformance.part import Part
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
 from forge_core.errors import CheckpointError
 
 

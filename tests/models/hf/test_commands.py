@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.config.layers import load_layers
 from forge_core.config.tree import origin_at, plain
 from forge_core.errors import ForgeError

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("forge_ckpt.transfer.device", "forge_data.accelerator", "forge_models.accelerator", "forge_parallel.accelerator")
+ROOMS = ("forge_ckpt.format.tensor_bytes", "forge_data.accelerator", "forge_models.accelerator", "forge_parallel.accelerator")
 HOSTS = ("'cpu'", "CPU.type", "HOSTS", "COLLECTIVES")
 """What a device's type is compared with, as it is written."""
 

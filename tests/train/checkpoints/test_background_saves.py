@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from forge_ckpt.background import background as module
+from forge_ckpt import background as module
 from forge_ckpt.errors import Superseded
 from forge_ckpt.format.names import MANIFEST
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
 from forge_core.errors import CheckpointError
 from forge_train.run.loop import fit
 from harness.pool import World

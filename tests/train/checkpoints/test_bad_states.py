@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import newest
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import newest
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
 from forge_parallel.verify.gather import full

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.component import Component, fields_of
 from forge_core.errors import ConfigError
 from forge_core.registry import Entry, Registry

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.registry import Registry
 from forge_parallel.verify.gather import full
 from forge_train.inference.forge_weights import ForgeWeights

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from forge_ckpt.checkpoint.read import newest
+from forge_ckpt.checkpoint.retention import SECONDS
 from forge_ckpt.format.names import committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import newest
-from forge_ckpt.store.retention import SECONDS
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_parallel.verify.gather import full
 from forge_train.run.loop import fit
 from train.runs import TINY, prepared

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forge_ckpt.store.store import LocalStore
-from forge_ckpt.store.verify import open_manifest
+from forge_ckpt.checkpoint.verification import open_manifest
+from forge_ckpt.store.local import LocalStore
 from forge_core.component import KeyClass, class_of_keys, fields_of
 from forge_core.config.changes import changes
 from forge_core.config.fields import shape_of

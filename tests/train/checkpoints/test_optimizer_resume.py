@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.component import fields_of
 from forge_core.errors import ForgeError, PlanError
 from forge_core.registry import Registry

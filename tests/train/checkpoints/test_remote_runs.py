@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.errors import ForgeError
 from forge_train.commands.weights.convert import convert
 from harness.s3 import BUCKET, Server, s3_server

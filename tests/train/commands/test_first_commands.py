@@ -54,9 +54,9 @@ def test_m3_recipes_are_compared_key_by_key(say: Say, tmp_path: Path) -> None:
 def test_m3_a_run_and_its_checkpoint_are_sides_too(say: Say, tmp_path: Path) -> None:
     import torch
 
-    from forge_ckpt.ranks.world import SingleProcessWorld
-    from forge_ckpt.saving.saver import save
-    from forge_ckpt.store.store import LocalStore
+    from forge_ckpt.checkpoint.save import save
+    from forge_ckpt.store.local import LocalStore
+    from forge_ckpt.world import SingleProcessWorld
     from forge_core.protocols.checkpoint import Piece
 
     (tmp_path / "run").mkdir()

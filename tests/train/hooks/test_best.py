@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from forge_ckpt.checkpoint import save
+from forge_ckpt.checkpoint.locate import locate
 from forge_ckpt.format.names import committed
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving import saver
-from forge_ckpt.saving.locate import locate
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.run import Hook
@@ -159,7 +159,7 @@ def test_all_ranks_decide_alike(world: World, recipe: Path, tmp_path: Path) -> N
 
 def saved(store: LocalStore, step: int, **options: Any) -> str:
     value = torch.ones(3)
-    return saver.save(store, [Piece("w", (3,), (0,), value, True)], {}, step, SingleProcessWorld(), **options)
+    return save.save(store, [Piece("w", (3,), (0,), value, True)], {}, step, SingleProcessWorld(), **options)
 
 
 def test_marks_of_a_store(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_models.generation.generate import generate

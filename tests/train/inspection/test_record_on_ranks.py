@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder

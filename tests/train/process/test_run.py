@@ -134,8 +134,8 @@ def test_a_checkpoint_keeps_the_state_of_hooks(recipe: Path, tmp_path: Path) -> 
     run.hooks = [Counter(), *run.hooks]
     fit(run)
     found, _ = prepared(recipe, settings)
-    from forge_ckpt.ranks.world import SingleProcessWorld
-    from forge_ckpt.saving.resume import newest
+    from forge_ckpt.checkpoint.read import newest
+    from forge_ckpt.world import SingleProcessWorld
 
     store = found.job.checkpoint.store.build(tmp_path / "run" / "checkpoints")
     kept = newest(store, SingleProcessWorld())

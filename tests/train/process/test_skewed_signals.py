@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
-from forge_ckpt.saving.resume import newest
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint.read import newest
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.protocols.run import Hook
 from forge_train.process.stop import STOPPED, Signals
 from forge_train.run import saves

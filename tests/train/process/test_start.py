@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_ckpt.ranks.world import SingleProcessWorld
+from forge_ckpt.checkpoint.fence import Fence
 from forge_ckpt.resilience.progress import FILE as PROGRESS
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch

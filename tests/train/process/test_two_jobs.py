@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.checkpoint.read import VerifiedCheckpoint
 from forge_ckpt.errors import Superseded
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import VerifiedCheckpoint
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.loop import fit

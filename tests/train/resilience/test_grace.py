@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from forge_ckpt.checkpoint.read import newest
 from forge_ckpt.resilience.grace import END
-from forge_ckpt.saving.resume import newest
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
 from forge_core.protocols.run import Hook
 from forge_train.process.stop import STOPPED
 from forge_train.run import saves

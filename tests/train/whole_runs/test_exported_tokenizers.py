@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.errors import ForgeError
 from forge_core.registry import Registry
 from forge_data.tokenizers.restore import restore

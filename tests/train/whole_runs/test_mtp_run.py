@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_ckpt.saving.locate import locate
+from forge_ckpt.checkpoint.locate import locate
 from forge_core.errors import ConfigError
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
 from forge_core.terminal import size
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start

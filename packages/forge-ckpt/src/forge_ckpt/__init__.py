@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from forge_ckpt.background.background import BackgroundSaves as BackgroundSaves
-    from forge_ckpt.ranks.pieces import pieces as pieces
-    from forge_ckpt.ranks.world import ProcessGroupWorld as ProcessGroupWorld
-    from forge_ckpt.ranks.world import SingleProcessWorld as SingleProcessWorld
-    from forge_ckpt.remote.store import RemoteStore as RemoteStore
-    from forge_ckpt.saving.resume import load as load
-    from forge_ckpt.saving.resume import newest as newest
-    from forge_ckpt.saving.saver import save as save
-    from forge_ckpt.saving.write import SaveRequest as SaveRequest
-    from forge_ckpt.store.store import LocalStore as LocalStore
+    from forge_ckpt.background import BackgroundSaves as BackgroundSaves
+    from forge_ckpt.checkpoint.read import load as load
+    from forge_ckpt.checkpoint.read import newest as newest
+    from forge_ckpt.checkpoint.save import save as save
+    from forge_ckpt.checkpoint.write import SaveRequest as SaveRequest
+    from forge_ckpt.pieces import pieces as pieces
+    from forge_ckpt.store.local import LocalStore as LocalStore
+    from forge_ckpt.store.remote import RemoteStore as RemoteStore
+    from forge_ckpt.world import ProcessGroupWorld as ProcessGroupWorld
+    from forge_ckpt.world import SingleProcessWorld as SingleProcessWorld
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

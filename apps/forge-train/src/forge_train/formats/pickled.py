@@ -22,7 +22,7 @@ from weakref import finalize
 
 import torch
 
-from forge_ckpt.format.tensor_files import DTYPES
+from forge_ckpt.format.tensor_bytes import DTYPES
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import StoredTensor, Weights
 from forge_train.formats.described import check_fit, describe, facts_of, model_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.batch import Batch
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.machine import available_memory
 from forge_core.protocols.run import Run
 from forge_core.terminal import size as told

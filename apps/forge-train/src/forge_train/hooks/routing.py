@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.durable_files import replace_file
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import Observer

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.ranks.world import ProcessGroupWorld
 from forge_ckpt.resilience.stragglers import Slow, Stragglers, Time
+from forge_ckpt.world import ProcessGroupWorld
 from forge_core.errors import LayoutError
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_parallel.accelerator import timed_event

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.config.tree import Table, build
 from forge_core.errors import DataError, ForgeError
 from forge_core.protocols.weights import Weights

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import torch
 
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving import resume, saver
-from forge_ckpt.saving.locate import CheckpointLocation, locate
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.checkpoint import read, save
+from forge_ckpt.checkpoint.locate import CheckpointLocation, locate
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.component import Component, Slot
 from forge_core.config.tree import DEFAULT, Table, build, plain
 from forge_core.config.validation import resolve
@@ -121,7 +121,7 @@ class ForgeWeights:
             for name, (offset, _) in boxes.items()
         ]
         wanted = {piece.name for piece in pieces}
-        resume.load(self._store, self.place.name, pieces, SingleProcessWorld(), select=wanted.__contains__)
+        read.load(self._store, self.place.name, pieces, SingleProcessWorld(), select=wanted.__contains__)
         return live
 
 
@@ -167,7 +167,7 @@ class ForgeConverter:
             Piece(PREFIX + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, True)
             for name, tensor in weights.read(list(weights.tensors)).items()
         )
-        saver.save(LocalStore(path), pieces, meta, weights.facts.step, SingleProcessWorld())
+        save.save(LocalStore(path), pieces, meta, weights.facts.step, SingleProcessWorld())
         if weights.facts.tokenizer is not None:
             copy_tokenizer(weights.facts.tokenizer, path / TOKENIZER)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.remote.urls import is_url
+from forge_ckpt.store.objects import is_url
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.protocols.checkpoint import World
 from forge_models.interp.capture import checked, refuse_recomputation
 from forge_models.interp.edit import AcrossRows, Edit, changed, refuse_uneditable

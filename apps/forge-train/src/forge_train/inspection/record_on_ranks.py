@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.protocols.checkpoint import World
 from forge_core.protocols.model import LossTerms

@@ -14,7 +14,7 @@ from forge_core.protocols.run import RunState, StepResult
 from forge_core.protocols.topology import Topology
 
 if TYPE_CHECKING:
-    from forge_ckpt.store.fence import Fence
+    from forge_ckpt.checkpoint.fence import Fence
 
 FINISHED = "finished"
 STOPPED = "asked to stop"

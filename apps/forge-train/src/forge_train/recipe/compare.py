@@ -39,7 +39,7 @@ def _outcome(given: str, overrides: Sequence[str], registry: Registry) -> Resolu
 
 def _recorded(path: Path, registry: Registry) -> Resolution:
     """The recipe that a checkpoint carries."""
-    from forge_ckpt.saving.locate import locate
+    from forge_ckpt.checkpoint.locate import locate
 
     place = locate(path)
     tree = build(place.manifest().meta.get("config", {}), (), lambda _: f"{place.store.root}/{place.name}", Path.cwd())

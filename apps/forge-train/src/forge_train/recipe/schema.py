@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from forge_ckpt.components.section import Checkpoint
+from forge_ckpt.components import Checkpoint
 from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Place, Slot
 from forge_data.section import Data
 from forge_parallel.components.parameters import Parameters, Stage

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.ranks.collective import from_rank_0
 from forge_ckpt.resilience.restarts import FULL
+from forge_ckpt.world import from_rank_0
 from forge_core.durable_files import replace_file
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_ckpt.ranks.world import ProcessGroupWorld, SingleProcessWorld
+from forge_ckpt.checkpoint.read import VerifiedCheckpoint
+from forge_ckpt.checkpoint.retention import SECONDS
 from forge_ckpt.resilience.progress import is_automatic, note_start, refuse_without_progress
-from forge_ckpt.saving.resume import VerifiedCheckpoint
-from forge_ckpt.store.retention import SECONDS
+from forge_ckpt.world import ProcessGroupWorld, SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.machine import idle_accelerator, threads_per_process

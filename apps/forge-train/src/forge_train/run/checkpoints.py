@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from forge_ckpt.checkpoint import read
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.checkpoint.retention import SECONDS, RetentionPolicy
+from forge_ckpt.checkpoint.write import SaveRequest
 from forge_ckpt.format.manifest import Manifest
 from forge_ckpt.format.names import committed
-from forge_ckpt.ranks.collective import from_rank_0
-from forge_ckpt.saving import resume
-from forge_ckpt.saving.write import SaveRequest
-from forge_ckpt.store.fence import Fence
-from forge_ckpt.store.policy import RetentionPolicy
-from forge_ckpt.store.retention import SECONDS
+from forge_ckpt.world import from_rank_0
 from forge_core.errors import CheckpointError
 from forge_core.protocols.checkpoint import Piece, Store, World
 from forge_core.protocols.data import Cursor
@@ -94,21 +93,21 @@ class Checkpoints:
     origin: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None
 
-    def newest(self, policy: resume.ResumePolicy) -> resume.VerifiedCheckpoint | None:
+    def newest(self, policy: read.ResumePolicy) -> read.VerifiedCheckpoint | None:
         """Collective: what a start resumes from; changes nothing until this job owns the store."""
         self.present = self._committed()
-        return resume.newest(self.store, self.world, policy, aside=self.fence is not None)
+        return read.newest(self.store, self.world, policy, aside=self.fence is not None)
 
     def own(self) -> Fence:
         """Collective: takes the store from every older job. Called once this one can go on from what `newest` found."""
         self.fence = Fence.take(self.store, self.world)
         return self.fence
 
-    def tidy(self, found: resume.VerifiedCheckpoint | None) -> None:
+    def tidy(self, found: read.VerifiedCheckpoint | None) -> None:
         """Collective: renames what `newest` found damaged. For the owner."""
-        resume.set_aside(self.store, self.world, found.skipped if found else ())
+        read.set_aside(self.store, self.world, found.skipped if found else ())
 
-    def later(self, policy: resume.ResumePolicy) -> resume.VerifiedCheckpoint | None:
+    def later(self, policy: read.ResumePolicy) -> read.VerifiedCheckpoint | None:
         """Collective: what `newest` finds now, if an older job has saved since it was called."""
         return self.newest(policy) if set(self._committed()) - set(self.present) else None
 
@@ -158,9 +157,9 @@ class Checkpoints:
             )
         self.checked = run.state.step
 
-    def good(self, health: Health, just: bool = False) -> resume.VerifiedCheckpoint | None:
+    def good(self, health: Health, just: bool = False) -> read.VerifiedCheckpoint | None:
         """Collective: the newest verified checkpoint of before the loss left its band, as `Health.is_before`; nothing changes."""
-        return resume.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health, just))
+        return read.newest_that(self.store, self.world, lambda manifest: _is_good(manifest, health, just))
 
     def good_step(self, health: Health) -> int | None:
         """Collective: where a run may go back to: a step whose weights are above suspicion, else the one just before."""
@@ -190,7 +189,7 @@ class Checkpoints:
         return dict(merged([json.loads(part) for part in parts]))
 
     def restore(
-        self, found: resume.VerifiedCheckpoint, model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer]
+        self, found: read.VerifiedCheckpoint, model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer]
     ) -> Mapping[str, Any]:
         """Collective: fills model and optimizer from a verified checkpoint and returns its facts.
 
@@ -209,9 +208,7 @@ class Checkpoints:
             if older := ONE_COUNT in found.manifest.index:
                 mine = [piece for piece in mine if not piece.name.startswith("optimizer/step/")]
                 mine.append(Piece(ONE_COUNT, (), (), count, owned=False))
-            meta = resume.load(
-                self.store, found, mine, self.world, select=lambda name: _is_of_run(name) and _of(name) not in ends
-            )
+            meta = read.load(self.store, found, mine, self.world, select=lambda name: _is_of_run(name) and _of(name) not in ends)
             if older:
                 for step in optimizer.state()["step"].values():
                     step.copy_(count)
@@ -241,7 +238,7 @@ class Checkpoints:
         before, now = frozenset(meta.get("frozen", ())), self.frozen_by(optimizer)
         return before - now, now - before
 
-    def restore_kept(self, found: resume.VerifiedCheckpoint, run: Run) -> None:
+    def restore_kept(self, found: read.VerifiedCheckpoint, run: Run) -> None:
         """Collective: fills the tensors that hooks keep, as far as the checkpoint has their section.
 
         Raises:
@@ -256,7 +253,7 @@ class Checkpoints:
             }
         if sections:
             mine = lambda name: name.partition("/")[0] in sections  # noqa: E731 (a condition on names)
-            resume.load(self.store, found, [piece for _, piece in kept], self.world, select=mine)
+            read.load(self.store, found, [piece for _, piece in kept], self.world, select=mine)
 
 
 def _begin(model: ParallelModel, optimizer: Optimizer, again: Callable[[Any], Optimizer], names: frozenset[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt.saving.resume import VerifiedCheckpoint
+from forge_ckpt.checkpoint.read import VerifiedCheckpoint
 from forge_core.component import KeyClass
 from forge_core.config.changes import Change, changes, class_of, keys_of, vanished
 from forge_core.config.toml import value_text

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from forge_ckpt.background.background import BackgroundSaves, SaveResult
+from forge_ckpt.background import BackgroundSaves, SaveResult
+from forge_ckpt.checkpoint.save import check_room, draft_of
+from forge_ckpt.checkpoint.write import SaveRequest, write
 from forge_ckpt.errors import Superseded
-from forge_ckpt.ranks.world import ProcessGroupWorld
 from forge_ckpt.resilience.grace import Grace
-from forge_ckpt.saving.room import check_room
-from forge_ckpt.saving.saver import draft_of
-from forge_ckpt.saving.write import SaveRequest, write
+from forge_ckpt.world import ProcessGroupWorld
 from forge_core.errors import CheckpointError
 from forge_train.recipe.schema import Job
 from forge_train.run.checkpoints import Checkpoints

@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.remote.urls import is_url
-from forge_ckpt.store.fence import Fence
+from forge_ckpt.checkpoint.fence import Fence
+from forge_ckpt.store.objects import is_url
+from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import ForgeError
 from forge_core.protocols.checkpoint import Store
 from forge_train.recipe.schema import Job

@@ -112,8 +112,8 @@ def _pairs(stores: "list[ActivationStore]", labels: list[str], measure: str, out
 
 def _checkpoints(places: list[Path]) -> list[tuple[str, Path]]:
     """(name, folder) of each checkpoint of one run, the oldest first."""
+    from forge_ckpt.checkpoint.locate import store_of
     from forge_ckpt.format.names import committed
-    from forge_ckpt.saving.locate import store_of
     from forge_core.errors import ForgeError
 
     if len(places) != 1:

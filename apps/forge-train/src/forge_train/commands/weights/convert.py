@@ -46,7 +46,7 @@ def convert(
     """
     from dataclasses import replace
 
-    from forge_ckpt.remote.urls import is_url
+    from forge_ckpt.store.objects import is_url
     from forge_core.errors import ForgeError
     from forge_core.registry import Registry
     from forge_train.commands.single_process import require_single_process

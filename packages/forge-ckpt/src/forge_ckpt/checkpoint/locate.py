@@ -1,0 +1,131 @@
+"""What a path or a URL on the command line means: a run, its checkpoints, one checkpoint, or a mark such as `best`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from forge_ckpt.errors import Damaged, NewerFormat
+from forge_ckpt.format.manifest import Manifest
+from forge_ckpt.format.names import MANIFEST, committed, marked
+from forge_ckpt.store.local import MARKER, LocalStore
+from forge_ckpt.store.objects import is_url
+from forge_ckpt.store.remote import RemoteStore
+from forge_core.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+"""Where a run keeps its checkpoints, below its directory."""
+
+AnyStore: TypeAlias = LocalStore | RemoteStore
+"""A store that a path or a URL means; `root` is that."""
+
+
+@dataclass(frozen=True)
+class CheckpointLocation:
+    """One checkpoint: its store, its name, and the run's directory where that is on this machine."""
+
+    store: AnyStore
+    name: str
+    run: Path | None
+
+    def manifest(self) -> Manifest:
+        """Its manifest, with the lengths of its files compared.
+
+        Raises:
+            CheckpointError: it cannot be read; names the checkpoint. `Damaged` where it is not what was written.
+        """
+        from forge_ckpt.checkpoint.verification import open_manifest
+
+        try:
+            return open_manifest(self.store, self.name)[0]
+        except Damaged as cause:
+            raise Damaged(f"{self.store.root}/{self.name} is damaged: {cause}") from cause
+        except NewerFormat as cause:
+            raise NewerFormat(f"{self.store.root}/{self.name}: {cause}") from cause
+
+
+def new_store(where: str | Path) -> AnyStore:
+    """An empty store at a path or URL.
+
+    Raises:
+        CheckpointError: something is there.
+    """
+    if is_url(where):
+        store = RemoteStore(str(where))
+        if store.list():
+            raise CheckpointError(f"{where} holds checkpoints; choose another URL")
+        return store
+    path = Path(where)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty directory; choose another one")
+    return LocalStore(path)
+
+
+def store_of(where: str | Path, allow_foreign_owner: bool = False) -> tuple[AnyStore, str | None]:
+    """The checkpoints that a path or a URL means, and the name of the one that it is itself, if it is one.
+
+    Raises:
+        CheckpointError: it is neither a directory nor a mark, or names a checkpoint that is gone.
+    """
+    if is_url(where):
+        return _remote(str(where).rstrip("/"))
+    root, name = _local(Path(where))
+    return LocalStore(root, allow_foreign_owner=allow_foreign_owner), name
+
+
+def locate(where: str | Path) -> CheckpointLocation:
+    """The checkpoint that a path or URL means: itself, the newest of a run's directory, or the newest of a directory of them.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from forge_ckpt.checkpoint.read import resolve
+    from forge_ckpt.world import SingleProcessWorld
+
+    store, name = store_of(where)
+    run = store.root.parent if isinstance(store.root, Path) and store.root.name == CHECKPOINTS else None
+    return CheckpointLocation(store, name or resolve(store, None, SingleProcessWorld()), run)
+
+
+def _local(path: Path) -> tuple[Path, str | None]:
+    if path.is_file():
+        path = _marked(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give a run's directory, its checkpoints, or one checkpoint")
+    path = path.resolve()
+    if (path / MANIFEST).is_file():
+        return path.parent, path.name
+    return (path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path), None
+
+
+def _marked(path: Path) -> Path:
+    """The checkpoint that the file of a mark names; any other file as it is."""
+    with path.open("rb") as file:
+        name = file.read(300).decode(errors="replace").strip()
+    if not committed([name]):
+        return path
+    if not (path.parent / name / MANIFEST).is_file():
+        raise CheckpointError(_gone(path, name))
+    return path.parent / name
+
+
+def _remote(url: str) -> tuple[RemoteStore, str | None]:
+    """The same where objects are: a folder of checkpoints has the marker of a store."""
+    try:
+        for folder in (url, f"{url}/{CHECKPOINTS}"):
+            if MARKER in (store := RemoteStore(folder)).list():
+                return store, None
+        parent, _, name = url.rpartition("/")
+        if not parent.endswith("/"):
+            store = RemoteStore(parent)
+            if MARKER in (names := store.list()) and name in names:
+                name = marked(store).get(name, name)
+                if name not in names:
+                    raise CheckpointError(_gone(url, name))
+                return store, name
+    except OSError as cause:
+        raise CheckpointError(f"{url} cannot be read: {cause}") from cause
+    raise CheckpointError(f"{url} has no checkpoints; give the URL of a run, of its checkpoints, or of one checkpoint")
+
+
+def _gone(mark: str | Path, name: str) -> str:
+    return f"{mark} names {name}, which is not there; a run that goes on sets it again at its next save"

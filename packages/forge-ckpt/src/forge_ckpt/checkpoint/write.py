@@ -1,0 +1,249 @@
+"""How a checkpoint comes to be: all ranks' files, a manifest that covers every tensor exactly, then one rename. Needs no torch.
+
+Until that rename nothing that was there has changed; after it the checkpoint is complete and durable. Every rank learns the
+fate of every other before anything is committed.
+"""
+
+import errno
+import json
+import logging
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from forge_ckpt.checkpoint.retention import RetentionPolicy, retain, sweep
+from forge_ckpt.checkpoint.verification import hidden_file
+from forge_ckpt.format.codec import check_meta, encode
+from forge_ckpt.format.names import (
+    LATEST,
+    MANIFEST,
+    SAVING,
+    SUPERSEDED,
+    check_mark,
+    committed,
+    free_name,
+    next_name,
+    point,
+    pointed,
+    rank_file,
+)
+from forge_ckpt.format.rank_files import RankFile, RankTable, find_frozen, join, pack, put_frozen, unpack
+from forge_ckpt.world import describe_error, from_rank_0
+from forge_core.errors import CheckpointError
+from forge_core.protocols.checkpoint import Store, World
+from forge_core.terminal import size
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one rank adds to a checkpoint.
+
+    Attributes:
+        table: of the tensors that it knows and the boxes that it writes.
+        file: their bytes; None where it writes none.
+        frozen: the bytes of the last `table.frozen` boxes, which have a second file; None where there are none.
+        error: why it cannot save; no rank does then.
+    """
+
+    table: RankTable
+    file: RankFile | None = None
+    frozen: RankFile | None = None
+    error: str | None = None
+
+
+def lengths_of(draft: Draft) -> tuple[list[int], list[int]]:
+    """Bytes of each piece of its file, and of its file of frozen pieces."""
+    moving, frozen = (list(file.lengths) if file is not None else [] for file in (draft.file, draft.frozen))
+    return moving, frozen
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What is to be saved, apart from tensors; that of rank 0 counts.
+
+    Attributes:
+        step: the optimizer step; saving a step again puts a new generation in place of the old.
+        meta: JSON kept with the tensors (configuration, cursor, counters, ...).
+        keep: how many checkpoints stay afterwards, or rules (`retention.retain`); 0 keeps all.
+        spare: steps whose checkpoints are kept in addition, however old.
+        marks: steps by the names of the files that are to name their checkpoints (`store.marks`); they are kept as well.
+    """
+
+    step: int
+    meta: Mapping[str, Any]
+    keep: int | RetentionPolicy = 0
+    spare: Collection[int] = ()
+    marks: Mapping[str, int] = field(default_factory=dict)
+
+
+def write(store: Store, draft: Draft, order: SaveRequest, world: World, may: Callable[[], None] | None = None) -> str:
+    """Collective: writes a checkpoint. Returns its directory name on every rank when it is durable.
+
+    Args:
+        may: called on rank 0 before anything is changed, and before the commit; raises when this job may not write.
+
+    Checkpoints of later steps belong to a history that the run has left: they are renamed, not removed.
+
+    Raises:
+        CheckpointError: the same on every rank, naming the first cause. Nothing was committed, earlier checkpoints are
+            intact, and what was written is removed.
+    """
+    # Each phase ends in a collective that every rank reaches, also after an error: a rank that left early would
+    # leave the others waiting.
+    repeated = getattr(store, "retries", 0)
+    table, step, error, before = draft.table, order.step, draft.error, None
+    try:
+        if world.rank == 0:
+            _check_step(step)
+            for mark in order.marks:
+                check_mark(mark)
+            check_meta(dict(order.meta))
+        before = None if error else find_frozen(store, draft.frozen, world.rank)
+    except Exception as cause:  # noqa: BLE001 (every rank must learn of it)
+        error = error or describe_error(cause)
+    new = table.bytes - (table.frozen_bytes if before else 0)
+    intent = {"error": error, "step": step, "bytes": new, "digest": table.digest}
+    intents = [json.loads(payload) for payload in world.all_gather(json.dumps(intent).encode())]
+    _raise_first(step, [found["error"] for found in intents])
+    if {found["step"] for found in intents} != {step}:
+        raise CheckpointError(f"ranks save different steps: {sorted({found['step'] for found in intents})}")
+
+    needed = sum(found["bytes"] for found in intents)
+    refusal = partial(_refusal, step, store)
+    opening = from_rank_0(world, lambda: _open(store, step, needed, may), lambda cause: refusal(0, cause, needed))
+    temporary = opening["temporary"]
+
+    reply = b""
+    try:
+        if draft.file is not None:
+            store.write(f"{temporary}/{rank_file(world.rank)}", draft.file)
+            table = replace(table, checksum=b"".join(draft.file.checksums))
+        if draft.frozen is not None:
+            put_frozen(store, draft.frozen, before, temporary, world.rank)
+            table = replace(table, checksum=table.checksum + b"".join(draft.frozen.checksums))
+        first = [found["digest"] for found in intents].index(table.digest)
+        reply = b"=" + pack(table, with_signature=first == world.rank)
+    except Exception as cause:  # noqa: BLE001 (a store is a plugin and may raise anything; every rank must learn of it)
+        reply = b"!" + _describe(cause, store, table.bytes).encode()
+    replies = world.all_gather(reply)
+    errors = [found[1:].decode() if found[:1] == b"!" else None for found in replies]
+
+    def commit() -> str:
+        try:
+            _raise_first(step, errors)
+            manifest = join(
+                unpack([found[1:] for found in replies]), step=step, generation=opening["generation"], meta=order.meta
+            )
+            _await_files(store, temporary, manifest.files)
+            store.write(f"{temporary}/{MANIFEST}", [encode(manifest)])
+            if may is not None:
+                may()
+            return _commit(store, temporary, step)
+        except Exception:
+            _discard(store, temporary)
+            raise
+
+    def describe(cause: Exception) -> str:
+        return str(cause) if any(errors) else refusal(0, cause, 0)
+
+    name = from_rank_0(world, commit, describe)
+    _tidy(store, world, name, order)
+    if (count := getattr(store, "retries", 0) - repeated) > 0:
+        _log.warning("%s: %d operations of the store failed once and were repeated on rank %d", name, count, world.rank)
+    return name
+
+
+def _open(store: Store, step: int, needed: int, may: Callable[[], None] | None) -> dict[str, str]:
+    """Rank 0, before any rank writes: removes leftovers, looks for space, names the temporary directory."""
+    if may is not None:
+        may()
+    sweep(store)
+    free = store.free()
+    if free is not None and needed > free:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    generation = secrets.token_hex(16)
+    return {"generation": generation, "temporary": f"{SAVING}step-{step:08d}-{generation}"}
+
+
+def _commit(store: Store, temporary: str, step: int) -> str:
+    """The one moment at which the checkpoint comes to exist."""
+    names = list(store.list())
+    for entry in committed(names):
+        if entry.step > step:
+            aside = free_name(f"{SUPERSEDED}{entry.name}", names)
+            _log.warning("%s is later than step %d, to which this run went back: renamed to %s", entry.name, step, aside)
+            store.rename(entry.name, aside)
+    name = next_name(step, names)
+    store.rename(temporary, name)
+    return name
+
+
+def _tidy(store: Store, world: World, name: str, order: SaveRequest) -> None:
+    """Collective: after the commit, `latest` and other marks, then retention: what they named before may go now, unless the step
+    that a mark is to name was not saved. The checkpoint stands, so a fault here is a warning."""
+    spare = {*order.spare, *order.marks.values()}
+    if world.rank == 0:
+        mark = LATEST
+        try:
+            point(store, mark, name)
+            names = {entry.step: entry.name for entry in reversed(committed(store.list()))}
+            for mark, step in order.marks.items():
+                before = pointed(store, mark)
+                if step in names and before != names[step]:
+                    point(store, mark, names[step])
+                elif step not in names:
+                    spare |= {entry.step for entry in committed([before or ""])}
+        except (OSError, CheckpointError) as cause:
+            _log.warning("%s is committed, but %r could not be updated: %s", name, mark, cause)
+    try:
+        retain(store, world, order.keep, spare)
+    except (OSError, CheckpointError) as cause:
+        _log.warning("%s is committed, but older checkpoints could not be removed: %s", name, cause)
+
+
+def _await_files(store: Store, temporary: str, files: Iterable[tuple[str, int]]) -> None:
+    """Rank 0 commits only what it sees itself, at its full length."""
+    if hidden := hidden_file(store, temporary, files):
+        raise CheckpointError(
+            f"{hidden.name} has {hidden.found} bytes on rank 0, expected {hidden.length}: all ranks must see the same directory"
+        )
+
+
+def _discard(store: Store, temporary: str) -> None:
+    try:
+        store.remove(temporary)
+    except (OSError, CheckpointError) as cause:  # the next save sweeps it
+        _log.warning("%s could not be removed: %s", temporary, cause)
+
+
+def _raise_first(step: int, errors: list[str | None]) -> None:
+    """The first failing rank's error, in the same words on every rank."""
+    failed = [(rank, error) for rank, error in enumerate(errors) if error]
+    if failed:
+        others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise CheckpointError(_failed(step, *failed[0], others))
+
+
+def _refusal(step: int, store: Store, rank: int, cause: Exception, needed: int) -> str:
+    return _failed(step, rank, _describe(cause, store, needed))
+
+
+def _failed(step: int, rank: int, error: str, others: str = "") -> str:
+    return f"the checkpoint of step {step} was not saved: rank {rank}: {error}{others}; earlier checkpoints are unchanged"
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise CheckpointError(f"step must be an integer from 0 to 10**18 - 1, got {step!r}")
+
+
+def _describe(cause: Exception, store: Store, needed: int) -> str:
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = store.free()
+        need = f"needs {size(needed)}, " if needed else ""
+        return f"no space left: {need}free {size(free) if free is not None else 'unknown'}"
+    return describe_error(cause)

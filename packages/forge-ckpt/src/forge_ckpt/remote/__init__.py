@@ -1,1 +1,0 @@
-"""Checkpoints in object storage, through fsspec."""

@@ -1,1 +1,0 @@
-"""From a model to a checkpoint and back: what ranks write, agree on and load."""

@@ -1,0 +1,364 @@
+"""Faults of a network or a server that pass by themselves, and how often an action is repeated for one."""
+
+import errno
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from forge_core.errors import CheckpointError
+from forge_core.redaction import redacted_text
+
+ATTEMPTS = 3
+"""In addition to what a file system repeats by itself: s3fs and the library below it do so several times."""
+
+_PASSING = {
+    *(errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.EPIPE, None),
+    *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
+    *([errno.EREMOTEIO] if hasattr(errno, "EREMOTEIO") else []),  # s3fs, where a server had an internal error
+}
+_LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, CheckpointError)
+_NETWORK = {
+    "HTTPClientError",
+    "ConnectionError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ServiceRequestError",
+    "HttpError",
+}
+"""Names of the exceptions that file systems let through from the libraries below them; none is an `OSError`."""
+
+T = TypeVar("T")
+
+
+def may_pass(cause: Exception) -> bool:
+    """Whether the same action may succeed in a moment."""
+    if isinstance(cause, _LASTING):
+        return False
+    if isinstance(cause, OSError):
+        return cause.errno in _PASSING
+    return any(kind.__name__ in _NETWORK for kind in type(cause).__mro__)
+
+
+def repeated(action: Callable[[], T], attempts: int, pause: float, note: Callable[[], None], where: str) -> T:
+    """What an action gives once it succeeds.
+
+    Args:
+        pause: seconds before the first repetition; doubles each time.
+        note: called before each repetition.
+        where: the URL, for messages.
+
+    Raises:
+        OSError: the last attempt's.
+        CheckpointError: the last attempt's, or what another exception of it says.
+    """
+    for attempt in range(attempts):
+        try:
+            return action()
+        except Exception as cause:
+            if may_pass(cause) and attempt < attempts - 1:
+                note()
+                time.sleep(pause * 2**attempt)
+            elif isinstance(cause, OSError | CheckpointError):
+                raise
+            else:
+                raise CheckpointError(f"{where}: {type(cause).__name__}: {redacted_text(str(cause))}") from cause
+    raise AssertionError("the last attempt returns or raises")
+
+
+EXTRA = "pip install 'forge-ckpt[remote]'"
+
+
+def is_url(where: object) -> bool:
+    """Whether a text names a file system: `s3://bucket/runs`."""
+    return "://" in str(where)
+
+
+def check_url(url: str) -> None:
+    """Refuses what is not the URL of a folder in one file system that keeps objects.
+
+    Raises:
+        ValueError: says what to give instead.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found or not scheme or not rest.strip("/"):
+        raise ValueError(f"{url!r} is not the URL of a folder, such as s3://bucket/runs")
+    if "::" in url or any(sign in rest for sign in "*[]#"):
+        raise ValueError(f"{redacted_text(url)!r} is a chain or a pattern; give the URL of one folder")
+    if "@" in rest or "?" in url:
+        raise ValueError(f"{redacted_text(url)!r} has a place for credentials; give them in the environment instead")
+    if scheme in ("file", "local"):
+        raise ValueError(f"{url!r} is a folder of this machine; the store 'local' flushes what it writes there: take that one")
+
+
+def open_url(url: str) -> tuple[Any, str]:
+    """(file system, path on it). Its listings are of the moment: another rank writes, too.
+
+    Raises:
+        CheckpointError: fsspec or its package for this kind of URL is not installed, or there is none.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(url, use_listings_cache=False)
+    except ImportError as cause:
+        package = "" if cause.name == "fsspec" else f" ({cause})"
+        raise CheckpointError(
+            f"{url} needs fsspec and its package for this kind of URL{package}; {EXTRA} has those of s3"
+        ) from cause
+    except ValueError as cause:  # an unknown protocol
+        raise CheckpointError(f"{url} cannot be opened: {cause}") from cause
+    return system, str(path).rstrip("/")
+
+
+PART_BYTES = 32 << 20
+"""An upload holds about twice so many bytes in memory, sends so many as one part of an object, and goes on."""
+AHEAD_BYTES = 16 << 20
+"""A reader that goes through an object in order is given at most so many bytes by one request."""
+
+_SMALL = 1 << 20
+
+
+class Objects:
+    """Objects by keys below a URL, such as `data/rank-00000.bin`.
+
+    Attributes:
+        url: without a `/` at its end.
+        retries: attempts that were repeated here; a file system may repeat some by itself before.
+
+    Args:
+        pause: seconds before the first repetition; doubles each time.
+
+    Raises:
+        CheckpointError: `check_url` refuses the URL.
+    """
+
+    def __init__(self, url: str, pause: float) -> None:
+        try:
+            check_url(url)
+        except ValueError as cause:
+            raise CheckpointError(str(cause)) from cause
+        self.url = url.rstrip("/")
+        self.retries = 0
+        self._pause = pause
+        self._opened: tuple[Any, str] | None = None
+        self._ahead = _Ahead()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process opens the file system anew: connections and threads are those of one process."""
+        return {"url": self.url, "pause": self._pause}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Puts an object in parts; it is there when the last one has arrived. What can be iterated again is sent again after a
+        fault."""
+
+        def once() -> None:
+            system, path = self._at(key)
+            file = system.open(path, "wb", block_size=PART_BYTES)
+            try:
+                for chunk in chunks:
+                    file.write(memoryview(chunk).cast("B"))
+                file.close()
+            except BaseException:
+                _give_up(file)
+                raise
+
+        self._repeat(once, ATTEMPTS if iter(chunks) is not chunks else 1)
+
+    def put(self, key: str, data: bytes, *, new: bool = False) -> None:
+        """Puts a small object by one request, in place of the one that is there.
+
+        Args:
+            new: never in place of another one. S3 and Google's storage see to that; elsewhere this looks first, and of two
+                writers in the same moment the later one would win.
+
+        Raises:
+            FileExistsError: `new`, and another one is there.
+        """
+
+        def once() -> None:
+            system, path = self._at(key)
+            if new:
+                _create(system, path, data)
+            else:
+                system.pipe_file(path, data)
+
+        try:
+            self._repeat(once)
+        except Exception:
+            if not self._holds(key, data):  # it may have arrived although the answer did not
+                raise
+
+    def get(self, key: str) -> bytes:
+        """A whole object; one of at most 1 MiB by one request.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        parts = [self._range(key, 0, _SMALL)]
+        while len(parts[-1]) == _SMALL:
+            parts.append(self._range(key, len(parts) * _SMALL, (len(parts) + 1) * _SMALL))
+        return b"".join(parts)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview, *, ahead: bool = False) -> None:
+        """Fills a buffer from an object.
+
+        Args:
+            ahead: keep what follows for the next call of this thread, where calls go on from each other; for objects that never
+                change.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CheckpointError: it ends before.
+        """
+        wanted, kept = len(buffer), self._ahead
+        if not wanted:
+            self.size(key)
+            return
+        at = offset - kept.start
+        follows = ahead and kept.key == key and 0 <= at <= len(kept.data)
+        if not follows or at + wanted > len(kept.data):
+            more = min(2 * len(kept.data), AHEAD_BYTES) if follows else 0
+            data, at = self._range(key, offset, offset + max(wanted, more)), 0
+            if len(data) < wanted:
+                raise CheckpointError(f"{key} ends at byte {offset + len(data)}, before byte {offset + wanted}")
+            if not ahead:
+                buffer[:] = data
+                return
+            kept.key, kept.start, kept.data = key, offset, data
+        buffer[:] = memoryview(kept.data)[at : at + wanted]
+
+    def size(self, key: str) -> int:
+        """Bytes of an object; what this thread has read ahead is forgotten.
+
+        Raises:
+            FileNotFoundError: there is none.
+            IsADirectoryError: others are below it.
+        """
+
+        def once() -> dict[str, Any]:
+            system, path = self._fresh(key)
+            return system.info(path)
+
+        self._ahead.key = ""
+        found = self._repeat(once)
+        if found["type"] != "file":
+            raise IsADirectoryError(errno.EISDIR, "not an object", key)
+        return int(found["size"])
+
+    def children(self, key: str) -> list[str]:
+        """Names right below a key; empty where nothing is."""
+
+        def once() -> list[str]:
+            system, path = self._fresh(key)
+            try:
+                found = [str(row["name"]).strip("/") for row in system.ls(path, detail=True)]
+            except FileNotFoundError:
+                return []
+            return [name.rpartition("/")[2] for name in found if name != path.strip("/")]
+
+        return self._repeat(once)
+
+    def below(self, key: str) -> list[str]:
+        """Keys of all objects below a key."""
+
+        def once() -> list[str]:
+            system, path = self._fresh(key)
+            try:
+                found = [str(name).strip("/") for name in system.find(path)]
+            except FileNotFoundError:
+                return []
+            start = f"{path.strip('/')}/"
+            return [f"{key}/{name.removeprefix(start)}" for name in found if name.startswith(start)]
+
+        return self._repeat(once)
+
+    def delete(self, *keys: str) -> None:
+        """Deletes objects; those that are gone are not an error."""
+
+        def once() -> None:
+            system = self._at("")[0]
+            paths = [self._at(key)[1] for key in keys]
+            try:
+                if len(paths) == 1:
+                    system.rm_file(paths[0])
+                else:
+                    system.rm(paths)
+            except FileNotFoundError:
+                if left := [path for path in paths if system.exists(path)]:
+                    system.rm(left)
+
+        if keys:
+            self._repeat(once)
+
+    def _range(self, key: str, start: int, stop: int) -> bytes:
+        def once() -> bytes:
+            system, path = self._at(key)
+            try:
+                return bytes(system.cat_file(path, start=start, end=stop))
+            except OSError as cause:
+                if cause.errno == errno.EINVAL:  # s3fs, where a range begins behind the end
+                    return b""
+                raise
+
+        return self._repeat(once)
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key) == data
+        except Exception:  # noqa: BLE001 (the caller raises the fault that came first)
+            return False
+
+    def _fresh(self, key: str) -> tuple[Any, str]:
+        system, path = self._at(key)
+        system.invalidate_cache()
+        return system, path
+
+    def _at(self, key: str) -> tuple[Any, str]:
+        """(file system, path on it)."""
+        if self._opened is None:
+            self._opened = open_url(self.url)
+        system, base = self._opened
+        return system, f"{base}/{key}" if key else base
+
+    def _repeat(self, action: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+        return repeated(action, attempts, self._pause, self._note, self.url)
+
+    def _note(self) -> None:
+        self.retries += 1
+
+
+class _Ahead(threading.local):
+    """What one thread has read ahead: `data` begins at byte `start` of object `key`."""
+
+    key = ""
+    start = 0
+    data = b""
+
+
+def _create(system: Any, path: str, data: bytes) -> None:
+    """Puts an object where none is, by the condition of the server where file system and server have one."""
+    put = getattr(system, "_pipe_file", None) or system.pipe_file
+    if "mode" in inspect.signature(put).parameters:
+        try:
+            system.pipe_file(path, data, mode="create")
+            return
+        except OSError as cause:
+            if cause.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+    if system.exists(path):
+        raise FileExistsError(errno.EEXIST, "not replaced", path)
+    system.pipe_file(path, data)
+
+
+def _give_up(file: Any) -> None:
+    """Ends an upload: its parts are forgotten, and closing the file later does not complete it."""
+    with suppress(Exception):
+        file.closed = True
+    with suppress(Exception):
+        file.discard()
