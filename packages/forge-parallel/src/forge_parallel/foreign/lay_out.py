@@ -84,7 +84,7 @@ def lay_out(
     hollow = skeleton.hollow()
 
     def realized(module: nn.Module, fill: Restore) -> ParallelModel:
-        model = realize(Blueprint(module, specs), plan, topology, fill, compute, state)
+        model = realize(Blueprint(module, specs), plan, topology, fill, compute, state, average=True)
         if compute != state:
             for part in model.parts:
                 if not isinstance(part, FSDPModule):  # which casts by itself
@@ -161,7 +161,7 @@ def _transforms(
     built = [one.build() if callable(getattr(one, "build", None)) else one for one in given]
     names = {transform.name for transform in built}
     if layout.dp_shard * layout.dp_replicate > 1 and "shard" not in names:
-        built.append(_AveragingShard())
+        built.append(Shard())
     if layout.tp > 1 and "tensor" not in names:
         plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
         if not plan:
@@ -174,13 +174,6 @@ def _transforms(
         rules = replace(rules, summed=rules.summed | found)
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
-
-
-@dataclass(frozen=True, kw_only=True)
-class _AveragingShard(Shard):
-    """Gradients are averaged, as loops outside of Forge expect."""
-
-    average = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP), with gradients summed, not averaged.
 
 The loss is already a sum over the world's valid tokens divided by their number, so FSDP's own division must be off:
-otherwise the number of ranks would leak into the gradient. `average` puts it back for loops that take a mean on each rank.
+otherwise the number of ranks would leak into the gradient. `Context.average` keeps it for loops that take a mean on each rank.
 
 With `offload` shards lie in the host's memory (Ren et al., 2021): one goes to the device before it is gathered, its gradient
 comes back once it is reduced. Ranks exchange tensors of the device only; so numbers that are made from shards or gradients go
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from forge_core.protocols.topology import Context
 
 
-def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average: bool, offload: bool) -> None:
+def shard(part: nn.Module, context: "Context", *, reshard: bool | None, offload: bool) -> None:
     """Applies FSDP2 to each block of `part`, then to the rest. On one data rank it does nothing, unless shards lie on the host.
 
     Ranks that split a sequence (`cp`) shard parameters like data ranks: each has a part of every gradient's sum.
@@ -46,7 +46,7 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     experts_apart = apart(context.specs, layout)
     if layout.dp_shard * layout.dp_replicate * layout.cp == 1 and not experts_apart and not offload:
         return
-    if not context.specs.blocks and not average:  # without any, a module of somebody else is one unit
+    if not context.specs.blocks and not context.average:  # without any, a module of somebody else is one unit
         raise PlanError("shard: the model's specs name no blocks to shard one by one; list them in Specs.blocks")
     where = _host(part, context) if offload else OffloadPolicy()
     mesh = context.topology.data_mesh
@@ -71,7 +71,7 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=where, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            if not average:
+            if not context.average:
                 module.set_gradient_divide_factor(1.0)
             # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
             module.set_force_sum_reduction_for_comms(True)
