@@ -18,7 +18,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
 from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.foreign.blocks import find_blocks, reads, refuse_blocks
+from forge_parallel.foreign.blocks import Seen, find_blocks, refuse_blocks, refuse_changes, watch
 from forge_parallel.foreign.describe import describe
 from forge_parallel.foreign.example import Example, example_for, guessed
 from forge_parallel.foreign.following import follow
@@ -75,10 +75,14 @@ def lay_out(
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, example))
+    recomputes = any(one.phase == Phase.RECOMPUTE for one in chosen)
+    seen = watch(skeleton.module, example) if layout.data > 1 or layout.pp > 1 or recomputes else None
+    specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, seen))
     if layout.pp > 1:
         on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
         specs = skeleton.module.specs()  # type: ignore[operator]
+        staged = (*specs.blocks, *specs.exit)
+        refuse_changes(skeleton.module, staged, seen, "a stage of a pipeline takes the gradient of what it is handed")
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
     hollow = skeleton.hollow()
@@ -107,11 +111,10 @@ def _lie_in_order(module: nn.Module) -> None:
 
 
 def _blocks(
-    module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, example: Example | None
+    module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, seen: Seen | None
 ) -> Sequence[str]:
     """The blocks in the order of their use. Without any, the whole module is sharded as one."""
     sharded = layout.data > 1
-    seen = reads(module, example) if sharded else None
     blocks = find_blocks(module, seen) if given is None else given
     refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
     needing = [one.name for one in transforms if one.phase in (Phase.RECOMPUTE, Phase.COMPILE)]
@@ -121,6 +124,10 @@ def _blocks(
             f"parallelize: {needing[0]} works on blocks, and there is no list of two or more modules of one class to take as "
             "such; give their paths in the order of their use, blocks=[...]"
         )
+    if sharded:
+        refuse_changes(module, blocks, seen, "FSDP2 watches a block's inputs for the end of its backward")
+    if any(one.phase == Phase.RECOMPUTE for one in transforms):
+        refuse_changes(module, blocks, seen, "recomputation calls a block again with its inputs", later=True)
     return blocks
 
 

@@ -28,7 +28,7 @@ from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.launch.process_group import alone
 from forge_parallel.placement.expert_stacks import apart
-from forge_parallel.torch_private import before_backward, end_forward, in_backward
+from forge_parallel.torch_private import base_of, before_backward, end_forward, expect_views_from_units, in_backward, tree_iter
 
 if TYPE_CHECKING:
     from forge_core.protocols.topology import Context
@@ -75,6 +75,8 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, offload:
                 module.set_gradient_divide_factor(1.0)
             # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
             module.set_force_sum_reduction_for_comms(True)
+            module.register_forward_hook(_gather_for_views, with_kwargs=True)
+    expect_views_from_units()
     if layout.ep > 1:
         _gather_ahead(part, context.specs, experts_apart)
     part.gathered_copies = GatheredCopies(part)  # type: ignore[assignment]
@@ -162,6 +164,16 @@ def _gather_together(within: list[nn.Module], _block: nn.Module, _inputs: Any, o
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             for module in within:
                 tensor.register_hook(before_backward(module))
+
+
+def _gather_for_views(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """FSDP gathers a unit when a gradient of its outputs is there. A view that is changed in place gets another history, in which
+    nothing knows of that; so what it is a view of gathers, too, if the unit made it."""
+    for tensor in tree_iter(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and (base := base_of(tensor)) is not None and base.grad_fn:
+            given = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            if all(base is not leaf and base is not base_of(leaf) for leaf in given):
+                base.register_hook(before_backward(module))
 
 
 def _host(part: nn.Module, context: "Context") -> OffloadPolicy:
