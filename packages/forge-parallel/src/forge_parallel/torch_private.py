@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+from torch.nn.utils import parametrizations
 
 # Walks all that can hold tensors, as torch's own hooks see it; torch has no public module for Python.
 from torch.utils._pytree import tree_iter as tree_iter
@@ -139,6 +140,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd sees it as a view, which may not be detached in place."""
     return tensor._is_view()
+
+
+def is_orthogonal(parametrization: nn.Module) -> bool:
+    """Whether it is what `torch.nn.utils.parametrizations.orthogonal` registers, which has no operators for bf16."""
+    return isinstance(parametrization, parametrizations._Orthogonal)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ from forge_core.specs import Specs
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.precision import DTYPES
 from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.foreign.blocks import Seen, find_blocks, refuse_blocks, refuse_changes, watch
@@ -25,7 +26,7 @@ from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.parallelized import Parallelized
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
-from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
+from forge_parallel.foreign.weights import Skeleton, of_builder, of_module, refuse_narrow
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.rules import Rules
@@ -71,6 +72,7 @@ def lay_out(
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
+    refuse_narrow(skeleton, DTYPES[compute])
     _lie_in_order(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
