@@ -65,3 +65,34 @@ def test_a_shard_transform_of_ones_own_averages_gradients(world: World, layout: 
             torch.testing.assert_close(
                 found[name], gradient, rtol=1e-10, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def _habits(module: nn.Module, tokens: Tensor) -> Tensor:
+    """A loop with a scheduler, gradients that stay, a hook, a look at the state, and modes."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    handle = module.register_forward_hook(lambda _, __, output: output * 1.5)
+    for step in range(4):
+        module.train(step != 2)
+        score(module(tokens), tokens).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert all(parameter.grad is None or not parameter.grad.any() for parameter in module.parameters())
+        assert module.state_dict().keys() >= dict(module.named_parameters()).keys()
+    with torch.no_grad():
+        hooked = module(TOKENS)
+        handle.remove()
+        torch.testing.assert_close(module(TOKENS) * 1.5, hooked)
+    return hooked
+
+
+def _with_habits(layout: str) -> tuple[Tensor, Tensor]:
+    model, plain = laid_out(layout)
+    return _habits(model, mine(model, TOKENS)), _habits(plain, TOKENS)
+
+
+@pytest.mark.parametrize("layout", fast("dp2", of=["dp2", "tp2", "dp2tp2", "hsdp2x2"]))
+def test_schedulers_hooks_modes_and_kept_gradients(world: World, layout: str) -> None:
+    for found, right in world.run(_with_habits, Layout.parse(layout).world, layout):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
