@@ -96,3 +96,27 @@ def _with_habits(layout: str) -> tuple[Tensor, Tensor]:
 def test_schedulers_hooks_modes_and_kept_gradients(world: World, layout: str) -> None:
     for found, right in world.run(_with_habits, Layout.parse(layout).world, layout):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
+
+
+def _frozen(module: nn.Module, tokens: Tensor) -> Tensor:
+    """A loop that freezes some layers after two steps, and lets them learn again after another one."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for step in range(4):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(step != 2 or not name.startswith(("blocks.0", "embed")))
+        score(module(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return module(TOKENS)
+
+
+def _with_frozen_layers(layout: str) -> tuple[Tensor, Tensor]:
+    model, plain = laid_out(layout)
+    return _frozen(model, mine(model, TOKENS)), _frozen(plain, TOKENS)
+
+
+@pytest.mark.parametrize("layout", fast("dp2", of=["dp2", "tp2"]))
+def test_layers_that_are_frozen_for_a_while(world: World, layout: str) -> None:
+    for found, right in world.run(_with_frozen_layers, Layout.parse(layout).world, layout):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
