@@ -54,6 +54,7 @@ def test_many_tensors_are_multiplied_and_measured_at_once() -> None:
 def test_storages_views_and_modes() -> None:
     x = torch.arange(4.0)
     assert private.is_view(x[1:]) and not private.is_view(x)
+    assert private.base_of(x[1:][1:]) is x and private.base_of(x) is None
     assert private.storage_key(x.untyped_storage()) == private.storage_key(x[1:].untyped_storage())
     seen: list[Any] = []
 

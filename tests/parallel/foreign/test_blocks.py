@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
-from forge_parallel.foreign.blocks import find_blocks, reads
+from forge_parallel.foreign.blocks import find_blocks, watch
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
@@ -242,7 +242,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 def test_trials_d4_blocks_are_called_and_have_their_parameters_for_themselves(name: str) -> None:
     build, expected = CASES[name]
     module = build()
-    assert find_blocks(module, reads(module, None)) == expected
+    assert find_blocks(module, watch(module, None)) == expected
 
 
 def _inputs(name: str) -> Tensor:

@@ -1,18 +1,22 @@
 """The scripts of `examples/parallelize`, against themselves on one process and against plain torch."""
 
 import importlib.util
+import inspect
 import os
 import runpy
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from forge_parallel import parallelize
 from harness.pool import World
 from harness.siblings import fast
 
@@ -43,8 +47,6 @@ def test_the_plain_script_trains_as_plain_torch_does() -> None:
     script = _script("plain_module")
     losses: list[float] = []
     module = script.build()
-    from forge_parallel import parallelize
-
     start = parallelize(script.build, "1").state_dict(whole=True)
     module.load_state_dict(start)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
@@ -66,6 +68,23 @@ def test_the_plain_script_verifies_itself(monkeypatch: pytest.MonkeyPatch, capsy
         runpy.run_path(str(FOLDER / "plain_module.py"), run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out == "every axis gives the step of one process\n"
+
+
+def test_the_example_of_parallelize_runs() -> None:
+    """As its docstring has it."""
+    paragraphs = inspect.cleandoc(parallelize.__doc__ or "").split("\n\n")
+    lines = [line for text in paragraphs if text.startswith("    ") for line in text.splitlines()]
+    names: dict[str, Any] = {"parallelize": parallelize, "torch": torch}
+    exec(textwrap.dedent("\n".join(lines)), names)  # noqa: S102 (the docstring of our own)
+    plain = names["build"]()
+    plain.load_state_dict(parallelize(names["build"], "1", seed=1).state_dict(whole=True))
+    tokens = names["tokens"]
+    torch.testing.assert_close(names["logits"], plain(tokens), rtol=0, atol=0)
+    F.cross_entropy(plain(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert float(names["norm"]) == pytest.approx(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)), rel=1e-6)
+    torch.optim.AdamW(plain.parameters(), lr=0.01).step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(dict(names["model"].named_parameters())[name], parameter, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+from torch.nn.utils import parametrizations
 
 # Walks all that can hold tensors, as torch's own hooks see it; torch has no public module for Python.
 from torch.utils._pytree import tree_iter as tree_iter
@@ -141,6 +142,16 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_orthogonal(parametrization: nn.Module) -> bool:
+    """Whether it is what `torch.nn.utils.parametrizations.orthogonal` registers, which has no operators for bf16."""
+    return isinstance(parametrization, parametrizations._Orthogonal)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What autograd sees a tensor as a view of."""
+    return tensor._base
+
+
 def local_part(tensor: Any) -> Any:
     """What a rank holds of a DTensor, with its class and storage; `to_local` gives another tensor."""
     return tensor._local_tensor
@@ -164,6 +175,11 @@ def python_body(func: Any) -> Callable[..., Any] | None:
 def before_backward(module: Any) -> Callable[[Tensor], Any]:
     """A hook for gradients that gathers a module which FSDP has sharded."""
     return module._get_fsdp_state()._pre_backward
+
+
+def expect_views_from_units() -> None:
+    """Keeps FSDP from warning of units that return views: what these are views of has `before_backward`, too."""
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
 
 
 def after_backward(module: Any) -> None:

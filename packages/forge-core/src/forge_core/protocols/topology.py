@@ -95,6 +95,7 @@ class Context(Protocol):
         compute: dtype of parameters and activations in forward and backward.
         state: dtype of what the optimizer updates.
         whole: of the whole model, of which the part may be a pipeline's stage; None where it is all of it.
+        average: whether gradients are averaged over data ranks, not summed: for loops that take a mean on each rank.
     """
 
     @property
@@ -107,3 +108,5 @@ class Context(Protocol):
     def state(self) -> "torch.dtype": ...
     @property
     def whole(self) -> Specs | None: ...
+    @property
+    def average(self) -> bool: ...

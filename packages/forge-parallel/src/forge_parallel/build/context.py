@@ -17,3 +17,4 @@ class Context:
     compute: torch.dtype
     state: torch.dtype
     whole: Specs | None = None
+    average: bool = False

@@ -110,7 +110,13 @@ Restore = Callable[[ParallelModel], None]
 
 
 def realize(
-    blueprint: Blueprint, plan: Plan, topology: Topology, source: int | Restore, compute: str = "fp32", state: str = "fp32"
+    blueprint: Blueprint,
+    plan: Plan,
+    topology: Topology,
+    source: int | Restore,
+    compute: str = "fp32",
+    state: str = "fp32",
+    average: bool = False,
 ) -> ParallelModel:
     """Applies the plan, allocates memory and fills it.
 
@@ -121,6 +127,7 @@ def realize(
         source: a seed for initial weights, or a function that restores them.
         compute: `bf16`, `fp32` or `fp64`: precision of forward and backward.
         state: `fp32` or `fp64`: precision of parameters, gradients and optimizer state.
+        average: average gradients over data ranks, for a loop that takes a mean on each of them, instead of summing them.
 
     Raises:
         PlanError: the plan is for another layout, or a tensor would be left unfilled.
@@ -142,7 +149,7 @@ def realize(
         held_on = transform.parameter_device(held_on)
     parts, contexts = [], []
     for part, specs in described:
-        context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs)
+        context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs, average)
         for transform in plan.transforms:
             part = transform.apply(part, context)
         _experts_are_kept(part, specs, topology)

@@ -5,33 +5,67 @@ says where to look: lists are not called themselves, a module may be there only 
 So one forward without memory is watched, where that can be done.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_parallel.foreign.example import Example, called_hollow, computed, example_for, hollow
+from forge_parallel.foreign.forward import place
+from forge_parallel.foreign.recording import written
 from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
 
-Reads = dict[str, frozenset[str]]
-"""Name of a parameter -> paths of the modules that are running at each operator that reads it."""
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward did.
+
+    Attributes:
+        reads: name of a parameter -> paths of the modules that are running at each operator that reads it.
+        changes: path of a module -> the line that changes an input of it in place, in its call or through what it returns.
+        changes_later: the same of lines that do so after the call.
+    """
+
+    reads: Mapping[str, frozenset[str]]
+    changes: Mapping[str, str]
+    changes_later: Mapping[str, str]
 
 
-class _Reading(TorchDispatchMode):
-    """Watches where parameters are read in one forward of `module`, whose parameters have no memory."""
+class _Watched(TorchDispatchMode):
+    """Watches one forward of `module`, whose parameters have no memory."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.reads: Reads = {}
+        self.reads: dict[str, frozenset[str]] = {}
+        self.changes: dict[str, str] = {}
+        self.changes_later: dict[str, str] = {}
         self._running: list[str] = []
+        self._inputs: list[set[int]] = []  # storages, of each module that is running
+        self._called: dict[int, set[str]] = {}  # storage -> modules that were given it
+        self._passed: dict[int, set[str]] = {}  # storage -> modules that were given it and returned it
+        self._kept: list[Any] = []  # so that a storage's key stays its own
         self._names = {storage_key(parameter.untyped_storage()): name for name, parameter in module.named_parameters()}
         for path, part in module.named_modules():
-            part.register_forward_pre_hook(lambda *_, path=path: self._running.append(path), prepend=True)
-            part.register_forward_hook(lambda *_: self._leave())
+            part.register_forward_pre_hook(lambda _, *given, path=path: self._enter(path, given), prepend=True, with_kwargs=True)
+            part.register_forward_hook(lambda _, __, output: self._leave(output))
 
-    def _leave(self) -> None:
-        self._running.pop()
+    def _enter(self, path: str, given: Any) -> None:
+        self._running.append(path)
+        self._inputs.append(self._learning(given))
+
+    def _leave(self, output: Any) -> None:
+        path, given = self._running.pop(), self._inputs.pop()
+        for storage in given:
+            self._called.setdefault(storage, set()).add(path)
+        for storage in given & self._learning(output):
+            self._passed.setdefault(storage, set()).add(path)
+
+    def _learning(self, values: Any) -> set[int]:
+        """Storages of tensors with a gradient."""
+        self._kept += (found := [leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor) and leaf.requires_grad])
+        return {storage_key(leaf.untyped_storage()) for leaf in found}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator."""
@@ -39,21 +73,30 @@ class _Reading(TorchDispatchMode):
             for leaf in tree_iter((args, kwargs)):
                 if isinstance(leaf, Tensor) and (name := self._names.get(storage_key(leaf.untyped_storage()))):
                     self.reads[name] = self.reads.get(name, frozenset(self._running)) & frozenset(self._running)
+            for tensor in written(func, args, kwargs or {}):
+                self._change(storage_key(tensor.untyped_storage()))
             return computed(func, args, kwargs or {})
 
+    def _change(self, storage: int) -> None:
+        within = [path for path, given in zip(self._running, self._inputs, strict=True) if storage in given]
+        for path in (*within, *self._passed.get(storage, ())):
+            self.changes.setdefault(path, place())
+        for path in self._called.get(storage, ()):
+            self.changes_later.setdefault(path, place())
 
-def reads(module: nn.Module, example: Example | None) -> Reads | None:
-    """Where a forward of `module`, which is not changed, reads its parameters; None if that cannot be watched."""
+
+def watch(module: nn.Module, example: Example | None) -> Seen | None:
+    """What a forward of `module`, which is not changed, does; None if that cannot be watched."""
     try:
         copy = hollow(module)
-        watched = _Reading(copy)
-        called_hollow(copy, example_for(module) if example is None else example, watched)
+        watched = _Watched(copy)
+        called_hollow(copy, example_for(module) if example is None else example, watched, gradients=True)
     except Exception:  # noqa: BLE001 (whatever a module asks of values that it does not have)
         return None
-    return watched.reads
+    return Seen(watched.reads, watched.changes, watched.changes_later)
 
 
-def find_blocks(module: nn.Module, seen: Reads | None = None) -> list[str]:
+def find_blocks(module: nn.Module, seen: Seen | None = None) -> list[str]:
     """Paths of the repeated blocks, none in another one: of classes that `_no_split_modules` names, as transformers' models do,
     or of the longest list of modules of one class, and all other lists of that class.
 
@@ -61,14 +104,14 @@ def find_blocks(module: nn.Module, seen: Reads | None = None) -> list[str]:
 
     Args:
         module: with or without memory.
-        seen: where its parameters are read; None if that is not known.
+        seen: what a forward of it does; None if that is not known.
     """
     found = [path for top in _repeated(module) for path in _units(module, top, seen)]
     first = {module.get_submodule(path): path for path in reversed(found)}  # a module may be in several places
     return [path for path in found if first[module.get_submodule(path)] == path]
 
 
-def refuse_blocks(module: nn.Module, blocks: Sequence[str], seen: Reads | None, shard: bool) -> None:
+def refuse_blocks(module: nn.Module, blocks: Sequence[str], seen: Seen | None, shard: bool) -> None:
     """
     Raises:
         PlanError: a path of `blocks` cannot be a block: it does not exist, is in another one, is not called, or, if blocks are
@@ -91,6 +134,29 @@ def refuse_blocks(module: nn.Module, blocks: Sequence[str], seen: Reads | None, 
         if shard and (outside := _read_outside(module, path, seen)):
             raise PlanError(
                 f"parallelize: {path} cannot be a block: {outside[0]} is read where {path} is not called; leave it out of blocks="
+            )
+
+
+def refuse_changes(module: nn.Module, paths: Sequence[str], seen: Seen | None, why: str, later: bool = False) -> None:
+    """
+    Args:
+        module: to name the class of a path.
+        paths: of modules that are called by a strategy.
+        seen: what a forward does; None if that is not known.
+        why: what the strategy does with their inputs.
+        later: whether these may not change after the call, either.
+
+    Raises:
+        PlanError: an input that has a gradient is changed in place.
+    """
+    if seen is None:
+        return
+    for path in paths:
+        if line := seen.changes.get(path) or (later and seen.changes_later.get(path)):
+            kind = type(module.get_submodule(path)).__name__
+            raise PlanError(
+                f"parallelize: an input of {path} ({kind}) is changed in place at {line}, but "
+                f"{why}; write x = x + y there instead of x += y, or change a clone"
             )
 
 
@@ -122,7 +188,7 @@ def _lists(module: nn.Module) -> Iterator[list[str]]:
             yield paths
 
 
-def _units(module: nn.Module, path: str, seen: Reads | None) -> list[str]:
+def _units(module: nn.Module, path: str, seen: Seen | None) -> list[str]:
     part = module.get_submodule(path)
     if all(parameter.dim() < 2 for parameter in part.parameters()):
         return []
@@ -156,7 +222,7 @@ def _around(module: nn.Module, part: nn.Module) -> set[nn.Module]:
     return found
 
 
-def _read_outside(module: nn.Module, path: str, seen: Reads | None) -> list[str]:
+def _read_outside(module: nn.Module, path: str, seen: Seen | None) -> list[str]:
     """Names of the parameters in `path` that are read where `path` is not running."""
     names = (name for name, _ in module.named_parameters() if name.startswith(f"{path}."))
-    return [name for name in names if seen is not None and name in seen and path not in seen[name]]
+    return [name for name in names if seen is not None and path not in seen.reads.get(name, (path,))]

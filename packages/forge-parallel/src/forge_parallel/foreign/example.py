@@ -24,7 +24,7 @@ def call(module: nn.Module, example: Example) -> Any:
     return module(**example) if isinstance(example, Mapping) else module(example)
 
 
-def called_hollow(module: nn.Module, example: Example, mode: AbstractContextManager[Any]) -> Any:
+def called_hollow(module: nn.Module, example: Example, mode: AbstractContextManager[Any], *, gradients: bool = False) -> Any:
     """The output of a module whose parameters have no memory, inside of `mode`, which has to compute. Floating-point inputs get
     the format of its parameters: which one it will compute in is not known to it."""
     dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
@@ -32,7 +32,7 @@ def called_hollow(module: nn.Module, example: Example, mode: AbstractContextMana
     def fitted(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), SeemingReal(), mode:
+    with torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]), SeemingReal(), mode:
         return call(module, tree_map(fitted, example))
 
 

@@ -16,16 +16,17 @@ from forge_core.specs import Specs
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.precision import DTYPES
 from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.foreign.blocks import find_blocks, reads, refuse_blocks
+from forge_parallel.foreign.blocks import Seen, find_blocks, refuse_blocks, refuse_changes, watch
 from forge_parallel.foreign.describe import describe
 from forge_parallel.foreign.example import Example, example_for, guessed
 from forge_parallel.foreign.following import follow
 from forge_parallel.foreign.parallelized import Parallelized
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
-from forge_parallel.foreign.weights import Skeleton, of_builder, of_module
+from forge_parallel.foreign.weights import Skeleton, of_builder, of_module, refuse_narrow
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.rules import Rules
@@ -71,20 +72,25 @@ def lay_out(
     topology = Topology.of(layout, place)
     skeleton = of_module(source, place) if isinstance(source, nn.Module) else of_builder(source, seed)
     prepare(skeleton.module)
+    refuse_narrow(skeleton, DTYPES[compute])
     _lie_in_order(skeleton.module)
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, example))
+    recomputes = any(one.phase == Phase.RECOMPUTE for one in chosen)
+    seen = watch(skeleton.module, example) if layout.data > 1 or layout.pp > 1 or recomputes else None
+    specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, seen))
     if layout.pp > 1:
         on_input(skeleton.module, example, lambda given: stage(skeleton.module, list(specs.blocks), given))
         specs = skeleton.module.specs()  # type: ignore[operator]
+        staged = (*specs.blocks, *specs.exit)
+        refuse_changes(skeleton.module, staged, seen, "a stage of a pipeline takes the gradient of what it is handed")
         pipeline = pipeline or Pipeline(OneForwardOneBackward().build())
     plan = Plan.of(chosen, layout, pipeline)
     hollow = skeleton.hollow()
 
     def realized(module: nn.Module, fill: Restore) -> ParallelModel:
-        model = realize(Blueprint(module, specs), plan, topology, fill, compute, state)
+        model = realize(Blueprint(module, specs), plan, topology, fill, compute, state, average=True)
         if compute != state:
             for part in model.parts:
                 if not isinstance(part, FSDPModule):  # which casts by itself
@@ -107,11 +113,10 @@ def _lie_in_order(module: nn.Module) -> None:
 
 
 def _blocks(
-    module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, example: Example | None
+    module: nn.Module, layout: Layout, transforms: Iterable[Any], given: Sequence[str] | None, seen: Seen | None
 ) -> Sequence[str]:
     """The blocks in the order of their use. Without any, the whole module is sharded as one."""
     sharded = layout.data > 1
-    seen = reads(module, example) if sharded else None
     blocks = find_blocks(module, seen) if given is None else given
     refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
     needing = [one.name for one in transforms if one.phase in (Phase.RECOMPUTE, Phase.COMPILE)]
@@ -121,6 +126,10 @@ def _blocks(
             f"parallelize: {needing[0]} works on blocks, and there is no list of two or more modules of one class to take as "
             "such; give their paths in the order of their use, blocks=[...]"
         )
+    if sharded:
+        refuse_changes(module, blocks, seen, "FSDP2 watches a block's inputs for the end of its backward")
+    if any(one.phase == Phase.RECOMPUTE for one in transforms):
+        refuse_changes(module, blocks, seen, "recomputation calls a block again with its inputs", later=True)
     return blocks
 
 
@@ -161,7 +170,7 @@ def _transforms(
     built = [one.build() if callable(getattr(one, "build", None)) else one for one in given]
     names = {transform.name for transform in built}
     if layout.dp_shard * layout.dp_replicate > 1 and "shard" not in names:
-        built.append(_AveragingShard())
+        built.append(Shard())
     if layout.tp > 1 and "tensor" not in names:
         plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
         if not plan:
@@ -174,13 +183,6 @@ def _transforms(
         rules = replace(rules, summed=rules.summed | found)
         built.append(_PlannedTensor(sequence_parallel=False, planned=rules))
     return built
-
-
-@dataclass(frozen=True, kw_only=True)
-class _AveragingShard(Shard):
-    """Gradients are averaged, as loops outside of Forge expect."""
-
-    average = True
 
 
 @dataclass(frozen=True, kw_only=True)

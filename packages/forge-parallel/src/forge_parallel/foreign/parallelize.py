@@ -39,7 +39,21 @@ def parallelize(
     example: Example | None = None,
     verify: bool = False,
 ) -> Parallelized:
-    """Collective: lays out a module over the ranks of the running process group.
+    """Collective: lays out a module over the ranks of the running process group; "1" needs no group.
+
+    The result is called and trained as the module. Gradients are averaged over data ranks, so each takes the mean loss of its
+    own rows:
+
+        from torch import nn
+
+        build = lambda: nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.Linear(16, 100))
+        model = parallelize(build, "1", seed=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        tokens = torch.arange(64).view(8, 8)  # (rows, length)
+        logits = model(tokens)  # (rows, length, 100)
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        norm = model.clip_grad_norm_(1.0)  # over all ranks
+        optimizer.step()
 
     Args:
         source: a module, whose weights all ranks hold alike and which is consumed; or a function that builds one, whose
@@ -47,20 +61,24 @@ def parallelize(
         layout: such as "dp2tp2" or "hsdp2x4"; see `forge_core.layout.Layout.parse`.
         transforms: components or transforms beyond those that the axes ask for, such as `Recompute()` and `Compile()`.
         tp_plan: patterns of module paths -> styles; a transformers model brings its own.
-        blocks: paths of the repeated blocks in forward order; found when there is one list of modules of one class.
+        blocks: paths of the repeated blocks in forward order, which are sharded, recomputed and compiled one by one, and handed
+            to stages. By default modules of the classes in `_no_split_modules`, else of the longest list of modules of one
+            class and of all other lists of that class; only modules that are called and share no parameters with others.
         pipeline: schedule and split where the layout has pp; by default 1f1b, balanced by parameters. Train with `.step` then.
         device: of this rank; by default the current CUDA device, or the CPU.
         compute: `bf16`, `fp32` or `fp64`, of forward and backward. With `bf16` on one data rank, span forward and backward
             by `with model.computing():`.
         state: `fp32`, `fp64` or `bf16`, of parameters, gradients and optimizer state.
         seed: of a builder's random numbers.
-        example: what the module is called with, a tensor or its keyword arguments, a few rows; needed with tp or pp unless the
-            module begins with an embedding or a linear layer that is its only input. With pp it has all arguments that steps
-            give, labels for a loss in the module among them.
+        example: what the module is called with, a tensor (rows, ...) or its keyword arguments, a few rows. Forwards without
+            memory are watched with it, to find blocks and what cannot be laid out; under pp the input is (rows, length). By
+            default token ids (2, 8) of the first embedding, or features (2, 8, in_features) of the first linear layer. With pp
+            it has all arguments that steps give, labels for a loss in the module among them.
         verify: first compare a probe step with one process, as `forge_parallel.verify_layout` does. Do so once for every module.
 
     Raises:
-        PlanError: what cannot be laid out, by name.
+        PlanError: what cannot be laid out, by name: cp, ep and etp, tp without a plan, weights that differ between ranks, an
+            input that is changed in place, a module that stages cannot share.
         LayoutError: the layout has another number of ranks than are running.
     """
     if isinstance(layout, str):

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from forge_core.errors import PlanError
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.foreign.recording import recorded, refuse_lazy
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.torch_private import BatchNorm
+from forge_parallel.torch_private import BatchNorm, is_orthogonal
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,14 @@ class Skeleton:
             wrong = sorted(set(live) ^ set(filled)) or sorted({name for name in filled if filled.count(name) > 1})
             raise PlanError(f"parallelize: {', '.join(wrong)} got no value, or several")
         for part in model.parts:
+            computed = set(_computing_with_buffers(part).values())
             for path, module in part.named_modules():
                 for slot in module._buffers:
                     name = f"{path}.{slot}".removeprefix(".")
                     if name in self.buffers:  # in the number format that its constructor chose
                         module._buffers[slot] = self.buffers[name].to(model.topology.device)
-                if isinstance(module, BatchNorm):
-                    _with_statistics_as_computed(module, path, model.compute)
+                        if module in computed and (buffer := module._buffers[slot]) is not None and buffer.is_floating_point():
+                            module._buffers[slot] = buffer.to(model.compute)
 
 
 def of_module(module: nn.Module, device: torch.device) -> Skeleton:
@@ -109,21 +111,38 @@ def of_builder(build: Callable[[], nn.Module], seed: int) -> Skeleton:
     return Skeleton(module, buffers, lambda: ({name: recording.replay(p)} for name, p in wanted.items()))
 
 
-def _with_statistics_as_computed(module: nn.Module, path: str, compute: torch.dtype) -> None:
-    """Gives a batch norm its running statistics in the format that it computes in: torch takes no other.
-
-    Raises:
-        PlanError: the format is too coarse for averages over many steps.
+def refuse_narrow(skeleton: Skeleton, compute: torch.dtype) -> None:
     """
-    for slot, buffer in module._buffers.items():
-        if buffer is None or not buffer.is_floating_point() or buffer.dtype == compute:
-            continue
-        if compute.itemsize < buffer.dtype.itemsize:
+    Raises:
+        PlanError: a module computes with its buffers, or in operators, for which `compute` is too narrow.
+    """
+    for path, module in _computing_with_buffers(skeleton.module).items():
+        name = f"parallelize: {path} ({type(module).__name__})"
+        names = (f"{path}.{slot}" for slot in module._buffers)
+        held = [skeleton.buffers[name].dtype for name in names if name in skeleton.buffers]
+        wider = next((dtype for dtype in held if dtype.is_floating_point and compute.itemsize < dtype.itemsize), None)
+        if wider is not None and isinstance(module, BatchNorm):
             raise PlanError(
-                f"parallelize: {path} ({type(module).__name__}) keeps running statistics in {buffer.dtype} and would compute in "
-                f'{compute}, in which such averages stand still; set compute = "fp32", track_running_stats=False or another norm'
+                f"{name} keeps running statistics in {wider} and would compute in {compute}, in which such averages stand still; "
+                'set compute = "fp32", track_running_stats=False or another norm'
             )
-        module._buffers[slot] = buffer.to(compute)
+        if wider is not None or (is_orthogonal(module) and compute.itemsize < torch.float32.itemsize):
+            raise PlanError(
+                f"{name} computes a weight from parameters in {compute}, which torch does not do "
+                + (f"with its buffers in {wider}" if wider else "for orthogonal matrices")
+                + '; set compute = "fp32", or remove the parametrization'
+            )
+
+
+def _computing_with_buffers(module: nn.Module) -> dict[str, nn.Module]:
+    """By path, modules whose buffers must have the format of their parameters, as in one process: torch computes with both."""
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, BatchNorm):
+            found[path] = part
+        elif isinstance(part, ParametrizationList):
+            found |= {f"{path}.{name}": inner for name, inner in part.named_modules() if name}
+    return found
 
 
 def _to_meta(module: nn.Module) -> None:

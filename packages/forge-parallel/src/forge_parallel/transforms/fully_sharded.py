@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2) and its hybrid form (HSDP), with gradients summed, not averaged.
 
 The loss is already a sum over the world's valid tokens divided by their number, so FSDP's own division must be off:
-otherwise the number of ranks would leak into the gradient. `average` puts it back for loops that take a mean on each rank.
+otherwise the number of ranks would leak into the gradient. `Context.average` keeps it for loops that take a mean on each rank.
 
 With `offload` shards lie in the host's memory (Ren et al., 2021): one goes to the device before it is gathered, its gradient
 comes back once it is reduced. Ranks exchange tensors of the device only; so numbers that are made from shards or gradients go
@@ -28,13 +28,13 @@ from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.launch.process_group import alone
 from forge_parallel.placement.expert_stacks import apart
-from forge_parallel.torch_private import before_backward, end_forward, in_backward
+from forge_parallel.torch_private import base_of, before_backward, end_forward, expect_views_from_units, in_backward, tree_iter
 
 if TYPE_CHECKING:
     from forge_core.protocols.topology import Context
 
 
-def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average: bool, offload: bool) -> None:
+def shard(part: nn.Module, context: "Context", *, reshard: bool | None, offload: bool) -> None:
     """Applies FSDP2 to each block of `part`, then to the rest. On one data rank it does nothing, unless shards lie on the host.
 
     Ranks that split a sequence (`cp`) shard parameters like data ranks: each has a part of every gradient's sum.
@@ -46,7 +46,7 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     experts_apart = apart(context.specs, layout)
     if layout.dp_shard * layout.dp_replicate * layout.cp == 1 and not experts_apart and not offload:
         return
-    if not context.specs.blocks and not average:  # without any, a module of somebody else is one unit
+    if not context.specs.blocks and not context.average:  # without any, a module of somebody else is one unit
         raise PlanError("shard: the model's specs name no blocks to shard one by one; list them in Specs.blocks")
     where = _host(part, context) if offload else OffloadPolicy()
     mesh = context.topology.data_mesh
@@ -71,10 +71,12 @@ def shard(part: nn.Module, context: "Context", *, reshard: bool | None, average:
     fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=where, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            if not average:
+            if not context.average:
                 module.set_gradient_divide_factor(1.0)
             # gloo has no fused multiply-and-sum; with a factor of 1 there is nothing to multiply anyway.
             module.set_force_sum_reduction_for_comms(True)
+            module.register_forward_hook(_gather_for_views, with_kwargs=True)
+    expect_views_from_units()
     if layout.ep > 1:
         _gather_ahead(part, context.specs, experts_apart)
     part.gathered_copies = GatheredCopies(part)  # type: ignore[assignment]
@@ -162,6 +164,16 @@ def _gather_together(within: list[nn.Module], _block: nn.Module, _inputs: Any, o
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             for module in within:
                 tensor.register_hook(before_backward(module))
+
+
+def _gather_for_views(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """FSDP gathers a unit when a gradient of its outputs is there. A view that is changed in place gets another history, in which
+    nothing knows of that; so what it is a view of gathers, too, if the unit made it."""
+    for tensor in tree_iter(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and (base := base_of(tensor)) is not None and base.grad_fn:
+            given = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            if all(base is not leaf and base is not base_of(leaf) for leaf in given):
+                base.register_hook(before_backward(module))
 
 
 def _host(part: nn.Module, context: "Context") -> OffloadPolicy:

@@ -23,8 +23,6 @@ class Shard(Component, Transform):
     name = "shard"
     phase = Phase.SHARD
     axes = frozenset({"dp_replicate", "dp_shard"})
-    average: ClassVar[bool] = False
-    """Whether gradients are averaged over data ranks, not summed: for loops that take a mean on each rank."""
     key_class: ClassVar = LAYOUT
 
     reshard: Annotated[
@@ -65,7 +63,7 @@ class Shard(Component, Transform):
                 f"shard: reshard = {self.reshard!r}, reduce = {self.reduce!r}: 'auto' stands for a value that is chosen for a "
                 "whole recipe (forge_parallel.settle.settled); give values here"
             )
-        shard(part, context, reshard=self.reshard, average=self.average, offload=self.offload)
+        shard(part, context, reshard=self.reshard, offload=self.offload)
         return part
 
     def parameter_device(self, device: "torch.device") -> "torch.device":
