@@ -93,12 +93,12 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     from forge_parallel.context.transform import ContextParallel
     from forge_parallel.float8.transform import Float8
     from forge_parallel.placement.topology import Topology
-    from forge_parallel.step.clipping import clip
+    from forge_parallel.step.clipping import clip_grad_norm
     from forge_parallel.step.step import Step
-    from forge_parallel.tensor.transform import Tensor
+    from forge_parallel.tensor.transform import TensorParallel
     from forge_parallel.transforms.compile import Compile
     from forge_parallel.transforms.recompute import Recompute
-    from forge_parallel.transforms.shard import Shard
+    from forge_parallel.transforms.shard import FullyShard
 
     torch.set_float32_matmul_precision("high")
     shape = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, max_length=LENGTH)
@@ -106,7 +106,9 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     if smoke:
         shape = Decoder(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=256, max_length=32)
         length, tokens_a_step, warm_up, steps, device = 32, 256, 1, 1, torch.device("cpu")
-    transforms = [Shard().build(), Tensor().build(), ContextParallel().build()] if configuration.every_transform else []
+    transforms = (
+        [FullyShard().build(), TensorParallel().build(), ContextParallel().build()] if configuration.every_transform else []
+    )
     if configuration.float8 != "none":
         emulate = "auto" if smoke else False  # a GPU without float8 is refused instead of measured
         transforms.append(Float8(recipe=configuration.float8, emulate=emulate).build())  # type: ignore[arg-type]
@@ -130,7 +132,7 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
         cut = [tokens[start : start + configuration.micro_batch] for start in range(0, rows, configuration.micro_batch)]
         start = time.perf_counter()
         result = step([Batch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cut])
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         losses.append(result.numbers()["loss"])  # waits for the device

@@ -212,7 +212,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     from forge_parallel.build.realize import Blueprint, realize
     from forge_parallel.components.optimizers import AdamW
     from forge_parallel.placement.topology import Topology
-    from forge_parallel.step.clipping import clip
+    from forge_parallel.step.clipping import clip_grad_norm
     from forge_parallel.step.step import Step
     from forge_parallel.transforms.compile import Compile
     from forge_parallel.transforms.recompute import Recompute
@@ -240,7 +240,7 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
         cut = [tokens[start : start + configuration.micro_batch] for start in range(0, rows, configuration.micro_batch)]
         start = time.perf_counter()
         result = step([Batch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in cut])
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         losses.append(result.numbers()["loss"])  # waits for the device

@@ -36,7 +36,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
 from forge_train import presets
@@ -87,7 +87,7 @@ def forge(shape: Shape, compute: str, compiled: bool) -> Callable[[], float]:
 
     def one() -> float:
         result = step([data])
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         return result.numbers()["loss"]

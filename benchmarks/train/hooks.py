@@ -20,7 +20,7 @@ import torch
 
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_train.recipe.load import load
 from forge_train.run.assemble import assemble
 from forge_train.run.loop import fit
@@ -112,7 +112,7 @@ def bare(run: Run, steps: int) -> float:
     for _ in range(steps):
         batches, _ = next(drawn)
         result = run.step(batches)
-        clip(run.model, result.norm, 1.0)
+        clip_grad_norm(run.model, result.norm, 1.0)
         run.optimizer.step(result.skip)
         run.optimizer.zero_grad()
         result.numbers()

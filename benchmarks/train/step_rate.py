@@ -22,7 +22,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
 
 DECODER = Decoder(dim=256, layers=6, heads=8, kv_heads=4, vocab_size=4096, max_length=256, tied_embeddings=True)
@@ -41,7 +41,7 @@ def ours(compute: str, data: Batch) -> Callable[[], float]:
 
     def one() -> float:
         result = step([data])
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.set_factor(1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()

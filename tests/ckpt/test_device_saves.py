@@ -29,7 +29,7 @@ def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     queue = Queue(request.param)
     for module in (tensor_bytes, read):
         monkeypatch.setattr(module, "CHUNK_BYTES", 24)
-        monkeypatch.setattr(module, "Turns", partial(DoubleBuffer, way=queue.way))
+        monkeypatch.setattr(module, "DoubleBuffer", partial(DoubleBuffer, way=queue.way))
     yield queue
 
 

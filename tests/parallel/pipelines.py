@@ -17,10 +17,10 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, measure
 from parallel.tiny import VOCAB
 
@@ -55,13 +55,13 @@ def measured(
 ) -> Measurement:
     """One rank of a run with these features, named as in `forge_parallel.verify.proven`."""
     laid_out = Layout.parse(layout)
-    transforms: list[Any] = [Shard(reduce="each" if "reduce_each" in features else "last")]
+    transforms: list[Any] = [FullyShard(reduce="each" if "reduce_each" in features else "last")]
     if "recompute" in features:
         transforms.append(Recompute())
     if "compile" in features:
         transforms.append(Compile())
     if laid_out.tp > 1:
-        transforms.append(Tensor())
+        transforms.append(TensorParallel())
     transforms += [ContextParallel(kind=kind) for kind in get_args(Kind) if f"cp_{kind}" in features and laid_out.cp > 1]
     with warnings.catch_warnings():
         if "compile" in features:  # the compiler's own imports warn, and so does the way it looks at its inputs
@@ -72,5 +72,5 @@ def measured(
 def realized(case: Case, layout: str, schedule: str, *more: Any, shard: Any = None) -> ParallelModel:
     """This rank's model."""
     laid_out = Layout.parse(layout)
-    plan = Plan.of([shard or Shard(), *more], laid_out, piped(schedule))
+    plan = Plan.of([shard or FullyShard(), *more], laid_out, piped(schedule))
     return realize(Blueprint.of(case.build), plan, Topology.of(laid_out, CPU), case.seed, case.compute, case.state)

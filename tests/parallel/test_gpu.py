@@ -30,9 +30,9 @@ from forge_parallel.float8 import library
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from forge_parallel.verify.proven import rows
 from forge_parallel.verify.replicas import drifted
@@ -89,7 +89,7 @@ def test_no_host_synchronisation_in_a_step() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = step(batches)
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
         optimizer.zero_grad()
     finally:
@@ -147,7 +147,7 @@ def test_float8_products_of_experts_are_the_emulated_ones(counts: list[int]) -> 
     pytest.importorskip("torchao")
     if fault := accelerator.float8_groups_fault(torch.device("cuda")):
         pytest.skip(fault)
-    library.require()
+    library.require_torchao()
     from forge_parallel.float8 import experts as float8
 
     generator, results = torch.Generator().manual_seed(0), []
@@ -210,13 +210,13 @@ def _saved_on_the_host(directory: str, precision: str) -> dict[str, bool]:
         load(store, 1, _pieces(model, optimizers[0]), SingleProcessWorld())
 
     def built(source: int | Restore) -> ParallelModel:
-        plan = Plan.of([Shard(offload=True)], layout)
+        plan = Plan.of([FullyShard(offload=True)], layout)
         return realize(Blueprint.of(Tiny), plan, Topology(layout, device), source, precision, precision)
 
     def stepped(model: ParallelModel, optimizer: Optimizer, skip: torch.Tensor | None = None) -> None:
         result = Step(model, cross_entropy)(batches)
         gradients.extend(tensor.grad for _, tensor, _ in model.trainable())
-        clip(model, result.norm, 0.5)
+        clip_grad_norm(model, result.norm, 0.5)
         optimizer.step(result.skip if skip is None else skip)
         optimizer.zero_grad()
 

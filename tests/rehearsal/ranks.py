@@ -9,16 +9,16 @@ import torch
 
 from forge_parallel.build import initial_weights
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 
 
 @contextmanager
 def own_device() -> Iterator[torch.device]:
     """Collective: as a run begins and ends. On a CPU where this process has no device."""
     try:
-        yield start(read_launcher(os.environ), timeout=120)
+        yield init_process_groups(read_launcher(os.environ), timeout=120)
     finally:
-        stop()
+        destroy_process_groups()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from forge_models.components.decoder import Decoder
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms import compiler
 from forge_parallel.transforms.compile import Compile
@@ -32,11 +32,11 @@ def _started(changes: list[dict[str, object]]) -> str:
     vars(there).update(changes[where.rank])
     warnings.simplefilter("error")
     try:
-        start(where, timeout=120)
+        init_process_groups(where, timeout=120)
     except LayoutError as refusal:
         return str(refusal)
     finally:
-        stop()
+        destroy_process_groups()
     return ""
 
 
@@ -55,11 +55,11 @@ def _without_a_gpu() -> str:
     if where.rank == 1:
         torch.cuda.is_available = lambda: False
     try:
-        start(where, timeout=120)
+        init_process_groups(where, timeout=120)
     except LayoutError as refusal:
         return str(refusal)
     finally:
-        stop()
+        destroy_process_groups()
     return ""
 
 
@@ -104,13 +104,13 @@ def test_what_the_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(compiler, "find_spec", lambda name: object())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "there is neither gcc nor clang on the path: install gcc, or set CC" in compiler.missing()
+    assert "there is neither gcc nor clang on the path: install gcc, or set CC" in compiler.missing_for_compiler()
     monkeypatch.setenv("CC", "icc")
-    assert "CC names 'icc', which is not there" in compiler.missing()
+    assert "CC names 'icc', which is not there" in compiler.missing_for_compiler()
     (tmp_path / "gcc").write_text("")
     (tmp_path / "gcc").chmod(0o755)
     monkeypatch.delenv("CC")
     monkeypatch.setattr(compiler.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "headers of Python: install python3-dev" in compiler.missing()
+    assert "headers of Python: install python3-dev" in compiler.missing_for_compiler()
     (tmp_path / "Python.h").write_text("")
-    assert "TORCH_LOGS" in compiler.missing()
+    assert "TORCH_LOGS" in compiler.missing_for_compiler()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from forge_core.errors import LayoutError
 from forge_core.layout import Layout
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.launch.watch import Watch, is_broken_connection
 from forge_parallel.placement import groups
 from forge_parallel.placement.groups import connect, world
@@ -73,13 +73,13 @@ def test_groups_are_connected_when_they_are_opened(devices: World, layout: str) 
 def _apart(told: Path) -> tuple[str, list[str]]:
     """What the first rank is told when the second does not come to connect."""
     where = read_launcher(os.environ)
-    device = start(where, timeout=3)
+    device = init_process_groups(where, timeout=3)
     group = Topology.of(Layout.parse("cp2"), device).group("cp")
     set_timeouts(timedelta(seconds=2), [group])  # without the minute
     if where.rank == 1:
         while not told.exists():
             sleep(0.1)
-        stop()
+        destroy_process_groups()
         return "", []
     try:
         connect(group, "cp", device)
@@ -88,7 +88,7 @@ def _apart(told: Path) -> tuple[str, list[str]]:
         return str(error), error.__notes__
     finally:
         told.touch()
-        stop()
+        destroy_process_groups()
     return "connected", []
 
 

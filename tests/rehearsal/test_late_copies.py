@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_ckpt.format.tensor_bytes import way_to
-from forge_parallel.step.reading import Reading
+from forge_parallel.step.reading import DeferredRead
 from harness.pool import World
 
 pytestmark = pytest.mark.rehearsal
@@ -153,7 +153,7 @@ def test_what_a_copy_takes_is_left_alone_until_it_is_over(devices: World, progra
 def _copies_of_forge() -> dict[str, bool]:
     device = torch.device("cuda", 0)
     bytes_ = torch.arange(8, dtype=torch.uint8)
-    numbers = Reading(torch.ones(2, device=device) * 3).numbers()
+    numbers = DeferredRead(torch.ones(2, device=device) * 3).numbers()
     way = way_to(device, 8)
     assert way is not None
     there = bytes_.to(device)

@@ -11,9 +11,9 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from rehearsal.ranks import own_device
@@ -25,7 +25,7 @@ DECODER = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=32, vocab_size=
 def _loss(layout: str, compiled: bool) -> tuple[bool, float, float]:
     """Whether the loss head is compiled, the loss, and the gradient's norm."""
     at = Layout.parse(layout)
-    transforms: list[Any] = [Shard(), Tensor(), *([Compile()] if compiled else [])]
+    transforms: list[Any] = [FullyShard(), TensorParallel(), *([Compile()] if compiled else [])]
     with own_device() as device:
         model = realize(Blueprint.of(DECODER.build), Plan.of(transforms, at), Topology.of(at, device), 0, "fp64", "fp64")
         objective = CrossEntropy(z_loss=0.1).build()

@@ -22,7 +22,7 @@ from forge_core.protocols.model import NamedTensor
 from forge_core.registry import GROUPS, Registry
 from forge_core.trust import trust_file
 from forge_models.hf.families import FAMILIES
-from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.plan import Order, Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_train.recipe.load import load
@@ -126,7 +126,7 @@ def test_trials_h_the_page_has_every_group_with_its_arguments_and_every_phase() 
     registry = Registry()
     parts = {entry.name: registry.load_entry(entry) for entry in registry.of("forge.transforms") if entry.is_forge}
     assert {int(number): name for number, name in phases.items()} == {int(part.phase): name for name, part in parts.items()}
-    assert len(phases) == len(Phase)
+    assert len(phases) == len(Order)
     for module, attribute in re.findall(r"`(forge_\w+(?:\.\w+)+)\.(\w+)", page):
         assert hasattr(import_module(module), attribute) or find_spec(f"{module}.{attribute}"), (module, attribute)
 

@@ -15,11 +15,11 @@ from forge_models.interp.names import WITH_IMAGES
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 from forge_train.inspection.edit_on_ranks import edit_on_ranks
 from forge_train.inspection.look import look
 from forge_train.inspection.on_ranks import capture_on_ranks
@@ -104,7 +104,7 @@ def test_values_that_not_every_token_has_are_refused_by_name() -> None:
 def laid_out(name: str, layout: str) -> tuple[ParallelModel, Batch]:
     """A model on ranks, and this rank's share of four rows with images."""
     at = Layout.parse(layout)
-    transforms: list[Any] = [Shard(), Tensor(sequence_parallel=False), Expert()]
+    transforms: list[Any] = [FullyShard(), TensorParallel(sequence_parallel=False), ExpertParallel()]
     plan = Plan.of(transforms, at, piped("1f1b")) if at.pp > 1 else Plan.of(transforms, at)
     model = realize(Blueprint.of(MODELS[name].build), plan, Topology.of(at, torch.device("cpu")), 3, "fp64", "fp64")
     tokens, labels = (torch.randint(1, IMAGE, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

@@ -53,7 +53,7 @@ def same_in_micro_batches(model: Any, sizes: tuple[int, ...] = (2, 1)) -> list[b
         case = Case(
             build=model.build,
             objective=CrossEntropy(z_loss=1e-2, label_smoothing=0.1).build(),
-            optimizer=partial(shards.build, AdamW(lr=1e-2)),
+            optimizer=partial(shards.build_optimizer, AdamW(lr=1e-2)),
             vocab_size=SIZES["vocab_size"],
             rows=4,
             micro_batch=micro_batch,

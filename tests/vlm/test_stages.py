@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from forge_models.conformance.trial import on_meta
-from forge_parallel.components.parameters import Stage
+from forge_parallel.components.parameters import TrainingStage
 from forge_parallel.verify.parity import Measurement, compare
 from harness.pool import World
 from parallel.compositions.rows import case_of, layout_of, measured
 from vlm.tiny import MODELS, TEXT
 
 STAGES = (
-    Stage(until=1, train=("adapter", "fusion")),
-    Stage(until=2, train=("adapter", "decoder"), lr={"adapter": 3.0}),
-    Stage(train=("*",), lr={"encoder": 0.1}, warmup={"encoder": 2}),
+    TrainingStage(until=1, train=("adapter", "fusion")),
+    TrainingStage(until=2, train=("adapter", "decoder"), lr={"adapter": 3.0}),
+    TrainingStage(train=("*",), lr={"encoder": 0.1}, warmup={"encoder": 2}),
 )
 
 FUSION = {
@@ -55,7 +55,7 @@ SLOW = (
 
 def _measured(row: str, layout: str) -> Measurement:
     words = frozenset(row.split())
-    first = () if "fusion_joint" not in words else (Stage(until=1, train=("adapter",)),)
+    first = () if "fusion_joint" not in words else (TrainingStage(until=1, train=("adapter",)),)
     return measured(replace(case_of(words), stages=(*first, *STAGES[len(first) :]), steps=4), layout, words)
 
 

@@ -10,7 +10,7 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, compare, measure
 from models.variants import SIZES, VARIANTS
 
@@ -149,7 +149,7 @@ def test_fp64_stays_fp64(build, tokens, name):
 
 
 def _measure(case, layout):
-    return measure(case, Plan.of([Shard()], Layout.parse(layout)), torch.device("cpu"))
+    return measure(case, Plan.of([FullyShard()], Layout.parse(layout)), torch.device("cpu"))
 
 
 @every

@@ -24,7 +24,7 @@ from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from models.hf.published import folder_of, reference, spread
@@ -129,7 +129,7 @@ def measured(layout: str) -> Measurement:
     moe = MoE(experts=4, ffn_dim=8, first_dense=1, losses=Losses(pooled=0.5))
     decoder = Decoder(dim=16, layers=3, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32, moe=moe)
     case = Case(decoder.build, CrossEntropy().build(), AdamW(lr=1e-2).build, 61, rows=4, micro_batch=1, steps=2)
-    return measure(case, Plan.of([Shard(), Recompute()], Layout.parse(layout)), torch.device("cpu"))
+    return measure(case, Plan.of([FullyShard(), Recompute()], Layout.parse(layout)), torch.device("cpu"))
 
 
 def test_w12_pooled_on_data_parallel_ranks_equals_one_process_with_the_same_micro_batches(world: World) -> None:

@@ -11,7 +11,7 @@ from forge_models.checks import experts_compile, experts_fit, experts_see_other_
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.shape import Losses
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_train.cli import main
 from forge_train.recipe.load import load
 
@@ -86,7 +86,7 @@ def test_ranks_that_share_a_row(registry):
 
     for layout in ("dp2", "tp2", "cp2", "dp2cp2tp2ep4"):
         assert keys(layout) == []
-    whole = {"tensor": Tensor(sequence_parallel=False)}
+    whole = {"tensor": TensorParallel(sequence_parallel=False)}
     assert keys("tp2", transforms=whole) == ["transforms.tensor.sequence_parallel"]
     assert keys("dp2", transforms=whole) == []
     dense = _Job(load("debug", registry=registry).job.model)

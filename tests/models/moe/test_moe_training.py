@@ -18,7 +18,7 @@ from forge_parallel.placement.boxes import Box, local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def case(**fields):
 
 def made(layout="1", compute="fp64", state="fp64", **fields):
     at = Layout.parse(layout)
-    plan = Plan.of([Shard()], at)
+    plan = Plan.of([FullyShard()], at)
     return realize(Blueprint.of(decoder(**fields).build), plan, Topology.of(at, CPU), 0, compute, state)
 
 
@@ -144,7 +144,7 @@ def test_the_losses_have_the_scale_that_is_documented():
 
 
 def _measure(setting, layout):
-    return measure(setting, Plan.of([Shard()], Layout.parse(layout)), CPU)
+    return measure(setting, Plan.of([FullyShard()], Layout.parse(layout)), CPU)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "hsdp2x1"])

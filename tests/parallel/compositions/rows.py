@@ -27,15 +27,15 @@ from forge_parallel.components.optimizers import AdamW, AdamW8bit
 from forge_parallel.components.parameters import ParameterGroup, Parameters
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
 from forge_parallel.context.transform import ContextParallel, Kind
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.experts.transform import Kind as Dispatcher
 from forge_parallel.features import features
 from forge_parallel.float8.transform import Float8
 from forge_parallel.optim import shards
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, measure
 from forge_vlm.components.adapters import Linear
 from forge_vlm.components.encoders import ViT
@@ -116,9 +116,9 @@ def transforms_of(row: frozenset[str]) -> Mapping[str, Any]:
     """By name; those of axes that the row does not have find nothing to do."""
     reshard = True if "reshard" in row else False if "keep_gathered" in row else None
     found: dict[str, Any] = {
-        "shard": Shard(reshard=reshard, reduce="each" if "reduce_each" in row else "last", offload="offload" in row),
-        "tensor": Tensor(sequence_parallel="tp_whole" not in row, asynchronous="tp_asynchronous" in row),
-        "expert": Expert(overlap="ep_in_turn" not in row),
+        "shard": FullyShard(reshard=reshard, reduce="each" if "reduce_each" in row else "last", offload="offload" in row),
+        "tensor": TensorParallel(sequence_parallel="tp_whole" not in row, asynchronous="tp_asynchronous" in row),
+        "expert": ExpertParallel(overlap="ep_in_turn" not in row),
     }
     for dispatcher in get_args(Dispatcher):
         if f"ep_{dispatcher}" in row:
@@ -191,7 +191,7 @@ def case_of(row: frozenset[str]) -> Case:
     return Case(
         decoder_of(row).build,
         objective_of(row).build(),
-        partial(shards.build, optimizer_of(row)),
+        partial(shards.build_optimizer, optimizer_of(row)),
         VOCAB,
         LENGTH,
         total,

@@ -12,7 +12,7 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
@@ -30,7 +30,7 @@ def _case(tied: bool, mode: Literal["fp64", "fp32"] = "fp64") -> Case:
 
 
 def _measure(case: Case, layout: str) -> Measurement:
-    return measure(case, Plan.of([Shard()], Layout.parse(layout)), torch.device("cpu"))
+    return measure(case, Plan.of([FullyShard()], Layout.parse(layout)), torch.device("cpu"))
 
 
 LAYOUTS = ["1", "dp2", "dp4", "hsdp2x2"]

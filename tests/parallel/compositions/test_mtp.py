@@ -16,15 +16,15 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.stages import StageSplit
 from forge_train.recipe.load import load
 from parallel.compositions.rows import DECODER, names
 
 
-def cut(schedule: Any, ranks: int = 2, depth: int = 2, split: str = "balanced", **fields: Any) -> Cut:
+def cut(schedule: Any, ranks: int = 2, depth: int = 2, split: str = "balanced", **fields: Any) -> StageSplit:
     with torch.device("meta"):
         module = replace(DECODER, mtp=MTP(depth=depth), **fields).build()
-    return Cut.of(module, module.specs(), Pipeline(schedule.build(), split), ranks, ranks - 1)
+    return StageSplit.of(module, module.specs(), Pipeline(schedule.build(), split), ranks, ranks - 1)
 
 
 def test_modules_stay_beside_the_head_with_a_table_that_follows() -> None:

@@ -12,9 +12,9 @@ from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven, options_are_declared
 from forge_parallel.components.pipeline import Interleaved, ZeroBubbleV
 from forge_parallel.components.sections import Parallel, Pipeline, Precision
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from parallel.compositions.rows import names
 
 
@@ -46,15 +46,15 @@ def job(schedule: Any = None, **transforms: Any) -> SimpleNamespace:
 
 def test_e1_resharding_in_a_pipeline_is_a_feature() -> None:
     at = Layout.parse("dp2pp2")
-    assert "reshard" in names(job(shard=Shard(reshard=True)), at)
-    assert "reshard" not in names(job(shard=Shard(reshard=True)), Layout.parse("dp4")), "it is what every row does there"
-    assert "keep_gathered" in names(job(shard=Shard(reshard=False)), Layout.parse("dp4"))
-    assert list(compositions_are_proven(job(shard=Shard(reshard=True)), at)) == []
+    assert "reshard" in names(job(shard=FullyShard(reshard=True)), at)
+    assert "reshard" not in names(job(shard=FullyShard(reshard=True)), Layout.parse("dp4")), "it is what every row does there"
+    assert "keep_gathered" in names(job(shard=FullyShard(reshard=False)), Layout.parse("dp4"))
+    assert list(compositions_are_proven(job(shard=FullyShard(reshard=True)), at)) == []
 
 
 def test_e1_values_other_than_the_default_count_where_their_axis_does() -> None:
-    assert names(job(expert=Expert(overlap=False)), Layout.parse("dp2ep2")) >= {"ep_in_turn", "ep_all_to_all"}
-    assert "ep_in_turn" not in names(job(expert=Expert(overlap=False)), Layout.parse("dp2"))
+    assert names(job(expert=ExpertParallel(overlap=False)), Layout.parse("dp2ep2")) >= {"ep_in_turn", "ep_all_to_all"}
+    assert "ep_in_turn" not in names(job(expert=ExpertParallel(overlap=False)), Layout.parse("dp2"))
     assert "recompute_full" in names(job(recompute=Recompute(policy="full")), Layout.parse("dp2"))
     assert "more_stages" in names(job(Interleaved(stages_per_rank=3)), Layout.parse("pp2"))
     assert "more_stages" not in names(job(Interleaved(stages_per_rank=3)), Layout.parse("dp2"))

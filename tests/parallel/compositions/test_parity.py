@@ -13,7 +13,7 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic, within_rounding
 from harness.pool import World
 from harness.siblings import fast
@@ -27,7 +27,7 @@ CASE = Case(Tiny, cross_entropy, AdamW(lr=1e-2).build, VOCAB, rows=8, micro_batc
 
 
 def _measure(case: Case, layout: str, reduce: Literal["last", "each"] = "last") -> Measurement:
-    return measure(case, Plan.of([Shard(reduce=reduce)], Layout.parse(layout)), CPU)
+    return measure(case, Plan.of([FullyShard(reduce=reduce)], Layout.parse(layout)), CPU)
 
 
 def _plain_torch(case: Case) -> Measurement:

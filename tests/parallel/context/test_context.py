@@ -24,9 +24,9 @@ from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.step.strategies import local_batch
-from forge_parallel.tensor.transform import Tensor as TensorParallel
+from forge_parallel.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
@@ -51,7 +51,7 @@ def case(component: Decoder, **changes: Any) -> Case:
 
 
 def _transforms(kind: Any, *further: Any) -> list[Any]:
-    return [ContextParallel(kind=kind).build(), Shard(), *further]
+    return [ContextParallel(kind=kind).build(), FullyShard(), *further]
 
 
 def _measure(case: Case, layout: str, kind: str) -> Measurement:

@@ -26,16 +26,16 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert, Kind
+from forge_parallel.experts.transform import ExpertParallel, Kind
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.step.step_statistics import begin
 from forge_parallel.step.strategies import local_batch
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
 from forge_parallel.verify.replicas import Drift, drifted
@@ -91,10 +91,10 @@ def lived(
     case, at, cpu = case_of(moe), Layout.parse(layout), torch.device("cpu")
     topology = Topology.of(at, cpu)
     transforms: list[Any] = [
-        Shard(),
-        Tensor(),
+        FullyShard(),
+        TensorParallel(),
         ContextParallel(),
-        Expert(dispatcher=kind, ranks_per_node=2 if kind == "hierarchical" else None),
+        ExpertParallel(dispatcher=kind, ranks_per_node=2 if kind == "hierarchical" else None),
     ]
     transforms += [Recompute()] if again else []
     pipeline = Pipeline(Registry().load("forge.pipeline_schedules", schedule)().build()) if at.pp > 1 else None
@@ -112,7 +112,7 @@ def lived(
         result = step(mine(number))
         if number == 0:
             gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
-        clip(model, result.norm, 0.5)
+        clip_grad_norm(model, result.norm, 0.5)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         numbers.append(result.numbers())
@@ -210,12 +210,12 @@ def refused(layout: str, transforms: list[Any]) -> str:
 
 def test_what_would_be_wrong_is_refused(world: World) -> None:
     """Nobody would sum the gradients of experts over ranks that see different tokens, or they would see the same ones."""
-    for message in world.run(refused, 2, "tp2", [Tensor()]):
+    for message in world.run(refused, 2, "tp2", [TensorParallel()]):
         assert "no transform sums the gradients of blocks.1.mlp.experts" in message
         assert "[transforms.shard]" in message
-    for message in world.run(refused, 2, "tp2", [Tensor(sequence_parallel=False), Shard()]):
+    for message in world.run(refused, 2, "tp2", [TensorParallel(sequence_parallel=False), FullyShard()]):
         assert "sequence_parallel = true" in message
-    for message in world.run(refused, 2, "dp2ep2", [Shard(), Expert(dispatcher="hierarchical", ranks_per_node=2)]):
+    for message in world.run(refused, 2, "dp2ep2", [FullyShard(), ExpertParallel(dispatcher="hierarchical", ranks_per_node=2)]):
         assert "more than one node" in message
 
 
@@ -266,7 +266,7 @@ def told(layout: str) -> float:
     case, at = case_of(BALANCED), Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     pipeline = Pipeline(Registry().load("forge.pipeline_schedules", "1f1b")().build()) if at.pp > 1 else None
-    plan = Plan.of([Shard(), Tensor(), ContextParallel(), Expert()], at, pipeline)
+    plan = Plan.of([FullyShard(), TensorParallel(), ContextParallel(), ExpertParallel()], at, pipeline)
     model = realize(Blueprint.of(case.build), plan, topology, 0)
     batches = share(padded(synthetic(case, 0), 0), topology.data_rank, topology.data_size, 1)
     layer = Told()

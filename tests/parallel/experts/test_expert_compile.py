@@ -17,12 +17,12 @@ from forge_models.shape import Losses
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 
@@ -40,8 +40,8 @@ def _graphs(layout: str, layers: Sequence[int], recompute: bool) -> list[int]:
         topology = Topology.of(at, torch.device("cpu"))
         transforms = [
             Compile().build(),
-            Shard().build(),
-            Expert().build(),
+            FullyShard().build(),
+            ExpertParallel().build(),
             *([Recompute(policy="full").build()] if recompute else []),
         ]
         with warnings.catch_warnings():
@@ -68,7 +68,7 @@ def test_no_graph_is_made_after_warm_up(world: World, recompute: bool) -> None:
 def _refused() -> str:
     decoder = Decoder(dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=48, vocab_size=61, max_length=16, moe=EXPERTS)
     at = Layout.parse("dp2ep2")
-    transforms = [Compile().build(), Shard().build(), Expert().build(), Recompute().build()]
+    transforms = [Compile().build(), FullyShard().build(), ExpertParallel().build(), Recompute().build()]
     try:
         realize(Blueprint.of(decoder.build), Plan.of(transforms, at), Topology.of(at, torch.device("cpu")), 0)
     except PlanError as error:

@@ -17,7 +17,7 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher
 from forge_models.moe.dispatch import LocalDispatch
 from forge_parallel.experts.cut import open_dispatcher
-from forge_parallel.experts.dispatchers import Everyone, Exchange
+from forge_parallel.experts.dispatchers import AllGatherDispatcher, AllToAllDispatcher
 from forge_parallel.experts.route import Route
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.topology import Topology
@@ -236,5 +236,5 @@ def test_nodes_are_crossed_once_by_a_token(world: World) -> None:
 
 def test_dispatchers_are_what_a_model_asks_for() -> None:
     ranks = Ranks("none", 1, 0)
-    assert isinstance(Exchange(ranks, LocalDispatch()), ExpertDispatcher)
-    assert isinstance(Everyone(ranks, LocalDispatch()), ExpertDispatcher)
+    assert isinstance(AllToAllDispatcher(ranks, LocalDispatch()), ExpertDispatcher)
+    assert isinstance(AllGatherDispatcher(ranks, LocalDispatch()), ExpertDispatcher)

@@ -20,9 +20,9 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.experts.cut import open_dispatcher
-from forge_parallel.experts.transform import Expert, Kind
+from forge_parallel.experts.transform import ExpertParallel, Kind
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from harness.pool import World
 
 CPU = torch.device("cpu")
@@ -38,9 +38,9 @@ class Interval:
         return max(0.0, min(self.end, other.end) - max(self.start, other.start))
 
 
-def model_of(moe: MoE, layout: Layout, expert: Expert) -> ParallelModel:
+def model_of(moe: MoE, layout: Layout, expert: ExpertParallel) -> ParallelModel:
     decoder = Decoder(dim=WIDTH, ffn_dim=64, heads=4, layers=1, vocab_size=VOCAB, max_length=LENGTH, moe=moe)
-    return realize(Blueprint.of(decoder.build), Plan.of([Shard(), expert], layout), Topology.of(layout, CPU), 0)
+    return realize(Blueprint.of(decoder.build), Plan.of([FullyShard(), expert], layout), Topology.of(layout, CPU), 0)
 
 
 def tokens() -> Tensor:
@@ -50,7 +50,7 @@ def tokens() -> Tensor:
 
 def traced(overlap: bool) -> tuple[float, Tensor]:
     """Microseconds in which this rank multiplied matrices while tokens travelled, and the logits."""
-    model = model_of(MoE(experts=4, shared=8, ffn_dim=256), Layout(dp_shard=2, ep=2), Expert(overlap=overlap))
+    model = model_of(MoE(experts=4, shared=8, ffn_dim=256), Layout(dp_shard=2, ep=2), ExpertParallel(overlap=overlap))
     with model.inference():
         model.part(tokens())
         with profile(activities=[ProfilerActivity.CPU]) as trace:

@@ -20,12 +20,12 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms import fully_sharded
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
@@ -53,7 +53,7 @@ def _as_fsdp_does() -> Iterator[None]:
 
 def _made(layout: str, ahead: bool, again: bool, model: Decoder = MODEL) -> tuple[Any, Step]:
     at = Layout.parse(layout)
-    transforms = [Shard(), Expert(), *([Recompute(policy="full")] if again else [])]
+    transforms = [FullyShard(), ExpertParallel(), *([Recompute(policy="full")] if again else [])]
     with nullcontext() if ahead else _as_fsdp_does():
         made = realize(Blueprint.of(model.build), Plan.of(transforms, at), Topology.of(at, torch.device("cpu")), 0, "fp32")
     return made, Step(made, CASE.objective)
@@ -156,7 +156,7 @@ def test_an_evaluation_gathers_no_block_that_it_does_not_run(world: World) -> No
 
 def test_a_plan_counts_the_block_that_is_gathered_ahead() -> None:
     workload = Workload(MODEL.build, CASE.objective, CASE.optimizer, rows=1, length=8, compute="fp32")
-    plan = Plan.of([Shard(), Expert()], Layout.parse("dp4ep2"))
+    plan = Plan.of([FullyShard(), ExpertParallel()], Layout.parse("dp4ep2"))
     ahead = dry_run(workload, plan)
     with _as_fsdp_does():
         late = dry_run(workload, plan)

@@ -32,9 +32,9 @@ from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor as TensorParallel
+from forge_parallel.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
@@ -72,7 +72,7 @@ def _measure(
     case: Case, layout: str, recipe: str | None = "tensorwise", *more: Any, schedule: Any = None, **fields: Any
 ) -> Measurement:
     at = Layout.parse(layout)
-    transforms = [Shard(), *more]
+    transforms = [FullyShard(), *more]
     if recipe is not None:
         transforms.append(Float8(recipe=recipe, **fields).build())
     if at.tp > 1:
@@ -98,7 +98,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_three_products_of_a_layer_are_those_of_rounded_operands(recipe: str) -> None:
     rowwise, generator = recipe == "rowwise", torch.Generator().manual_seed(0)
-    library.require()
+    library.require_torchao()
     from forge_parallel.float8.linear import Casting, float8_class
 
     layer: Any = nn.Linear(48, 32)
@@ -185,7 +185,7 @@ def _evaluated(layout: str) -> Tensor:
     """Logits after one update, in bf16."""
     at = Layout.parse(layout)
     topology = Topology.of(at, CPU)
-    model = realize(Blueprint.of(DECODER.build), Plan.of([Float8().build(), Shard()], at), topology, 0, "bf16", "fp32")
+    model = realize(Blueprint.of(DECODER.build), Plan.of([Float8().build(), FullyShard()], at), topology, 0, "bf16", "fp32")
     step, optimizer, batch = Step(model, CASE.objective), AdamW(lr=0.3).build(model), synthetic(CASE, 0)
     optimizer.step(step(share(batch, topology.data_rank, topology.data_size, 4)).skip)
     with model.inference():
@@ -222,7 +222,7 @@ def test_what_rounds_elsewhere_is_no_farther_than_float8_is_from_exact(world: Wo
 
 def _realized(layout: str, **fields: Any) -> Any:
     at = Layout.parse(layout)
-    transforms = [Float8(**fields).build(), Shard(), TensorParallel()]
+    transforms = [Float8(**fields).build(), FullyShard(), TensorParallel()]
     return realize(Blueprint.of(DECODER.build), Plan.of(transforms, at), Topology.of(at, CPU), 0, "bf16", "fp32")
 
 
@@ -276,8 +276,8 @@ def _layers_of_a_rank(layout: str) -> tuple[list[str], list[str], set[str], set[
 
 def test_tensor_parallelism_wraps_converted_layers_and_master_weights_stay_fp32(world: World) -> None:
     for up, down, inside, kept, without, refused in world.run(_layers_of_a_rank, 4, "dp2tp2"):
-        for kinds, role in ((up, "Split"), (down, "Row")):
-            assert kinds.index(role) < kinds.index("Float8") < kinds.index("Linear"), kinds
+        for kinds, role in ((up, "Split"), (down, "RowParallelLinear")):
+            assert kinds.index(role) < kinds.index("Float8Linear") < kinds.index("Linear"), kinds
         assert inside == {"Float8TrainingTensor"}, "gathered in float8"
         assert kept == {"torch.float32"}
         assert without == []
@@ -285,7 +285,7 @@ def test_tensor_parallelism_wraps_converted_layers_and_master_weights_stay_fp32(
 
 
 def _hooks_of_torchao() -> tuple[int, int]:
-    library.require()
+    library.require_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -298,7 +298,7 @@ def _hooks_of_torchao() -> tuple[int, int]:
 def test_the_other_order_would_drop_what_tensor_parallelism_attached(world: World) -> None:
     """Why float8 stands first (docs/adr/0001): torchao's conversion of a parallel layer forgets its hooks, and says nothing."""
     assert world.run(_hooks_of_torchao, 2)[0] == (2, 0)
-    plan = Plan.of([Shard(), TensorParallel(), Float8().build()], Layout.parse("dp2tp2"))
+    plan = Plan.of([FullyShard(), TensorParallel(), Float8().build()], Layout.parse("dp2tp2"))
     assert plan.names() == ("float8", "tensor", "shard")
 
 
@@ -317,7 +317,7 @@ def test_matrices_are_gathered_in_one_byte_an_element_and_their_scales_found_at_
     def flows(**fields: Any) -> tuple[int, int]:
         """Bytes of all-gathers, and number of all-reduces, of a step of three micro-batches."""
         work = Workload(DECODER.build, CASE.objective, CASE.optimizer, rows=2, length=16, micro_batches=3)
-        found = dry_run(work, Plan.of([Shard(), Float8(**fields).build()], Layout.parse("dp2"))).flows
+        found = dry_run(work, Plan.of([FullyShard(), Float8(**fields).build()], Layout.parse("dp2"))).flows
         gathered = sum(flow.payload for flow in found if flow.kind == "all_gather")
         return gathered, sum(flow.count for flow in found if flow.kind == "all_reduce")
 

@@ -26,14 +26,14 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.float8 import library
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor as TensorParallel
+from forge_parallel.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
@@ -86,7 +86,7 @@ def _by_hand(x: Tensor, counts: list[int], experts: Experts) -> Tensor:
 
 
 def _stack(gated: bool = True, multiply: str = "emulated") -> Any:
-    library.require()
+    library.require_torchao()
     from forge_parallel.float8 import experts as float8
 
     stack: Any = Experts(DECODER.shape.context(1), 4, "silu", gated)
@@ -178,7 +178,7 @@ def test_numbers_that_are_not_finite_show() -> None:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_groups_are_of_16_rows_never_empty_and_fit(counts: list[int]) -> None:
-    library.require()
+    library.require_torchao()
     from forge_parallel.float8.experts import padding
 
     rows = sum(counts) + NOBODYS
@@ -236,13 +236,13 @@ def test_the_kernel_would_multiply_the_same_numbers(counts: list[int], monkeypat
 
 def _measure(case: Case, layout: str, float8: dict[str, Any] | None, *more: Any) -> Measurement:
     at = Layout.parse(layout)
-    transforms = [Shard(), *more]
+    transforms = [FullyShard(), *more]
     if float8 is not None:
         transforms.append(Float8(experts=True, **float8).build())
     if at.tp > 1:
         transforms.append(TensorParallel())
     if at.ep * at.etp > 1:
-        transforms.append(Expert())
+        transforms.append(ExpertParallel())
     return measure(case, Plan.of(transforms, at), CPU)
 
 
@@ -287,7 +287,7 @@ def test_recomputation_changes_no_bit() -> None:
 
 def test_training_learns() -> None:
     at = Layout()
-    plan = Plan.of([Float8(experts=True).build(), Shard()], at)
+    plan = Plan.of([Float8(experts=True).build(), FullyShard()], at)
     model = realize(Blueprint.of(DECODER.build), plan, Topology(at, CPU), 0, "bf16", "fp32")
     step, optimizer, batch = Step(model, CASE.objective), AdamW(lr=1e-2).build(model), share(synthetic(CASE, 0), 0, 1, 4)
     losses = []
@@ -325,7 +325,9 @@ def test_a_dry_run_counts_the_same_exchanges() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         only = Float8(experts=True, include=["*.experts"]).build()
-        plain, float8 = (dry_run(work, Plan.of([Shard(), Expert(), *more], Layout.parse("dp2ep2"))) for more in ([], [only]))
+        plain, float8 = (
+            dry_run(work, Plan.of([FullyShard(), ExpertParallel(), *more], Layout.parse("dp2ep2"))) for more in ([], [only])
+        )
     assert float8.flows == plain.flows
 
 

@@ -20,7 +20,7 @@ from forge_parallel.float8 import layers, library
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement import shares
 from forge_parallel.placement.topology import Topology
-from forge_parallel.tensor.transform import Tensor as TensorParallel
+from forge_parallel.tensor.transform import TensorParallel as TensorParallel
 from models.variants import VARIANTS
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_refused() -> None:
 
 
 def test_tokens_that_kernels_cannot_sum_over_are_refused() -> None:
-    library.require()
+    library.require_torchao()
     from forge_parallel.float8.linear import Casting, float8_class
 
     layer: Any = nn.Linear(32, 32)

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from forge_core.layout import Layout
-from forge_parallel import Parallelized, parallelize
-from forge_parallel.transforms.shard import Shard
+from forge_parallel import ParallelizedModule, parallelize
+from forge_parallel.transforms.shard import FullyShard
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign_modules import PLAN, VOCAB, Plain
@@ -38,27 +38,27 @@ def _share(parameter: Tensor, whole: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim))
 
 
-def _by_data(model: Parallelized, state: dict[str, Tensor]) -> None:
+def _by_data(model: ParallelizedModule, state: dict[str, Tensor]) -> None:
     for name, parameter in model.tensors():
         parameter.data.copy_(_share(parameter, state[name]))
 
 
 @torch.no_grad()
-def _by_local(model: Parallelized, state: dict[str, Tensor]) -> None:
+def _by_local(model: ParallelizedModule, state: dict[str, Tensor]) -> None:
     for name, parameter in model.tensors():
         share: Any = _share(parameter, state[name])
         parameter.to_local().copy_(share.to_local())  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def _by_foreach(model: Parallelized, state: dict[str, Tensor]) -> None:
+def _by_foreach(model: ParallelizedModule, state: dict[str, Tensor]) -> None:
     """As optimizers write."""
     parameters = dict(model.tensors())
     changes = [_share(parameter, state[name]) - parameter for name, parameter in parameters.items()]
     torch._foreach_add_(list(parameters.values()), changes)
 
 
-WRITES: dict[str, Callable[[Parallelized, dict[str, Tensor]], Any]] = {
+WRITES: dict[str, Callable[[ParallelizedModule, dict[str, Tensor]], Any]] = {
     "load_state_dict": lambda model, state: model.load_state_dict(state),
     "data": _by_data,
     "to_local": _by_local,
@@ -70,7 +70,7 @@ class _Stopped(Exception):
     pass
 
 
-def _aborted(model: Parallelized) -> None:
+def _aborted(model: ParallelizedModule) -> None:
     def stop(*_: Any) -> None:
         raise _Stopped
 
@@ -80,22 +80,22 @@ def _aborted(model: Parallelized) -> None:
     handle.remove()
 
 
-def _no_grad(model: Parallelized) -> None:
+def _no_grad(model: ParallelizedModule) -> None:
     with torch.no_grad():
         model.module(TOKENS)
 
 
-def _inference_mode(model: Parallelized) -> None:
+def _inference_mode(model: ParallelizedModule) -> None:
     with torch.inference_mode():
         model.module(TOKENS)
 
 
-def _span(model: Parallelized) -> None:
+def _span(model: ParallelizedModule) -> None:
     with model.inference():
         model.module(TOKENS)
 
 
-LOOKS: dict[str, Callable[[Parallelized], Any]] = {
+LOOKS: dict[str, Callable[[ParallelizedModule], Any]] = {
     "no_grad": _no_grad,
     "inference_mode": _inference_mode,
     "inference": _span,
@@ -107,7 +107,7 @@ LOOKS: dict[str, Callable[[Parallelized], Any]] = {
 
 def _written(layout: str, reshard: bool | None) -> dict[str, Tensor]:
     """What the module gives after each way to look at it, each way to write it, and a forward without and with gradients."""
-    sharding = [] if reshard is None else [Shard(reshard=reshard)]
+    sharding = [] if reshard is None else [FullyShard(reshard=reshard)]
     model = parallelize(Plain, layout, sharding, tp_plan=PLAN, state="fp64", compute="fp64")
     found: dict[str, Tensor] = {}
     seed = 0

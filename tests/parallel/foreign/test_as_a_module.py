@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_parallel import Parallelized, parallelize
+from forge_parallel import ParallelizedModule, parallelize
 from forge_parallel.transforms.recompute import Recompute
 from harness.pool import World
 from harness.siblings import fast
@@ -38,17 +38,17 @@ class Counted(Plain):
         return super().forward(tokens)
 
 
-def _model(layout: str, build: Callable[[], nn.Module] = Counted, **options: Any) -> Parallelized:
+def _model(layout: str, build: Callable[[], nn.Module] = Counted, **options: Any) -> ParallelizedModule:
     return parallelize(build, layout, tp_plan=PLAN if "tp" in layout else None, state="fp64", compute="fp64", **options)
 
 
-def _plain(model: Parallelized, build: Callable[[], nn.Module] = Counted) -> nn.Module:
+def _plain(model: ParallelizedModule, build: Callable[[], nn.Module] = Counted) -> nn.Module:
     plain = build().double()
     plain.load_state_dict(model.state_dict(whole=True))
     return plain
 
 
-def _mine(model: Parallelized, tokens: Tensor = TOKENS) -> Tensor:
+def _mine(model: ParallelizedModule, tokens: Tensor = TOKENS) -> Tensor:
     return tokens.chunk(model.data_ranks)[model.data_rank]
 
 
@@ -75,7 +75,9 @@ def _averaged(module: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor, list[b
     with torch.no_grad():
         outputs = [model(TOKENS) for model in (module, by_hand, by_torch)]
     assert (
-        module.training == by_hand.training == module.get_submodule("module" if isinstance(module, Parallelized) else "").training
+        module.training
+        == by_hand.training
+        == module.get_submodule("module" if isinstance(module, ParallelizedModule) else "").training
     )
     frozen = [parameter.requires_grad for parameter in by_hand.parameters()]
     return torch.stack(outputs), next(iter(module.buffers())).clone(), frozen
@@ -120,7 +122,7 @@ def _copied(layout: str, named: str) -> list[tuple[float, float]]:
     model = parallelize(Plain, layout, tp_plan=PLAN if "tp" in layout else None, **OPTIONS.get(named, {}))
     copy = deepcopy(model)
 
-    def loss(one: Parallelized) -> float:
+    def loss(one: ParallelizedModule) -> float:
         return float(one.step([{"tokens": TOKENS[:2]}, {"tokens": TOKENS[2:]}], lambda out, _: out.float().square().mean()))
 
     pairs = [(loss(copy), loss(model))]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
@@ -158,7 +158,11 @@ def _gradients(build: Callable[[], nn.Module], layout: str, options: Any) -> tup
 
 RIGHT = [
     *((build, layout, []) for build in (Views, Pairs, Masked, Later) for layout in ("dp2", "dp2tp2", "tp2", "hsdp2x2")),
-    *((build, "dp2", options) for build in (Views, Pairs) for options in ([Shard(reshard=False)], [Recompute(policy="full")])),
+    *(
+        (build, "dp2", options)
+        for build in (Views, Pairs)
+        for options in ([FullyShard(reshard=False)], [Recompute(policy="full")])
+    ),
     (InPlaceInBlocks, "tp2", []),
 ]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge_core.layout import Layout
-from forge_parallel import Parallelized, parallelize
-from forge_parallel.transforms.shard import Shard
+from forge_parallel import ParallelizedModule, parallelize
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
@@ -19,7 +19,7 @@ from parallel.foreign_modules import PLAN, VOCAB, Plain
 TOKENS = torch.randint(VOCAB, (4, 7), generator=torch.Generator().manual_seed(5))
 
 
-def laid_out(layout: str, build: Callable[[], nn.Module] = Plain, **options: Any) -> tuple[Parallelized, nn.Module]:
+def laid_out(layout: str, build: Callable[[], nn.Module] = Plain, **options: Any) -> tuple[ParallelizedModule, nn.Module]:
     """A module in a layout, and the same in one process."""
     model = parallelize(build, layout, tp_plan=PLAN if "tp" in layout else None, state="fp64", compute="fp64", **options)
     plain = build().double()
@@ -27,7 +27,7 @@ def laid_out(layout: str, build: Callable[[], nn.Module] = Plain, **options: Any
     return model, plain
 
 
-def mine(model: Parallelized, tokens: Tensor) -> Tensor:
+def mine(model: ParallelizedModule, tokens: Tensor) -> Tensor:
     """The rows of this rank."""
     return tokens.chunk(model.data_ranks)[model.data_rank]
 
@@ -37,7 +37,7 @@ def score(output: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def backward(model: Parallelized, tokens: Tensor = TOKENS) -> None:
+def backward(model: ParallelizedModule, tokens: Tensor = TOKENS) -> None:
     """Of the mean loss over all ranks' rows."""
     rows = mine(model, tokens)
     if model.cut is None:
@@ -47,7 +47,7 @@ def backward(model: Parallelized, tokens: Tensor = TOKENS) -> None:
 
 
 def _gradients(layout: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, plain = laid_out(layout, transforms=[Shard(**options)])
+    model, plain = laid_out(layout, transforms=[FullyShard(**options)])
     backward(model)
     score(plain(TOKENS), TOKENS).backward()
     right = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_parallel import Parallelized, parallelize
+from forge_parallel import ParallelizedModule, parallelize
 from forge_parallel.foreign.blocks import find_blocks
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
@@ -333,7 +333,7 @@ def test_a_module_that_computes_between_its_modules_is_not_cut() -> None:
 
 
 def _loaded() -> bool:
-    model: Parallelized = parallelize(Plain, "tp2", tp_plan=PLAN, seed=1)
+    model: ParallelizedModule = parallelize(Plain, "tp2", tp_plan=PLAN, seed=1)
     other = {key: torch.randn_like(value) for key, value in copy.deepcopy(Plain().state_dict()).items()}
     torch.manual_seed(0)
     other = {key: torch.randn(value.shape) for key, value in other.items()}

@@ -212,12 +212,12 @@ def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch, kind: str, m
 
     monkeypatch.setattr(os, "fork", counted)
     with pytest.raises(PlanError, match=message):
-        forked.forked(2, lambda: _interrupted(kind), 3.0)
+        forked.fork_local(2, lambda: _interrupted(kind), 3.0)
     assert len(children) == 2
     for child in children:
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
-    assert forked.forked(2, lambda: _interrupted("none"), 60.0) == [0, 1]
+    assert forked.fork_local(2, lambda: _interrupted("none"), 60.0) == [0, 1]
 
 
 class Narrow(Plain):

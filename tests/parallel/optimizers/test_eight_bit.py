@@ -27,8 +27,8 @@ from forge_parallel.optim.low_bits.blocks import Blocks
 from forge_parallel.optim.settings import Setting, Settings
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor as TensorParallel
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel as TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
@@ -216,7 +216,7 @@ def test_each_parameter_has_the_rate_and_decay_of_its_group() -> None:
 def trained(layout: str, row: str) -> dict[str, Tensor]:
     """Weights and whole state after 20 steps, in fp64: layouts that sum in another order choose the same codes."""
     case, (model, settings) = case_of("experts" in row), model_of(layout, row)
-    optimizer, step = shards.build(SMALL, model, settings), Step(model, OBJECTIVE)
+    optimizer, step = shards.build_optimizer(SMALL, model, settings), Step(model, OBJECTIVE)
     for index in range(STEPS):
         result = step(batches(case, model, index))
         optimizer.set_factor(min(1.0, (index + 1) / 4))
@@ -253,7 +253,7 @@ def test_twenty_steps_in_a_layout_are_those_of_one_process(world: World, layout:
 
 
 def _workload(component: Any, **sizes: Any) -> Workload:
-    return Workload(replace(DECODER, layers=1, **sizes).build, cross_entropy, partial(shards.build, component), 2, 16)
+    return Workload(replace(DECODER, layers=1, **sizes).build, cross_entropy, partial(shards.build_optimizer, component), 2, 16)
 
 
 def test_a_layout_that_cuts_a_block_is_refused() -> None:
@@ -267,7 +267,9 @@ def test_a_layout_that_cuts_a_block_is_refused() -> None:
     for (block, rank), why in said.items():
         with pytest.raises(PlanError, match=f"optimizer.block = {block}: a rank holds {why}"):
             dry_run(_workload(replace(SMALL, block=block)), plan, rank)
-    assert dry_run(_workload(replace(SMALL, block=16)), Plan.of([Shard()], Layout.parse("dp2"))).optimizer > 0, "rows are whole"
+    assert dry_run(_workload(replace(SMALL, block=16)), Plan.of([FullyShard()], Layout.parse("dp2"))).optimizer > 0, (
+        "rows are whole"
+    )
 
 
 @pytest.mark.parametrize("layout", ["1", "dp2"])
@@ -287,7 +289,7 @@ def test_a_plan_counts_two_bytes_and_the_scales(layout: str) -> None:
         else:
             expected += 2 * rows * shape[1] + 2 * 4 * rows * -(-shape[1] // 256)
         expected += 8
-    estimate = dry_run(_workload(AdamW8bit(), **sizes), Plan.of([Shard()] if at.world > 1 else [], at))
+    estimate = dry_run(_workload(AdamW8bit(), **sizes), Plan.of([FullyShard()] if at.world > 1 else [], at))
     assert estimate.optimizer == expected
     assert 2 * estimate.elements < estimate.optimizer < 2.1 * estimate.elements
     model = realize(

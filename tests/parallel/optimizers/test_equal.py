@@ -58,7 +58,7 @@ def batches(case: Case, model: Any, step: int) -> Any:
 def ours(name: str, layout: str, row: str, groups: bool) -> dict[str, torch.Tensor]:
     """Weights that are evaluated, and the loss, after 20 steps in a layout."""
     case, (model, settings) = case_of("experts" in row), model_of(layout, row, groups)
-    optimizer, step = shards.build(OURS[name], model, settings), Step(model, OBJECTIVE)
+    optimizer, step = shards.build_optimizer(OURS[name], model, settings), Step(model, OBJECTIVE)
     for index in range(STEPS):
         result = step(batches(case, model, index))
         optimizer.set_factor(factor(index))

@@ -13,7 +13,7 @@ from forge_core.layout import Layout
 from forge_models.components.objectives import CrossEntropy
 from forge_parallel.build.plan import Plan
 from forge_parallel.components.muon import Muon
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast
@@ -138,4 +138,4 @@ def test_fused_matrices_and_the_other_conventions_equal_torch(world: World, layo
 
 
 def _fused(case: Case, layout: str) -> Measurement:
-    return measure(case, Plan.of([Shard()], Layout.parse(layout)), CPU)
+    return measure(case, Plan.of([FullyShard()], Layout.parse(layout)), CPU)

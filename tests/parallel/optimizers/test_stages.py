@@ -16,7 +16,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW, AdamW8bit, Lion, ScheduleFreeAdamW
 from forge_parallel.components.parameters import ParameterGroup as Group
-from forge_parallel.components.parameters import Stage
+from forge_parallel.components.parameters import TrainingStage
 from forge_parallel.components.sections import Pipeline
 from forge_parallel.features import features
 from forge_parallel.optim import shards
@@ -31,9 +31,11 @@ from parallel.compositions.rows import CPU, DECODER, case_of, job_of, layout_of,
 
 ENDS = ("blocks.3.*", "norm.weight", "head.weight")
 STAGES = (
-    Stage(until=1, train=ENDS),
-    Stage(until=3, train=("blocks.1.*", "blocks.3.*", "embed.weight"), lr={"blocks.1.*": 0.5}, weight_decay={"blocks.*": 0.3}),
-    Stage(train=("*",), warmup={"blocks.0.*": 2}),
+    TrainingStage(until=1, train=ENDS),
+    TrainingStage(
+        until=3, train=("blocks.1.*", "blocks.3.*", "embed.weight"), lr={"blocks.1.*": 0.5}, weight_decay={"blocks.*": 0.3}
+    ),
+    TrainingStage(train=("*",), warmup={"blocks.0.*": 2}),
 )
 """Of four steps. The first of two stages of a pipeline has nothing that learns at first; the table has no state then."""
 
@@ -41,16 +43,16 @@ NAMES = ("embed.weight", "encoder.proj.weight", "encoder.norm.weight", "blocks.0
 SPECS = Specs({}, {}, (), {}, ties={"head.weight": "embed.weight"}, roles={"eyes": frozenset(NAMES[1:3])})
 
 
-def _settled(*stages: Stage, before: Settings = NO_SETTINGS) -> Settings:
+def _settled(*stages: TrainingStage, before: Settings = NO_SETTINGS) -> Settings:
     return staged(stages, NAMES, SPECS, before)
 
 
 def test_settings_follow_from_roles_patterns_and_the_step() -> None:
     before = grouped([Group(match="blocks.*", lr=0.5), Group(match="blocks.1.*", frozen=True)], NAMES, {})
     found = _settled(
-        Stage(until=3, train=("eyes",), lr={"eyes": 4.0, "*.norm.*": 2.0}, warmup=5),
-        Stage(until=7, train=("eyes", "blocks.*"), lr={"blocks.*": 3.0}, weight_decay={"*": 0.2}, warmup={"*.norm.*": 2}),
-        Stage(train=("blocks.0.*",)),
+        TrainingStage(until=3, train=("eyes",), lr={"eyes": 4.0, "*.norm.*": 2.0}, warmup=5),
+        TrainingStage(until=7, train=("eyes", "blocks.*"), lr={"blocks.*": 3.0}, weight_decay={"*": 0.2}, warmup={"*.norm.*": 2}),
+        TrainingStage(train=("blocks.0.*",)),
         before=before,
     )
     one, two, three = found.stages
@@ -70,30 +72,33 @@ def test_settings_follow_from_roles_patterns_and_the_step() -> None:
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        (Stage(train=("eye",)), r"train\.stages\.0\.train: 'eye' matches no parameter of the model; did you mean 'eyes'"),
-        (Stage(train=("blocks.*.qvk.*",)), r"stages\.0\.train: 'blocks.*did you mean 'blocks\.\*\.qkv\.\*'"),
-        (Stage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; name embed.weight"),
-        (Stage(train=("blocks.1.*", "eyes")), "all that 'blocks.1.*' matches is frozen by parameters.groups"),
+        (TrainingStage(train=("eye",)), r"train\.stages\.0\.train: 'eye' matches no parameter of the model; did you mean 'eyes'"),
+        (TrainingStage(train=("blocks.*.qvk.*",)), r"stages\.0\.train: 'blocks.*did you mean 'blocks\.\*\.qkv\.\*'"),
+        (TrainingStage(train=("head.weight",)), "matches only head.weight, which is tied to embed.weight; name embed.weight"),
+        (TrainingStage(train=("blocks.1.*", "eyes")), "all that 'blocks.1.*' matches is frozen by parameters.groups"),
         (
-            Stage(train=("eyes",), lr={"blocks.0.*": 2.0}),
+            TrainingStage(train=("eyes",), lr={"blocks.0.*": 2.0}),
             r"stages\.0\.lr: the stage trains nothing of 'blocks\.0\.\*'; add it to",
         ),
-        (Stage(train=("eyes",), weight_decay={"embed.*": 0.1}), r"stages\.0\.weight_decay: the stage trains nothing of 'embed"),
-        (Stage(train=("eyes",), warmup={"eys": 2}), r"stages\.0\.warmup: 'eys' matches no parameter .* 'eyes'"),
+        (
+            TrainingStage(train=("eyes",), weight_decay={"embed.*": 0.1}),
+            r"stages\.0\.weight_decay: the stage trains nothing of 'embed",
+        ),
+        (TrainingStage(train=("eyes",), warmup={"eys": 2}), r"stages\.0\.warmup: 'eys' matches no parameter .* 'eyes'"),
     ],
 )
-def test_what_names_nothing_is_refused_with_what_is_near(stage: Stage, message: str) -> None:
+def test_what_names_nothing_is_refused_with_what_is_near(stage: TrainingStage, message: str) -> None:
     before = grouped([Group(match="blocks.1.*", frozen=True)], NAMES, {})
     with pytest.raises(PlanError, match=message):
         _settled(stage, before=before)
 
 
-def _laid_out(component: Any, stages: tuple[Stage, ...]) -> tuple[Any, Any, Step]:
+def _laid_out(component: Any, stages: tuple[TrainingStage, ...]) -> tuple[Any, Any, Step]:
     blueprint = Blueprint.of(DECODER.build)
     settings = settings_of(blueprint, stages=stages)
     layout = layout_of(frozenset())
     model = realize(apply(blueprint, settings), Plan.of([], layout), Topology.of(layout, CPU), 0, "fp64", "fp64")
-    return model, shards.build(component, model, settings), Step(model, case_of(frozenset()).objective)
+    return model, shards.build_optimizer(component, model, settings), Step(model, case_of(frozenset()).objective)
 
 
 def _batches(step: int) -> Any:
@@ -167,7 +172,7 @@ def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
             return made
 
     with pytest.raises(PlanError, match=r"keeps a state under a name that is not a parameter's.*train\.stages"):
-        _laid_out(OneCount(), (Stage(train=("*",)),))
+        _laid_out(OneCount(), (TrainingStage(train=("*",)),))
 
 
 def test_dropout_of_what_is_frozen_does_not_drop() -> None:
@@ -257,12 +262,12 @@ def test_stages_in_further_layouts_are_those_of_one_process(world: World, row: s
 def _copy_learns() -> list[bool]:
     """Of a copy of the table on the last stage, in each stage of training: the original's name says it."""
     words = frozenset(["pp_1f1b", "tied"])
-    case = replace(case_of(words), stages=(Stage(until=1, train=("blocks.*",)), Stage(train=("embed.weight",))))
+    case = replace(case_of(words), stages=(TrainingStage(until=1, train=("blocks.*",)), TrainingStage(train=("embed.weight",))))
     blueprint, settings = case.blueprint()
     layout = layout_of(words)
     plan = Plan.of([], layout, Pipeline(schedule=schedule_of(words)).build())
     model = realize(blueprint, plan, Topology.of(layout, CPU), 0, "fp64", "fp64")
-    optimizer: Any = shards.build(AdamW(), model, settings)
+    optimizer: Any = shards.build_optimizer(AdamW(), model, settings)
     found = []
     for step in range(2):
         optimizer.at_step(step)
@@ -275,10 +280,12 @@ def test_a_tied_copy_on_another_stage_is_frozen_with_its_original(world: World) 
 
 
 def test_a_stage_that_freezes_uses_the_feature_of_frozen_parameters() -> None:
-    def used(*stages: Stage) -> list[str]:
+    def used(*stages: TrainingStage) -> list[str]:
         job = job_of(frozenset({"dp_shard"}), load("debug", [], None, Registry()).job)
         job = replace(job, train=replace(job.train, stages=list(stages)))
         return [use.key for use in features(job, layout_of(frozenset({"dp_shard"}))) if use.name == "frozen"]
 
-    assert used() == used(Stage(train=("*",))) == []
-    assert used(Stage(until=3, train=("*",)), Stage(train=("embed.*",))) == ["train.stages.1.train = ('embed.*',)"]
+    assert used() == used(TrainingStage(train=("*",))) == []
+    assert used(TrainingStage(until=3, train=("*",)), TrainingStage(train=("embed.*",))) == [
+        "train.stages.1.train = ('embed.*',)"
+    ]

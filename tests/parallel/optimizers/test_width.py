@@ -85,7 +85,7 @@ def _change(factor: int, scaled: bool) -> float:
     blueprint, settings = case.blueprint()
     layout = Layout()
     model = realize(blueprint, Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "fp32", "fp32")
-    optimizer, step = shards.build(AdamW(lr=1e-2, weight_decay=0.0), model, settings), Step(model, cross_entropy)
+    optimizer, step = shards.build_optimizer(AdamW(lr=1e-2, weight_decay=0.0), model, settings), Step(model, cross_entropy)
     (batch,) = share(synthetic(case, 0), 0, 1, 4)
 
     def logits() -> torch.Tensor:

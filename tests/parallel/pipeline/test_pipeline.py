@@ -18,7 +18,7 @@ from forge_parallel.pipeline import tied_weights
 from forge_parallel.step.step import Evaluation, Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
 from harness.pool import World, WorldFailed
@@ -151,7 +151,7 @@ class Gathers(TorchDispatchMode):
 
 def _gathers(case: Case, schedule: str, reshard: bool | None) -> tuple[int, int]:
     """(groups of parameters on this rank, how often one was gathered in a step)"""
-    model = realized(case, "pp2dp2", schedule, shard=Shard(reshard=reshard))
+    model = realized(case, "pp2dp2", schedule, shard=FullyShard(reshard=reshard))
     step = Step(model, case.objective)
     batches = share(synthetic(case, 0), model.topology.data_rank, 2, 1)
     step(batches)

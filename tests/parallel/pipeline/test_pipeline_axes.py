@@ -6,7 +6,7 @@ import pytest
 
 from forge_core.layout import Layout
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, compare, share, synthetic
 from harness.pool import World
 from parallel.pipelines import decoder_case, measured, realized
@@ -24,7 +24,7 @@ def test_hidden_states_that_are_cut_along_the_sequence_travel_as_they_are(world:
 
 def _stepped(case: Case, layout: str, schedule: str, packed: bool) -> dict[str, float]:
     """Numbers of the second step, which depend on the update of the first."""
-    model = realized(case, layout, schedule, Tensor())
+    model = realized(case, layout, schedule, TensorParallel())
     step, optimizer = Step(model, case.objective), case.optimizer(model)
     numbers: dict[str, float] = {}
     for number in range(2):

@@ -16,8 +16,8 @@ from forge_models.generation.sampling import GenerationError, Sampling
 from forge_models.rope import Rope
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.tensor.transform import TensorParallel
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import decoder_case, realized
@@ -35,7 +35,7 @@ MODELS["hashed"] = replace(decoder_case(), build=HASHED.build)
 
 def made(model: str, layout: str, schedule: str) -> tuple[list[list[int]], list[list[int]], list[torch.Tensor]]:
     """Drawn tokens, greedy ones with a prompt taken in pieces, and the logits of every forward before a token."""
-    transforms: list[Any] = [Tensor(), Expert(), ContextParallel(kind="ulysses")]
+    transforms: list[Any] = [TensorParallel(), ExpertParallel(), ContextParallel(kind="ulysses")]
     laid_out = realized(MODELS[model], layout, schedule, *transforms)
     seen: list[torch.Tensor] = []
     with laid_out.inference(whole_sequences=True):

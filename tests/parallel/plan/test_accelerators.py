@@ -14,7 +14,7 @@ from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 
 H100 = ACCELERATORS["h100"]
 LENGTH, HEADS, HEAD_DIM = 512, 4, 16
@@ -74,7 +74,7 @@ def test_selective_recomputation_keeps_what_a_gpu_attended_to() -> None:
 @pytest.mark.parametrize("kind", ["ulysses", "all_gather"])
 def test_cut_rows_keep_no_square_either(kind: str) -> None:
     """Rows of several documents, which ranks tell each other."""
-    transforms = ContextParallel(kind=kind), Shard()  # type: ignore[arg-type]
+    transforms = ContextParallel(kind=kind), FullyShard()  # type: ignore[arg-type]
     plan = Plan.of(transforms, Layout.parse("cp2"))
     short, long = (
         dry_run(replace(workload(MODEL, length=length), documents=True), plan, accelerator=H100)

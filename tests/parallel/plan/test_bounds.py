@@ -12,9 +12,9 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 
 LAYERS, ROWS, LENGTH, DIM, HEADS, KV_HEADS, WIDTH, MICRO_BATCHES = 2, 2, 32, 32, 8, 4, 4, 2
 DECODER = Decoder(dim=DIM, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=64, vocab_size=64, max_length=LENGTH)
@@ -36,7 +36,7 @@ def test_sharding_exchanges_what_it_must_and_no_more(layout: str, micro_batches:
     """Every dimension of this decoder divides, so nothing is padded and counted bytes are the closed form's."""
     even = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=32, vocab_size=64, max_length=32)
     workload = replace(WORKLOAD, build=even.build, micro_batches=micro_batches)
-    estimate = dry_run(workload, Plan.of([Shard(reshard=reshard)], Layout.parse(layout)))
+    estimate = dry_run(workload, Plan.of([FullyShard(reshard=reshard)], Layout.parse(layout)))
     counted = _wires(estimate)
     block = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16
     rest = 2 * 64 * 16 + 16
@@ -81,7 +81,7 @@ def _attention(kind: str, cp: int, heads: int, kv_heads: int) -> dict[str, int]:
 )
 def test_attention_exchanges_what_it_must_and_no_more(layout: str, kind: Kind) -> None:
     at = Layout.parse(layout)
-    estimate = dry_run(WORKLOAD, Plan.of([Shard(), ContextParallel(kind=kind), Tensor()], at))
+    estimate = dry_run(WORKLOAD, Plan.of([FullyShard(), ContextParallel(kind=kind), TensorParallel()], at))
     expected = {("cp", name): size for name, size in _attention(kind, at.cp, HEADS // at.tp, KV_HEADS // at.tp).items()}
     if at.tp == 1:
         axis, n = "cp" if at.dp_shard == 1 else "world", at.dp_shard * at.cp
@@ -104,7 +104,7 @@ def test_attention_exchanges_what_it_must_and_no_more(layout: str, kind: Kind) -
 @pytest.mark.slow
 def test_where_no_closed_form_is_known_none_is_given() -> None:
     """A block that is computed again exchanges again; what shares the axis with that has no bound either."""
-    full: list[Any] = [Shard(), ContextParallel(kind="ring"), Recompute(policy="full")]
+    full: list[Any] = [FullyShard(), ContextParallel(kind="ring"), Recompute(policy="full")]
     assert dry_run(replace(WORKLOAD, micro_batches=1), Plan.of(full, Layout.parse("cp2"))).bounds == ()
     apart = dry_run(replace(WORKLOAD, micro_batches=1), Plan.of(full, Layout.parse("dp2cp2"))).bounds
     assert {bound.axis for bound in apart} == {"world"}, "that of sharding, over both axes"

@@ -19,12 +19,12 @@ from forge_parallel.checks import (
     sequence_can_be_cut,
 )
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.float8.transform import Float8
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.proven import unproven
 from parallel.compositions.rows import decoder_of, names
 
@@ -82,7 +82,7 @@ def test_rows_are_cut_into_equal_pieces(length: int, layout: str, kind: Any, hin
     ],
 )
 def test_tp_cuts_what_cp_leaves_into_equal_parts(length: int, layout: str, sequence: bool | None, hint: str) -> None:
-    given = job() if sequence is None else job(tensor=Tensor(sequence_parallel=sequence))
+    given = job() if sequence is None else job(tensor=TensorParallel(sequence_parallel=sequence))
     given.data = SimpleNamespace(sequence_length=length)
     faults = list(sequence_can_be_cut(given, Layout.parse(layout)))
     assert [fault.key for fault in faults] == ["data.sequence_length"] * bool(hint)
@@ -113,7 +113,7 @@ def test_features_of_a_job() -> None:
     assert names(job(8, 2, float8=Float8()), Layout.parse("dp4")) == {"dp_shard", "float8"}
     assert names(job(8, 8, float8=Float8(experts=True)), Layout()) == {"float8", "float8_experts"}
     assert names(job(8, 2), Layout.parse("hsdp2x2")) == {"dp_shard", "dp_replicate"}
-    assert names(job(8, 2, "bf16", shard=Shard(reduce="each")), Layout()) == {"accumulate", "bf16", "reduce_each"}
+    assert names(job(8, 2, "bf16", shard=FullyShard(reduce="each")), Layout()) == {"accumulate", "bf16", "reduce_each"}
     assert names(job(8, 4), Layout.parse("dp2cp2")) == {"dp_shard", "cp_all_gather"}
     assert names(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2cp2")) == {"dp_shard", "cp_ring"}
     assert names(job(8, 4, context=ContextParallel(kind="ring")), Layout.parse("dp2")) == {"dp_shard"}
@@ -121,16 +121,16 @@ def test_features_of_a_job() -> None:
     sparse.model = decoder_of(frozenset({"experts"}))
     assert names(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
     assert names(sparse, Layout.parse("dp2tp2ep2etp2")) == {"dp_shard", "tp", "experts", "ep_all_to_all", "etp"}
-    sparse.transforms["expert"] = Expert(dispatcher="hierarchical", ranks_per_node=2)
+    sparse.transforms["expert"] = ExpertParallel(dispatcher="hierarchical", ranks_per_node=2)
     assert names(sparse, Layout.parse("dp2")) == {"dp_shard", "experts"}
     assert names(sparse, Layout.parse("dp2tp2ep4")) == {"dp_shard", "tp", "experts", "ep_hierarchical"}
     assert names(job(compute="bf16", mine=object()), Layout.parse("dp4")) == {"dp_shard", "bf16", "builtins:mine"}
 
 
 def test_what_no_test_proves_is_refused_by_name() -> None:
-    (fault,) = compositions_are_proven(job(tensor=Tensor(asynchronous=True)), Layout.parse("tp2"))
+    (fault,) = compositions_are_proven(job(tensor=TensorParallel(asynchronous=True)), Layout.parse("tp2"))
     assert "transforms.tensor.asynchronous = true" in str(fault)
-    assert list(compositions_are_proven(job(tensor=Tensor(sequence_parallel=False)), Layout.parse("dp2tp2"))) == []
+    assert list(compositions_are_proven(job(tensor=TensorParallel(sequence_parallel=False)), Layout.parse("dp2tp2"))) == []
     (fault,) = compositions_are_proven(job(mine=object()), Layout.parse("dp4"))
     assert "transforms.mine" in str(fault)
     assert list(compositions_are_proven(job(compute="bf16"), Layout.parse("hsdp2x2"))) == []
@@ -154,11 +154,11 @@ def test_pairs_are_of_planes_that_interact() -> None:
     [(8, 2, ""), (8, 4, ""), (8, 8, "2, 4"), (8, 3, "2, 4"), (6, 4, "2, 3"), (2, 2, "all_to_all"), (1, 2, "")],
 )
 def test_nodes_share_the_ranks_of_ep_evenly(ep: int, node: int, hint: str) -> None:
-    given = job(expert=Expert(dispatcher="hierarchical", ranks_per_node=node))
+    given = job(expert=ExpertParallel(dispatcher="hierarchical", ranks_per_node=node))
     faults = list(nodes_fit(given, Layout(dp_shard=ep, ep=ep)))
     assert [fault.key for fault in faults] == ["transforms.expert.ranks_per_node"] * bool(hint)
     assert all(hint in fault.hint for fault in faults)
-    assert list(nodes_fit(job(expert=Expert()), Layout(dp_shard=ep, ep=ep))) == []
+    assert list(nodes_fit(job(expert=ExpertParallel()), Layout(dp_shard=ep, ep=ep))) == []
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,15 @@ from forge_parallel.dryrun.estimate import Workload, dry_run, dry_runs
 from forge_parallel.dryrun.fake_world import fake_world
 from forge_parallel.dryrun.memory_trace import Ledger
 from forge_parallel.dryrun.traffic import Traffic
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.memory import held_after
 from harness.pool import World
 from parallel.tiny import DIM, LAYERS, VOCAB, TiedTiny, Tiny, cross_entropy
@@ -73,7 +73,7 @@ MODELS: dict[str, Workload] = {
 class Setup:
     """What is run: the transforms, and the pipeline where there is one."""
 
-    transforms: tuple[Any, ...] = (Shard(),)
+    transforms: tuple[Any, ...] = (FullyShard(),)
     pipeline: Pipeline | None = None
 
 
@@ -88,24 +88,28 @@ CASES: dict[str, tuple[str, str, Setup]] = {
     "dp3 tied": ("dp3", "tied", SHARDED),
     "hsdp2x1 tied": ("hsdp2x1", "tied", SHARDED),
     "hsdp2x2": ("hsdp2x2", "decoder", SHARDED),
-    "recompute": ("dp2", "decoder", Setup((Shard(), Recompute()))),
+    "recompute": ("dp2", "decoder", Setup((FullyShard(), Recompute()))),
     "bf16 state": ("dp2", "bf16 state", SHARDED),
-    "tp2": ("tp2", "decoder", Setup((Tensor(),))),
-    "tp2 tied, whole sequences": ("tp2", "tied decoder", Setup((Tensor(sequence_parallel=False), Recompute(policy="full")))),
-    "dp2tp2": ("dp2tp2", "decoder", Setup((Tensor(), Shard(), Recompute()))),
-    "cp2 all-gather": ("cp2", "decoder", Setup((ContextParallel(kind="all_gather"), Shard()))),
-    "cp2 ring": ("dp2cp2", "decoder", Setup((ContextParallel(kind="ring"), Shard(), Recompute()))),
-    "cp2 ulysses": ("cp2", "decoder", Setup((ContextParallel(kind="ulysses"), Shard()))),
-    "tp2cp2": ("cp2tp2", "decoder", Setup((Tensor(), ContextParallel(kind="ring"), Shard()))),
+    "tp2": ("tp2", "decoder", Setup((TensorParallel(),))),
+    "tp2 tied, whole sequences": (
+        "tp2",
+        "tied decoder",
+        Setup((TensorParallel(sequence_parallel=False), Recompute(policy="full"))),
+    ),
+    "dp2tp2": ("dp2tp2", "decoder", Setup((TensorParallel(), FullyShard(), Recompute()))),
+    "cp2 all-gather": ("cp2", "decoder", Setup((ContextParallel(kind="all_gather"), FullyShard()))),
+    "cp2 ring": ("dp2cp2", "decoder", Setup((ContextParallel(kind="ring"), FullyShard(), Recompute()))),
+    "cp2 ulysses": ("cp2", "decoder", Setup((ContextParallel(kind="ulysses"), FullyShard()))),
+    "tp2cp2": ("cp2tp2", "decoder", Setup((TensorParallel(), ContextParallel(kind="ring"), FullyShard()))),
     "pp2": ("pp2", "decoder", piped(OneForwardOneBackward())),
-    "pp2dp2 tied": ("pp2dp2", "tied decoder", piped(GPipe(), Shard())),
+    "pp2dp2 tied": ("pp2dp2", "tied decoder", piped(GPipe(), FullyShard())),
     "pp2 zero bubble": ("pp2", "deep", piped(ZeroBubbleV())),
     "pp2 interleaved": ("pp2", "deep", piped(Interleaved())),
-    "dp2tp2 mtp": ("dp2tp2", "mtp", Setup((Tensor(), Shard()))),
+    "dp2tp2 mtp": ("dp2tp2", "mtp", Setup((TensorParallel(), FullyShard()))),
     "pp2 mtp": ("pp2", "mtp", piped(OneForwardOneBackward())),
-    "pp2tp2": ("pp2tp2", "deep", piped(OneForwardOneBackward(), Tensor())),
-    "ep2 in replicas": ("hsdp2x2ep2", "experts", Setup((Expert(overlap=False), Shard(), Recompute()))),
-    "ep2 etp2": ("dp2tp2ep2etp2", "experts in a loop", Setup((Expert(), Tensor(), Shard()))),
+    "pp2tp2": ("pp2tp2", "deep", piped(OneForwardOneBackward(), TensorParallel())),
+    "ep2 in replicas": ("hsdp2x2ep2", "experts", Setup((ExpertParallel(overlap=False), FullyShard(), Recompute()))),
+    "ep2 etp2": ("dp2tp2ep2etp2", "experts in a loop", Setup((ExpertParallel(), TensorParallel(), FullyShard()))),
 }
 """Layout, model and set-up of what is compared with a real run; a further strategy needs a line here."""
 
@@ -123,7 +127,7 @@ def _real(workload: Workload, layout: str, transforms: Any, pipeline: Any, micro
     with Traffic(at) as traffic:
         result = step(batches)
         gradients = [tensor.grad for _, tensor, _ in model.trainable() if tensor.grad is not None]
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
     return {
         "parameters": _storages(parameter for part in model.parts for parameter in part.parameters()),
@@ -143,10 +147,10 @@ def _storages(tensors: Any) -> int:
 
 
 SLOW_CASES: dict[str, tuple[str, str, Setup]] = {
-    "ep2": ("dp2ep2", "experts", Setup((Expert(), Shard()))),
-    "tp2 with experts": ("tp2", "experts in a loop", Setup((Tensor(), Shard()))),
-    "ep2 of 4": ("dp4ep2", "experts", Setup((Expert(dispatcher="all_gather"), Shard()))),
-    "ep4 in nodes": ("dp4ep4", "all experts", Setup((Expert(dispatcher="hierarchical", ranks_per_node=2), Shard()))),
+    "ep2": ("dp2ep2", "experts", Setup((ExpertParallel(), FullyShard()))),
+    "tp2 with experts": ("tp2", "experts in a loop", Setup((TensorParallel(), FullyShard()))),
+    "ep2 of 4": ("dp4ep2", "experts", Setup((ExpertParallel(dispatcher="all_gather"), FullyShard()))),
+    "ep4 in nodes": ("dp4ep4", "all experts", Setup((ExpertParallel(dispatcher="hierarchical", ranks_per_node=2), FullyShard()))),
 }
 
 
@@ -182,8 +186,8 @@ def exact(world: World, layout: str, model: str, setup: Setup) -> None:
     [
         ("hsdp2x2", SHARDED, 2),
         ("hsdp2x2", SHARDED, 5),
-        ("hsdp2x2", Setup((Shard(reduce="each"),)), 3),
-        ("pp2dp2", piped(GPipe(), Shard()), 7),
+        ("hsdp2x2", Setup((FullyShard(reduce="each"),)), 3),
+        ("pp2dp2", piped(GPipe(), FullyShard()), 7),
     ],
 )
 def test_later_micro_batches_are_counted_without_being_run(world: World, layout: str, setup: Setup, micro_batches: int) -> None:
@@ -208,7 +212,7 @@ def test_tokens_travel_once_to_each_rank_and_node(kind: Any, node: int | None) -
     flows = {
         flow.axis: flow
         for flow in dry_run(
-            workload, Plan.of([Expert(dispatcher=kind, ranks_per_node=node), Shard()], Layout.parse("dp8ep8"))
+            workload, Plan.of([ExpertParallel(dispatcher=kind, ranks_per_node=node), FullyShard()], Layout.parse("dp8ep8"))
         ).flows
     }
     tokens, told, counts = 4 * 32, 2 * 4 * 4, 2 * 8
@@ -232,7 +236,7 @@ def test_padding_is_counted_and_is_above_the_bound() -> None:
     padded = {name: rows[shape[0]] * prod(shape[1:]) for name, shape in shapes.items()}
     units = [sum(size for name, size in padded.items() if name.startswith(f"blocks.{layer}.")) for layer in range(LAYERS)]
     rest = padded["embed.weight"] + padded["head.weight"]
-    estimate = dry_run(TINY, Plan.of([Shard()], Layout.parse("dp3")))
+    estimate = dry_run(TINY, Plan.of([FullyShard()], Layout.parse("dp3")))
     flows = {flow.kind: flow for flow in estimate.flows}
     assert flows["all_gather"].count == 2 * LAYERS + 1
     assert flows["all_gather"].payload == 4 * (2 * sum(units) + rest)
@@ -245,7 +249,7 @@ def test_padding_is_counted_and_is_above_the_bound() -> None:
 def test_elements_of_all_ranks_are_the_models() -> None:
     with torch.device("meta"):
         whole = sum(parameter.numel() for parameter in Tiny().parameters())
-    estimates = [dry_run(TINY, Plan.of([Shard()], Layout.parse("dp3")), rank) for rank in range(3)]
+    estimates = [dry_run(TINY, Plan.of([FullyShard()], Layout.parse("dp3")), rank) for rank in range(3)]
     assert sum(estimate.elements for estimate in estimates) == whole
     assert len({estimate.elements for estimate in estimates}) > 1
     assert [estimate.at["dp_shard"] for estimate in estimates] == [0, 1, 2]
@@ -276,7 +280,7 @@ def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
     optimizer, step, batch = workload.optimizer(model), Step(model, workload.objective), workload.batch()
     with profile(profile_memory=True) as profiled:
         result = step([batch])
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
     assert profiled.kineto_results is not None
     calls = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
@@ -288,9 +292,9 @@ def test_the_peak_is_that_of_the_allocator(transforms: list[Any]) -> None:
 
 def test_the_peak_names_what_it_is_made_of() -> None:
     workload = replace(MODELS["decoder"], micro_batches=3)
-    one = dry_run(replace(workload, micro_batches=1), Plan.of([Shard()], Layout.parse("dp2"))).peak
-    many = dry_run(workload, Plan.of([Shard()], Layout.parse("dp2")))
-    each = dry_run(workload, Plan.of([Shard(reduce="each")], Layout.parse("dp2"))).peak
+    one = dry_run(replace(workload, micro_batches=1), Plan.of([FullyShard()], Layout.parse("dp2"))).peak
+    many = dry_run(workload, Plan.of([FullyShard()], Layout.parse("dp2")))
+    each = dry_run(workload, Plan.of([FullyShard(reduce="each")], Layout.parse("dp2"))).peak
     assert many.peak["parameters"] == many.parameters
     assert many.peak["optimizer state"] == many.optimizer
     with torch.device("meta"):
@@ -319,7 +323,7 @@ def test_a_ledger_sees_storages_come_shrink_and_go() -> None:
 
 
 def test_compilation_is_left_out() -> None:
-    plain, compiled = (dry_run(TINY, Plan.of([Shard(), *extra], Layout.parse("dp2"))) for extra in ([], [Compile()]))
+    plain, compiled = (dry_run(TINY, Plan.of([FullyShard(), *extra], Layout.parse("dp2"))) for extra in ([], [Compile()]))
     assert plain == compiled
 
 
@@ -327,7 +331,9 @@ def test_compilation_is_left_out() -> None:
 
 
 def test_a_dry_run_leaves_nothing_behind_and_needs_a_process_of_its_own(world: World) -> None:
-    assert dry_run(TINY, Plan.of([Shard()], Layout.parse("dp2"))) == dry_run(TINY, Plan.of([Shard()], Layout.parse("dp2")))
+    assert dry_run(TINY, Plan.of([FullyShard()], Layout.parse("dp2"))) == dry_run(
+        TINY, Plan.of([FullyShard()], Layout.parse("dp2"))
+    )
     assert not dist.is_initialized()
     with pytest.raises(ForgeError, match="at least one micro-batch"):
         dry_run(replace(TINY, micro_batches=0), Plan.of([], Layout()))
@@ -336,7 +342,7 @@ def test_a_dry_run_leaves_nothing_behind_and_needs_a_process_of_its_own(world: W
 
 def _inside() -> str:
     try:
-        dry_run(TINY, Plan.of([Shard()], Layout.parse("dp2")))
+        dry_run(TINY, Plan.of([FullyShard()], Layout.parse("dp2")))
     except LayoutError as refusal:
         return "alone" if "a dry run needs a separate process" in str(refusal) else str(refusal)
     return "not refused"
@@ -347,7 +353,7 @@ def test_no_memory_is_taken_for_the_model() -> None:
     """This model has 192 GiB; the process would not survive it."""
     huge = Decoder(dim=32768, layers=2, heads=64, ffn_dim=131072, vocab_size=262144, max_length=16)
     workload = replace(MODELS["decoder"], build=huge.build, rows=1, documents=False)
-    estimate = dry_run(workload, Plan.of([Shard()], Layout.parse("dp4")))
+    estimate = dry_run(workload, Plan.of([FullyShard()], Layout.parse("dp4")))
     assert estimate.parameters > 40 * 2**30
 
 

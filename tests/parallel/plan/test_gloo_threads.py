@@ -13,7 +13,7 @@ import torch.distributed as dist
 from forge_core.layout import Layout
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import start, stop
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import gloo_threads, limit_of, one_gloo_thread
 from harness.pool import World
@@ -53,12 +53,12 @@ def test_with_two_threads_torch_breaks_the_heap() -> None:
 
 def _of_every_group(layout: str) -> list[int]:
     """Threads of all groups that a rank is in after everything was opened."""
-    at, device = Layout.parse(layout), start(read_launcher(os.environ), timeout=60)
+    at, device = Layout.parse(layout), init_process_groups(read_launcher(os.environ), timeout=60)
     topology = Topology.of(at, device)
     topology.open_for_experts()
     topology.nodes("tp" if at.tp > 1 else "dp_shard", 1)
     found = [gloo_threads(group) for group in dist.distributed_c10d._world.pg_map]
-    stop()
+    destroy_process_groups()
     return found
 
 
@@ -86,9 +86,9 @@ def test_a_dimension_of_all_ranks_does_not_take_a_group_with_two(world: World) -
 
 
 def _in_forges() -> bool:
-    start(read_launcher(os.environ), timeout=50)
+    init_process_groups(read_launcher(os.environ), timeout=50)
     same = Topology.of(Layout.parse("tp2"), torch.device("cpu")).group("tp") == dist.group.WORLD
-    stop()
+    destroy_process_groups()
     return same
 
 
@@ -101,7 +101,7 @@ def test_a_world_of_one_has_one() -> None:
     try:
         assert gloo_threads(dist.distributed_c10d._get_default_group()) == 1
     finally:
-        stop()
+        destroy_process_groups()
 
 
 @pytest.mark.parametrize(("names", "devices"), [("lo", 1), ("lo,lo", 2), ("", 1)])
@@ -115,7 +115,7 @@ def test_interfaces_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch
         assert len(options._devices) == devices and gloo_threads(group) == 1
         assert limit_of(group, torch.device("cpu")) == timedelta(seconds=7)
     finally:
-        stop()
+        destroy_process_groups()
 
 
 def test_afterwards_torch_is_as_it_was() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from forge_core.layout import Layout
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import limit, start, stop
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups, limit
 from forge_parallel.launch.watch import is_broken_connection
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import fake_store, limit_of
@@ -31,7 +31,7 @@ OF = {
 
 def _limits(layout: str) -> dict[str, float | None]:
     """Of the world's group and of all that the layout opens, in seconds."""
-    at, device = Layout.parse(layout), start(read_launcher(os.environ), timeout=77)
+    at, device = Layout.parse(layout), init_process_groups(read_launcher(os.environ), timeout=77)
     topology = Topology.of(at, device)
     topology.open_for_experts()
     groups = {axis: topology.group(axis) for axis in OF[layout]}
@@ -43,7 +43,7 @@ def _limits(layout: str) -> dict[str, float | None]:
     limit(44, device)
     later, _ = topology.nodes(OF[layout][-1], 2)
     found["opened after a new limit"] = limit_of(later, device)
-    stop()
+    destroy_process_groups()
     return {name: one and one.total_seconds() for name, one in found.items()}
 
 
@@ -57,7 +57,7 @@ def test_every_group_of_a_layout_has_the_limit_of_the_world(world: World, layout
 def _late(layout: str, axis: str, told: Path) -> str:
     """What the first rank says of another one of its group, which does not come before the first has given up."""
     at, where = Layout.parse(layout), read_launcher(os.environ)
-    device = start(where, timeout=3)
+    device = init_process_groups(where, timeout=3)
     group = Topology.of(at, device).group(axis)
     said = ""
     if where.rank == 0:
@@ -73,7 +73,7 @@ def _late(layout: str, axis: str, told: Path) -> str:
                 break
             time.sleep(0.1)
         assert told.exists(), "the first rank waits for longer than its limit"
-    stop()
+    destroy_process_groups()
     return said
 
 

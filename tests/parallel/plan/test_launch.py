@@ -39,7 +39,7 @@ def test_torchrun() -> None:
 def test_a_rank_takes_the_device_that_is_left_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forge_parallel.accelerator.count", lambda: 4)
     monkeypatch.setattr("forge_parallel.accelerator.use", lambda number: torch.device("meta", number))
-    assert process_group.start(Launch(local_rank=1, device=2), timeout=1) == torch.device("meta", 2)
+    assert process_group.init_process_groups(Launch(local_rank=1, device=2), timeout=1) == torch.device("meta", 2)
 
 
 def test_bare_srun() -> None:
@@ -80,7 +80,7 @@ def test_trials_f6_a_batch_script_without_srun_is_one_process(step: str, caplog:
     found = read_launcher(SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_ID": step})
     assert (found.rank, found.size, found.launcher) == (0, 1, "none")
     assert "8 tasks" in found.note and "start it with srun" in found.note
-    assert process_group.start(found, timeout=1) == torch.device("cpu") and found.note in caplog.text
+    assert process_group.init_process_groups(found, timeout=1) == torch.device("cpu") and found.note in caplog.text
     assert read_launcher(SRUN | {"SLURM_STEP_ID": "", "SLURM_STEPID": "0"}).size == 8, "its older name"
 
 

@@ -15,7 +15,7 @@ from forge_models.shape import Losses
 from forge_parallel.context.transform import ContextParallel
 from forge_parallel.float8.transform import Float8
 from forge_parallel.model_checks import float8_can_multiply, rows_can_be_shared, tensors_can_be_cut
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 
 DECODER = Decoder(dim=32, heads=4, kv_heads=2, layers=2, ffn_dim=32, vocab_size=64)
 DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)
@@ -40,7 +40,7 @@ def keys(model: Any, layout: str, **transforms: Any) -> list[str]:
         (
             {"moe": MoE(experts=4, losses=Losses(sequence=0.1))},
             "tp2",
-            {"tensor": Tensor(sequence_parallel=False)},
+            {"tensor": TensorParallel(sequence_parallel=False)},
             [],
         ),
         ({"rope": DYNAMIC}, "cp2", {}, ["model.rope.scaling"]),

@@ -11,10 +11,10 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
 from forge_core.specs import Init, TensorSpec
-from forge_parallel.build.plan import Phase, Plan, default_transforms
+from forge_parallel.build.plan import Order, Plan, default_transforms
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from parallel.tiny import TiedTiny, Tiny
 
 
@@ -33,7 +33,7 @@ class Probe(Transform):
 
 def test_a_plan_applies_in_phase_order_whatever_the_order_given() -> None:
     seen: list[str] = []
-    given = [Probe(phase.name, phase, seen=seen) for phase in (Phase.SHARD, Phase.QUANTIZE, Phase.COMPILE, Phase.TENSOR)]
+    given = [Probe(phase.name, phase, seen=seen) for phase in (Order.SHARD, Order.QUANTIZE, Order.COMPILE, Order.TENSOR)]
     layout = Layout()
     realize(Blueprint.of(Tiny), Plan.of(given, layout), Topology(layout, torch.device("cpu")), 0)
     assert seen == ["QUANTIZE", "TENSOR", "COMPILE", "SHARD"]
@@ -42,9 +42,9 @@ def test_a_plan_applies_in_phase_order_whatever_the_order_given() -> None:
 @pytest.mark.parametrize(
     ("transforms", "layout", "names"),
     [
-        ([Probe("a", Phase.TENSOR), Probe("b", Phase.TENSOR)], "1", ("'a'", "'b'", "TENSOR")),
-        ([Probe("a", Phase.TENSOR, frozenset({"tp"})), Probe("b", Phase.SHARD, frozenset({"tp"}))], "tp2", ("'a'", "'b'", "tp")),
-        ([Shard()], "dp2tp2", ("parallel.tp = 2", "transforms.tensor")),
+        ([Probe("a", Order.TENSOR), Probe("b", Order.TENSOR)], "1", ("'a'", "'b'", "TENSOR")),
+        ([Probe("a", Order.TENSOR, frozenset({"tp"})), Probe("b", Order.SHARD, frozenset({"tp"}))], "tp2", ("'a'", "'b'", "tp")),
+        ([FullyShard()], "dp2tp2", ("parallel.tp = 2", "transforms.tensor")),
         ([], "dp2", ("dp_shard", "transforms.shard")),
     ],
 )
@@ -126,4 +126,4 @@ def test_every_tensor_is_filled_exactly_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_plan_for_another_layout_is_refused() -> None:
     with pytest.raises(PlanError, match="layout"):
-        realize(Blueprint.of(Tiny), Plan.of([Shard()], Layout.parse("dp2")), Topology(Layout(), torch.device("cpu")), 0)
+        realize(Blueprint.of(Tiny), Plan.of([FullyShard()], Layout.parse("dp2")), Topology(Layout(), torch.device("cpu")), 0)

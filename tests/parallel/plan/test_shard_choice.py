@@ -17,12 +17,12 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import OneForwardOneBackward
 from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Action
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.shard_choice import USABLE, Needs, Option, choose, nominal, options
 from forge_parallel.transforms.shard_needs import Load, most_open, needs
 
@@ -185,10 +185,10 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     [
         (SHAPE, "dp4", "last", None, ()),
         slow(SHAPE, "pp2dp2", "last", True, ()),
-        (MOE, "dp4ep2", "last", None, (Expert(),)),
+        (MOE, "dp4ep2", "last", None, (ExpertParallel(),)),
         slow(SHAPE, "hsdp2x2", "each", False, (Recompute(policy="full"),)),
         slow(replace(SHAPE, tied_embeddings=True), "dp2", "last", False, (Recompute(policy="selective"),)),
-        slow(SHAPE, "dp2tp2", "each", None, (Tensor(),)),
+        slow(SHAPE, "dp2tp2", "each", None, (TensorParallel(),)),
         slow(MOE, "dp4", "each", False, ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -201,7 +201,7 @@ def test_the_estimate_is_near_a_dry_run(
     at, rows = Layout.parse(layout), 4
     workload = Workload(shape.build, CrossEntropy().build(), AdamW().build, rows=rows, length=512, micro_batches=4)
     pipeline = Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None
-    plan = Plan.of([*transforms, Shard(reduce=reduce, reshard=reshard)], at, pipeline)
+    plan = Plan.of([*transforms, FullyShard(reduce=reduce, reshard=reshard)], at, pipeline)
     ranks = range(0, at.world, at.world // at.pp)
     peak = max(sum(dry_run(workload, plan, rank, accelerator=ACCELERATORS["h100"]).peak.values()) for rank in ranks)
     recompute = next((one for one in transforms if isinstance(one, Recompute)), None)

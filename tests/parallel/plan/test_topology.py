@@ -12,11 +12,11 @@ from forge_core.layout import Layout
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import limit, start, stop
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups, limit
 from forge_parallel.launch.watch import PeerFailure
 from forge_parallel.placement.owner import owns
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from harness.pool import World
 from parallel.tiny import TiedTiny
 
@@ -25,11 +25,14 @@ def _owned(layout: str) -> dict[str, torch.Tensor]:
     """Per tensor: how many ranks own each element, counted over the world."""
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(TiedTiny), Plan.of([Shard()], at), topology, 0)
+    model = realize(Blueprint.of(TiedTiny), Plan.of([FullyShard()], at), topology, 0)
     counts = {}
     for piece in model.pieces():
         count = torch.zeros(piece.shape)
-        region = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.local.shape, strict=True))
+        region = tuple(
+            slice(start, start + size)
+            for start, size in zip(piece.offset, piece.local.shape, strict=True)
+        )
         count[region] += piece.owned
         counts[piece.name] = topology.all_reduce(count)
     assert model.parameter_count() == sum(p.numel() for p in TiedTiny().parameters())
@@ -46,7 +49,7 @@ def test_each_element_has_exactly_one_owner(world: World, layout: str) -> None:
 
 def _replicates(layout: str) -> bool:
     at = Layout.parse(layout)
-    model = realize(Blueprint.of(TiedTiny), Plan.of([Shard()], at), Topology.of(at, torch.device("cpu")), 0)
+    model = realize(Blueprint.of(TiedTiny), Plan.of([FullyShard()], at), Topology.of(at, torch.device("cpu")), 0)
     return all(tensor.to_local().shape == tensor.shape for _, tensor, _ in model.trainable())
 
 
@@ -69,10 +72,10 @@ def test_a_plain_tensor_is_owned_by_rank_zero_of_every_axis() -> None:
 
 def _from_the_environment() -> tuple[int, float]:
     where = read_launcher(os.environ)
-    device = start(where, timeout=30)
+    device = init_process_groups(where, timeout=30)
     total = torch.tensor(float(where.rank), device=device)
     torch.distributed.all_reduce(total)
-    stop()
+    destroy_process_groups()
     return where.rank, total.item()
 
 
@@ -83,7 +86,7 @@ def test_a_process_group_from_a_launchers_variables(world: World) -> None:
 def _late() -> tuple[float, str]:
     """Seconds until rank 0 gives up on rank 1 in a group that was opened with a longer limit, and what it says."""
     where = read_launcher(os.environ)
-    device = start(where, timeout=60)
+    device = init_process_groups(where, timeout=60)
     group = torch.distributed.new_group([0, 1])
     torch.distributed.barrier(group)
     limit(1, device)
@@ -96,7 +99,7 @@ def _late() -> tuple[float, str]:
     except RuntimeError as error:
         said = str(error)
     passed = time.monotonic() - began
-    stop()
+    destroy_process_groups()
     return passed, said
 
 
@@ -110,7 +113,7 @@ def _wrong_address() -> str:
     os.environ["MASTER_PORT"] = "9"
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "1", "2"
     try:
-        start(read_launcher(os.environ), timeout=1)
+        init_process_groups(read_launcher(os.environ), timeout=1)
     except PeerFailure as refusal:
         assert refusal.exit_code == 5
         return str(refusal)
@@ -126,7 +129,7 @@ def test_an_address_where_nobody_listens_is_one_clear_message(world: World) -> N
 def _no_host() -> str:
     os.environ |= {"MASTER_ADDR": "no-such-host.invalid", "RANK": "1", "WORLD_SIZE": "2"}
     try:
-        start(read_launcher(os.environ), timeout=30)
+        init_process_groups(read_launcher(os.environ), timeout=30)
     except LayoutError as refusal:
         return str(refusal)
     return "no refusal"
@@ -145,7 +148,7 @@ def _waited_for_the_others(hurried: bool) -> tuple[str, float, list[str]]:
     logging.getLogger("forge_parallel.launch.meeting").addHandler(handler)
     began = time.monotonic()
     try:
-        start(read_launcher(os.environ), timeout=60 if hurried else 1, patience=0.3, hurry=lambda: hurried)
+        init_process_groups(read_launcher(os.environ), timeout=60 if hurried else 1, patience=0.3, hurry=lambda: hurried)
     except PeerFailure as refusal:
         assert refusal.exit_code == (75 if hurried else 5), "75 asks for another start"
         return str(refusal), time.monotonic() - began, said

@@ -49,4 +49,4 @@ def test_many_ranks_are_named_in_few_words() -> None:
 
 
 def test_one_process_asks_nobody() -> None:
-    assert process_group.start(Launch(), timeout=1) == torch.device("cpu")
+    assert process_group.init_process_groups(Launch(), timeout=1) == torch.device("cpu")

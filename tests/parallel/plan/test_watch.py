@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel.launch.environment import read_launcher
-from forge_parallel.launch.process_group import start, stop
-from forge_parallel.launch.sights import Sight, late, several
+from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
+from forge_parallel.launch.sights import RankStatus, late, several
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from harness.pool import World
 
 
 def _open(timeout: float, patience: float) -> tuple[Watch, list[str]]:
     where = read_launcher(os.environ)
-    start(where, timeout)
+    init_process_groups(where, timeout)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -63,7 +63,7 @@ def _late(how: str) -> tuple[str, int, list[str]]:
         watch.failed(message, code)
     else:
         message = "it came"
-    stop()
+    destroy_process_groups()
     return message, code, said
 
 
@@ -127,7 +127,7 @@ def _clean() -> tuple[list[str], int]:
         time.sleep(0.5)  # longer than the patience, but together
         _wait_for_all()
     watch.stop()
-    stop()
+    destroy_process_groups()
     return said, watch.passed
 
 
@@ -164,8 +164,8 @@ def test_only_what_a_lost_peer_causes_is_its_fault(error: Exception, broken: boo
 
 def blamed(*ranks: tuple[int, bool] | tuple[int, bool, str]) -> list[int | str]:
     """Ranks that are named when each has passed so many marks, waits or not, at a place."""
-    seen = {at: Sight(at, "", 1, each[0], "", each[2] if len(each) > 2 else "", 0, each[1]) for at, each in enumerate(ranks)}
-    return [sight.rank if isinstance(sight, Sight) else sight for sight in late(seen)]
+    seen = {at: RankStatus(at, "", 1, each[0], "", each[2] if len(each) > 2 else "", 0, each[1]) for at, each in enumerate(ranks)}
+    return [sight.rank if isinstance(sight, RankStatus) else sight for sight in late(seen)]
 
 
 def test_who_is_late() -> None:
@@ -182,12 +182,12 @@ def test_who_is_late() -> None:
 def test_silence_comes_first_and_a_rank_that_waits_does_not_name_itself() -> None:
     watch = Watch(0, 4)
     watch.passed = 7
-    seen = {rank: Sight(rank, "", 1, 7, "", "", 0, True) for rank in (1, 2)}
+    seen = {rank: RankStatus(rank, "", 1, 7, "", "", 0, True) for rank in (1, 2)}
     watch._heard = {rank: (1, time.monotonic()) for rank in (1, 2)}
     assert list(watch._late(seen)) == ["rank 3 (never heard of)"]
     seen[3] = seen[2]._replace(rank=3, passed=6)
     watch._heard[3] = (1, time.monotonic())
-    assert [sight.rank for sight in watch._late(seen) if isinstance(sight, Sight)] == [3]
+    assert [sight.rank for sight in watch._late(seen) if isinstance(sight, RankStatus)] == [3]
     watch._heard[1] = (1, time.monotonic() - 100)
     assert list(watch._late(seen)) == [seen[1]]
 
@@ -328,5 +328,5 @@ def test_fault_35_what_has_no_limit_and_who_is_in_a_debugger_takes_any_time() ->
     watch.enter("step 1", "step")
     space: dict[str, object] = {"__name__": "pdb", "look": watch._sight}
     exec("def held():\n    return look()", space)  # noqa: S102 (a module of this name)
-    held: Callable[[], Sight] = space["held"]  # type: ignore[assignment]
+    held: Callable[[], RankStatus] = space["held"]  # type: ignore[assignment]
     assert held().limit is None and watch._sight().limit == 1.0

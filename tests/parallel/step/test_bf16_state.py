@@ -13,13 +13,13 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.sections import Precision
 from forge_parallel.optim import rounding
-from forge_parallel.optim.adamw_bf16 import adamw_bf16, rule
-from forge_parallel.optim.elementwise import Elementwise, _kernel, _parts
+from forge_parallel.optim.adamw_bf16 import adamw_bf16, adamw_rule
+from forge_parallel.optim.elementwise import ElementwiseOptimizer, _kernel, _parts
 from forge_parallel.optim.rounding import flat_index, key_of, noise, regions, rounded
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
@@ -146,7 +146,7 @@ def _updated(layout: str) -> dict[str, torch.Tensor]:
     """Weights and moments after two updates from gradients that are the same in every layout, bit by bit."""
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), topology, 0, "bf16", "bf16")
+    model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), topology, 0, "bf16", "bf16")
     optimizer = AdamW(lr=1e-3).build(model)
     for _ in range(2):
         for _, parameter, _ in model.trainable():
@@ -177,7 +177,7 @@ class Several:
         return [NamedTensor(name, tensor, "norm" if tensor.dim() < 2 else "matrix") for name, tensor in self.named.items()]
 
 
-def _steps(optimizer: Elementwise, model: Several) -> dict[str, torch.Tensor]:
+def _steps(optimizer: ElementwiseOptimizer, model: Several) -> dict[str, torch.Tensor]:
     for number in range(4):
         for _, tensor, _ in model.trainable():
             generator = torch.Generator().manual_seed(hash((number, tensor.shape)))
@@ -200,7 +200,7 @@ def test_on_an_accelerator_a_parameter_is_one_compiled_kernel_with_its_noise(mon
     counters.clear()
     model = Several()
     optimizer = adamw_bf16(model, *settings)  # type: ignore[arg-type]
-    chosen = rule(settings[1], settings[2])
+    chosen = adamw_rule(settings[1], settings[2])
     states = chosen.states
     monkeypatch.setattr(optimizer, "_parts", {name: list(_parts(name, t, states, None)) for name, t, _ in model.trainable()})
     monkeypatch.setattr(optimizer, "_update", torch.compile(_kernel(chosen), dynamic=True, fullgraph=True))

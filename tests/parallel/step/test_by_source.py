@@ -19,7 +19,7 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from parallel.pipelines import decoder_case, realized
@@ -30,7 +30,7 @@ CASE = Case(Tiny, cross_entropy, lambda _: None, VOCAB, micro_batch=2)  # type: 
 
 def made(layout: str = "1") -> Step:
     at = Layout.parse(layout)
-    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), Topology.of(at, torch.device("cpu")), 0, "fp64", "fp64")
+    model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), Topology.of(at, torch.device("cpu")), 0, "fp64", "fp64")
     return Step(model, cross_entropy)
 
 

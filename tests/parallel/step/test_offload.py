@@ -28,10 +28,10 @@ from forge_parallel.optim.adamw_bf16 import adamw_bf16
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step import clipping
-from forge_parallel.step.clipping import clip
-from forge_parallel.step.reduce import squared_norm
+from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import squared_grad_norm
 from forge_parallel.transforms import fully_sharded
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from parallel.tiny import LAYERS, VOCAB, Tiny, cross_entropy
@@ -45,7 +45,7 @@ LOW = Case(**{**vars(CASE), "compute": "bf16", "state": "bf16", "steps": 1})
 
 
 def test_a_run_on_a_cpu_is_refused() -> None:
-    plan = Plan.of([Shard(offload=True).build()], Layout())
+    plan = Plan.of([FullyShard(offload=True).build()], Layout())
     with pytest.raises(PlanError, match=r"computes on a CPU; set transforms\.shard\.offload = false"):
         realize(Blueprint.of(Tiny), plan, Topology(Layout(), CPU), 0)
     assert not dist.is_initialized()
@@ -56,7 +56,7 @@ def test_the_check_refuses_what_no_run_on_a_gpu_has_proven() -> None:
         train=SimpleNamespace(global_batch=4, micro_batch=4),
         precision=SimpleNamespace(compute="fp32", state="fp32"),
         model=SimpleNamespace(),
-        transforms={"shard": Shard(offload=True)},
+        transforms={"shard": FullyShard(offload=True)},
     )
     (fault,) = compositions_are_proven(job, Layout())
     assert "transforms.shard.offload = true" in str(fault)
@@ -83,7 +83,7 @@ def test_every_unit_gets_the_policy(monkeypatch: pytest.MonkeyPatch, on_host: bo
         part = Tiny()
     topology = SimpleNamespace(layout=Layout.parse("dp2"), device=GPU, data_mesh=object())
     context: Any = SimpleNamespace(specs=part.specs(), topology=topology, compute=torch.float32, state=torch.float32)
-    Shard(offload=on_host).apply(part, context)
+    FullyShard(offload=on_host).apply(part, context)
     assert [module for module, _ in given] == [*part.blocks, part]
     assert [isinstance(policy, CPUOffloadPolicy) for _, policy in given] == [on_host] * (LAYERS + 1)
 
@@ -92,7 +92,7 @@ def test_memory_is_the_hosts_for_parameters_only() -> None:
     for on_host, expected in ((True, "cpu"), (False, "meta")):
         with torch.device("meta"):
             part = Tiny()
-        _allocate(part, Shard(offload=on_host).parameter_device(torch.device("meta")), torch.device("meta"))
+        _allocate(part, FullyShard(offload=on_host).parameter_device(torch.device("meta")), torch.device("meta"))
         assert {parameter.device.type for parameter in part.parameters()} == {expected}
         assert {buffer.device.type for buffer in part.buffers()} == {"meta"}
 
@@ -128,10 +128,10 @@ def _on_host(dtype: torch.dtype) -> Iterator[Any]:
 def test_the_norm_goes_to_the_device_and_the_clip_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.device] = []
     with _on_host(torch.float32) as model:
-        norm = squared_norm(model).sqrt()
+        norm = squared_grad_norm(model).sqrt()
         assert norm.device == GPU
         monkeypatch.setattr(clipping, "foreach_mul_", lambda _, factor: used.append(factor.device))
-        assert clip(model, norm, 1.0).device == GPU
+        assert clip_grad_norm(model, norm, 1.0).device == GPU
     assert used == [CPU]
 
 
@@ -160,7 +160,7 @@ def _offloaded(case: Case, layout: str, **settings: Any) -> Measurement:
 
     before, fully_sharded._host = fully_sharded._host, host
     try:
-        return measure(case, Plan.of([Shard(offload=True, **settings)], Layout.parse(layout)), CPU)
+        return measure(case, Plan.of([FullyShard(offload=True, **settings)], Layout.parse(layout)), CPU)
     finally:
         fully_sharded._host = before
 

@@ -124,9 +124,9 @@ def test_e6_the_library_refuses_it_too_and_builds_it_on_one_rank(plugins: Any) -
         return SimpleNamespace(topology=SimpleNamespace(layout=Layout.parse(layout)), trainable=kit.Held(tensors).trainable)
 
     with pytest.raises(PlanError, match=r"Muon does not say how it treats parts of parameters, .* dp2"):
-        shards.build(plugins("Muon")(), model("dp2"))
-    assert callable(shards.build(plugins("Muon")(), model("1")).step)
-    assert callable(shards.build(AdamW(), model("dp2")).step)
+        shards.build_optimizer(plugins("Muon")(), model("dp2"))
+    assert callable(shards.build_optimizer(plugins("Muon")(), model("1")).step)
+    assert callable(shards.build_optimizer(AdamW(), model("dp2")).step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Misspelled(Component):
 
 
 def test_e6_a_word_that_means_nothing_is_refused() -> None:
-    assert "'element-wise'" in (shards.refusal(Misspelled(), Layout.parse("dp2")) or "")
+    assert "'element-wise'" in (shards.sharding_fault(Misspelled(), Layout.parse("dp2")) or "")
 
 
 @pytest.mark.parametrize("claim", ["elementwise", "blocks"])

@@ -6,11 +6,11 @@ from time import perf_counter, sleep
 import pytest
 import torch
 
-from forge_parallel.step.phases import Phases
+from forge_parallel.step.phases import StepTimer
 
 
 def test_times_are_those_of_the_clock_added_up_by_name() -> None:
-    phases = Phases()
+    phases = StepTimer()
     phases.timed = True
     begun = perf_counter()
     for _ in range(2):
@@ -28,15 +28,15 @@ def test_times_are_those_of_the_clock_added_up_by_name() -> None:
 
 
 def test_parts_that_nobody_asked_for_are_not_kept() -> None:
-    phases = Phases()
+    phases = StepTimer()
     with phases("forward"):
         phases.timed = True  # from the next one on
     assert phases.take() == {}
-    assert type(Phases()("forward")) is nullcontext, "no event, no clock, no range"
+    assert type(StepTimer()("forward")) is nullcontext, "no event, no clock, no range"
 
 
 def test_a_part_that_fails_is_over_and_the_failure_goes_on() -> None:
-    phases = Phases()
+    phases = StepTimer()
     phases.timed = True
     with pytest.raises(ZeroDivisionError), phases("forward"):
         _ = 1 / 0
@@ -44,7 +44,7 @@ def test_a_part_that_fails_is_over_and_the_failure_goes_on() -> None:
 
 
 def test_drawing_is_timed_and_what_is_done_with_the_items_is_not() -> None:
-    phases = Phases()
+    phases = StepTimer()
     phases.timed = True
 
     def slow():
@@ -61,7 +61,7 @@ def test_drawing_is_timed_and_what_is_done_with_the_items_is_not() -> None:
 
 
 def test_they_are_ranges_of_a_profile() -> None:
-    phases = Phases()
+    phases = StepTimer()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, phases("forward"):
         torch.ones(2).sum()
     events = profiler.events()

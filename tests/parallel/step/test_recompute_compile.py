@@ -24,7 +24,7 @@ from forge_parallel.torch_private import TorchDispatchMode
 from forge_parallel.transforms.checkpointed import checkpoint_blocks, operators
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.memory import held_after
 from forge_parallel.verify.parity import Case, compare, measure, share, synthetic
 from harness.closeness import assert_no_farther
@@ -186,7 +186,7 @@ def _recompiles(layout: str, recompute: bool) -> int:
     """Graphs after warm-up; a recompilation afterwards raises."""
     torch._dynamo.reset()
     counters.clear()
-    transforms = [Compile().build(), *([Recompute().build()] if recompute else []), Shard()]
+    transforms = [Compile().build(), *([Recompute().build()] if recompute else []), FullyShard()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = made(transforms, layers=3, compute="bf16", layout=layout)

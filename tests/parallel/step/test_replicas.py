@@ -14,13 +14,13 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_parallel.verify.replicas import Drift, digest, drifted
 from harness.pool import World
@@ -35,13 +35,18 @@ def _trained(layout: str, rank: int, name: str, decoder: Decoder = DECODER) -> t
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     model = realize(
-        Blueprint.of(decoder.build), Plan.of([Shard(), Tensor(), ContextParallel(), Expert()], at), topology, 0, "bf16", "fp32"
+        Blueprint.of(decoder.build),
+        Plan.of([FullyShard(), TensorParallel(), ContextParallel(), ExpertParallel()], at),
+        topology,
+        0,
+        "bf16",
+        "fp32",
     )
     optimizer, step = AdamW(lr=1e-2).build(model), Step(model, CrossEntropy().build())
     case = Case(DECODER.build, step.objective, AdamW().build, 61)
     for index in range(2):
         result = step(share(synthetic(case, index), topology.data_rank, topology.data_size, 1))
-        clip(model, result.norm, 0.5)
+        clip_grad_norm(model, result.norm, 0.5)
         optimizer.step(result.skip)
         optimizer.zero_grad()
     before = drifted(model)
@@ -107,7 +112,7 @@ def _stopped() -> str:
 
     at = Layout.parse("hsdp2x1")
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(DECODER.build), Plan.of([Shard()], at), topology, 0)
+    model = realize(Blueprint.of(DECODER.build), Plan.of([FullyShard()], at), topology, 0)
     state = SimpleNamespace(step=200)
     run = SimpleNamespace(model=model, state=state, paused=0.0, judge=lambda: None, watch=Watch())
     hook = Replicas(every=100).build()

@@ -16,9 +16,9 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.closeness import below
@@ -31,7 +31,7 @@ CASE = Case(Tiny, cross_entropy, AdamW().build, VOCAB)
 def made(layout: str = "1", compute: str = "fp32", build: type[Tiny] = Tiny) -> tuple[ParallelModel, Step]:
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(build), Plan.of([Shard()], at), topology, 0, compute)
+    model = realize(Blueprint.of(build), Plan.of([FullyShard()], at), topology, 0, compute)
     return model, Step(model, cross_entropy)
 
 
@@ -55,7 +55,7 @@ def _poisoned(layout: str) -> tuple[dict[str, float], bool, bool]:
     before = {name: full(tensor) for name, tensor in model.tensors()}
     moments = {k: {n: full(t) for n, t in v.items()} for k, v in optimizer.state().items()}
     bad = replace(step, objective=broken)(batches(model, 1))
-    clip(model, bad.norm, 1.0)
+    clip_grad_norm(model, bad.norm, 1.0)
     optimizer.step(bad.skip)
     optimizer.zero_grad()
     same = all(torch.equal(before[name], full(tensor)) for name, tensor in model.tensors())
@@ -99,7 +99,7 @@ def _breaking(layout: str) -> tuple[float, float, float, int, bool]:
 
     result = Step(model, objective)(batches(model, 1))
     wrong = sum(not bool(torch.isfinite(full(t.grad)).all()) for _, t, _ in model.trainable() if t.grad is not None)
-    clip(model, result.norm, 1.0)
+    clip_grad_norm(model, result.norm, 1.0)
     optimizer.step(result.skip)
     now = [full(tensor) for tensor in (*(t for _, t, _ in model.trainable()), *state)]
     same = all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
@@ -167,7 +167,7 @@ def test_no_host_synchronisation_before_numbers_are_asked_for(monkeypatch: pytes
     optimizer = AdamW().build(model)
     calls.clear()
     result = step(batches(model))
-    clip(model, result.norm, 1.0)
+    clip_grad_norm(model, result.norm, 1.0)
     optimizer.step(result.skip)
     result.send()
     assert calls == []

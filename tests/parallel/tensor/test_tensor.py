@@ -22,9 +22,9 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.tensor.rules import Role, rules
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.closeness import below
@@ -61,7 +61,7 @@ def _case(variant: str, **changes: Any) -> Case:
 
 
 def _measure(case: Case, layout: str, sequence: bool = True, *more: Any) -> Measurement:
-    return measure(case, Plan.of([Shard(), Tensor(sequence_parallel=sequence), *more], Layout.parse(layout)), CPU)
+    return measure(case, Plan.of([FullyShard(), TensorParallel(sequence_parallel=sequence), *more], Layout.parse(layout)), CPU)
 
 
 def _equal(world: World, case: Case, layout: str, *arguments: Any) -> None:
@@ -134,7 +134,7 @@ def test_bf16_is_held_to_its_own_run(world: World, layout: str) -> None:
 def _built(layout: str, variant: str) -> tuple[dict[str, torch.Tensor], dict[str, int], int]:
     at = Layout.parse(layout)
     topology = Topology.of(at, CPU)
-    model = realize(Blueprint.of(_decoder(variant).build), Plan.of([Shard(), Tensor()], at), topology, 3)
+    model = realize(Blueprint.of(_decoder(variant).build), Plan.of([FullyShard(), TensorParallel()], at), topology, 3)
     assert all(isinstance(tensor, DTensor) for _, tensor, _ in model.trainable())
     held = {name: local_box(tensor).local.numel() for name, tensor in model.tensors()}
     whole = gathered(model, {name: tensor for name, tensor, _ in model.trainable()})
@@ -191,7 +191,7 @@ def test_the_rules_of_a_block() -> None:
 
 
 def _without_the_last_sum(case: Case) -> Measurement:
-    Tensor.after_backward = lambda *_: None  # type: ignore[method-assign]
+    TensorParallel.after_backward = lambda *_: None  # type: ignore[method-assign]
     return _measure(case, "tp2")
 
 
@@ -205,7 +205,9 @@ def test_the_gate_sees_a_missing_sum(world: World) -> None:
 def _logits(layout: str, variant: str) -> torch.Tensor:
     at = Layout.parse(layout)
     case = _case(variant)
-    model = realize(Blueprint.of(case.build), Plan.of([Shard(), Tensor()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
+    model = realize(
+        Blueprint.of(case.build), Plan.of([FullyShard(), TensorParallel()], at), Topology.of(at, CPU), 3, "fp64", "fp64"
+    )
     batch = synthetic(case, 0)
     with model.inference():
         return model.part(batch.tokens, positions=batch.positions, documents=batch.documents)
@@ -222,7 +224,9 @@ def _generated(layout: str, variant: str) -> tuple[list[list[int]], float]:
     """Greedy tokens after prompts of unequal length, then the loss of a step: sequences are cut again."""
     at = Layout.parse(layout)
     case = _case(variant)
-    model = realize(Blueprint.of(case.build), Plan.of([Shard(), Tensor()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
+    model = realize(
+        Blueprint.of(case.build), Plan.of([FullyShard(), TensorParallel()], at), Topology.of(at, CPU), 3, "fp64", "fp64"
+    )
     with model.inference(whole_sequences=True):
         tokens = generate(model.part, [[5, 7, 11], [1], [2, 3, 4, 5, 6]], Sampling(), max_tokens=6)  # type: ignore[arg-type]
     result = Step(model, case.objective)([synthetic(case, 0)])

@@ -26,7 +26,7 @@ from forge_parallel.components.optimizers import AdamW, AdamW8bit
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.torch_private import fake_store
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.compiled import compile_blocks
@@ -100,7 +100,7 @@ def _tensor_parallel() -> Record:
     distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
     unset = config.patch(_micro_pipeline_tp=False)
     with unset, memory._test_mode(), mock.patch.object(memory, "enable_symm_mem_for_group", lambda name: None):
-        return _trained(_model(Decoder(**SIZES), Tensor(asynchronous=True), Compile(), layout=Layout(tp=2)))
+        return _trained(_model(Decoder(**SIZES), TensorParallel(asynchronous=True), Compile(), layout=Layout(tp=2)))
 
 
 def _loss_head() -> Record:

@@ -10,7 +10,7 @@ from forge_ckpt.checkpoint.locate import locate
 from forge_core.component import fields_of
 from forge_core.errors import ForgeError, PlanError
 from forge_core.registry import Registry
-from forge_parallel.optim.elementwise import Elementwise
+from forge_parallel.optim.elementwise import ElementwiseOptimizer
 from forge_parallel.placement.boxes import local_box
 from forge_train.inference.forge_weights import ForgeWeights
 from forge_train.run.directory import CHECKPOINTS
@@ -158,14 +158,14 @@ def test_an_older_checkpoint_of_bf16_state_has_one_count_for_all(
 ) -> None:
     low = ["--precision.compute=bf16", "--precision.state=bf16"]
     whole = train(recipe, options(tmp_path / "whole", "adamw", 6, *low))
-    today = Elementwise.state
+    today = ElementwiseOptimizer.state
 
-    def before(optimizer: Elementwise) -> Any:
+    def before(optimizer: ElementwiseOptimizer) -> Any:
         found = dict(today(optimizer))
         return {**found, "step": {"all": next(iter(found["step"].values()))}}
 
     with monkeypatch.context() as older:
-        older.setattr(Elementwise, "state", before)
+        older.setattr(ElementwiseOptimizer, "state", before)
         train(recipe, options(tmp_path / "cut", "adamw", 4, *low))
     again = train(recipe, options(tmp_path / "cut", "adamw", 6, *low))
     assert again["losses"] == whole["losses"][4:] and again["weights"] == whole["weights"]

@@ -21,7 +21,7 @@ def test_trials_h_layouts_that_check_refuses_start_no_process(
 ) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     started: list[Any] = []
-    monkeypatch.setattr(spawn, "spawn", lambda *given: started.append(given))
+    monkeypatch.setattr(spawn, "spawn_local", lambda *given: started.append(given))
     recipe = str(tmp_path / "tiny.toml")
     assert code_of("parity", recipe, "--layouts", "dp2,tp3,ep2dp2", "--mode", "fp32") == 2
     said = capsys.readouterr().err

@@ -24,7 +24,7 @@ from forge_parallel.checks import compositions_are_proven, options_are_declared
 from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import Settled, reduced_by, reduced_so_far, settled, shared_memory
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_train.plan.dry_run import planned
 from forge_train.plan.terminal import draw
 from forge_train.recipe.load import load
@@ -139,7 +139,7 @@ def test_every_choice_is_proven_and_auto_itself_is_no_feature(recipe: Path) -> N
 
 def test_a_plan_without_a_choice_is_refused_where_it_is_applied(recipe: Path) -> None:
     with pytest.raises(PlanError, match="reduce = 'auto': 'auto' stands for a value"):
-        Shard(reduce="auto").apply(torch.nn.Linear(1, 1), SimpleNamespace())  # type: ignore[arg-type]
+        FullyShard(reduce="auto").apply(torch.nn.Linear(1, 1), SimpleNamespace())  # type: ignore[arg-type]
     resolved = load(recipe, AUTO, 2, Registry())
     assert resolved.layout is not None
     plan = plan_of(resolved.job, resolved.layout, Registry())

@@ -17,13 +17,13 @@ from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.components.optimizers import AdamW
 from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.launch.watch import Watch
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.hooks import Routing
 from forge_train.report.found import Found
@@ -83,7 +83,9 @@ def _looked_at(layout: str, directory: Path) -> list[dict[str, float]]:
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
     pipeline = Pipeline(OneForwardOneBackward().build()) if at.pp > 1 else None
-    model = realize(Blueprint.of(config.build), Plan.of([Shard(), Tensor(), Expert()], at, pipeline), topology, 0)
+    model = realize(
+        Blueprint.of(config.build), Plan.of([FullyShard(), TensorParallel(), ExpertParallel()], at, pipeline), topology, 0
+    )
     case, step = Case(config.build, CrossEntropy().build(), AdamW().build, 53), Step(model, CrossEntropy().build())
     logged: list[dict[str, float]] = []
     job, state = SimpleNamespace(model=config), SimpleNamespace(step=10)

@@ -15,12 +15,12 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_train.inspection.edit_on_ranks import edit_on_ranks
 from forge_train.inspection.on_ranks import capture_on_ranks
 from harness.pool import World
@@ -57,7 +57,7 @@ EDITS: dict[str, tuple[Callable[[], Edit], dict[str, Any]]] = {
 
 def laid_out(model: str, layout: str, *more: Any) -> ParallelModel:
     at = Layout.parse(layout)
-    transforms: list[Any] = [Shard(), Tensor(), Expert(), ContextParallel(), *more]
+    transforms: list[Any] = [FullyShard(), TensorParallel(), ExpertParallel(), ContextParallel(), *more]
     plan = Plan.of(transforms, at, piped("1f1b")) if at.pp > 1 else Plan.of(transforms, at)
     return realize(Blueprint.of(MODELS[model].build), plan, Topology.of(at, torch.device("cpu")), 3, "fp64", "fp64")
 

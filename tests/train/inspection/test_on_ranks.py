@@ -17,11 +17,11 @@ from forge_models.interp.listing import InterpError
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 from forge_train.inspection.on_ranks import capture_on_ranks
 from forge_train.inspection.pieces import Piece, assembled, packed, unpacked
 from harness.pool import World
@@ -71,7 +71,7 @@ def gathered(
     """What every rank has in the end; the loss with it and, before, without."""
     at = Layout.parse(layout)
     component = MODELS[model]
-    transforms: list[Any] = [Shard(), Tensor(), Expert(), ContextParallel(kind=kind)]
+    transforms: list[Any] = [FullyShard(), TensorParallel(), ExpertParallel(), ContextParallel(kind=kind)]
     plan = Plan.of(transforms, at, piped(schedule)) if at.pp > 1 else Plan.of(transforms, at)
     laid_out = realize(Blueprint.of(component.build), plan, Topology.of(at, CPU), 3, "fp64", "fp64")
     with torch.device("meta"):
@@ -169,7 +169,7 @@ def test_a_training_step_is_heard_like_an_evaluation(world: World, layout: str, 
 def refusals(layout: str) -> list[str]:
     at = Layout.parse(layout)
     component = MODELS["dense"]
-    laid_out = realize(Blueprint.of(component.build), Plan.of([Shard()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
+    laid_out = realize(Blueprint.of(component.build), Plan.of([FullyShard()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
     with torch.device("meta"):
         whole, other = component.build(), replace(component, ffn_dim=20).build()
     batch, messages = rows(0, True), []
@@ -226,7 +226,7 @@ def test_rows_that_all_data_ranks_have_alike_are_sent_once(world: World) -> None
 
 def alike(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     at = Layout.parse(layout)
-    laid_out = realize(Blueprint.of(DENSE.build), Plan.of([Shard()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
+    laid_out = realize(Blueprint.of(DENSE.build), Plan.of([FullyShard()], at), Topology.of(at, CPU), 3, "fp64", "fp64")
     with torch.device("meta"):
         whole = DENSE.build()
     with capture_on_ranks(laid_out, whole, "blocks.0.hook_resid_post", alike=True) as seen:

@@ -24,11 +24,11 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.placement.topology import Topology
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 from forge_train.commands.inside.probe import Asked
 from forge_train.inspection import on_ranks, ranks_store
 from forge_train.inspection.record_on_ranks import record_on_ranks
@@ -57,7 +57,7 @@ def inputs() -> list[torch.Tensor]:
 
 def laid_out(model: str, layout: str, compute: str = "fp64") -> ParallelModel:
     at = Layout.parse(layout)
-    transforms: list[Any] = [Shard(), Tensor(), Expert(), ContextParallel()]
+    transforms: list[Any] = [FullyShard(), TensorParallel(), ExpertParallel(), ContextParallel()]
     plan = Plan.of(transforms, at, piped("1f1b")) if at.pp > 1 else Plan.of(transforms, at)
     return realize(Blueprint.of(MODELS[model].build), plan, Topology.of(at, torch.device("cpu")), 3, compute, compute)
 

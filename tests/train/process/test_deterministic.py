@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import deterministic
+from torch.utils import deterministic as torch_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.errors import PlanError
-from forge_parallel.launch.deterministic import WORKSPACE, same_bits
+from forge_parallel.launch.deterministic import WORKSPACE, deterministic
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared, train
@@ -53,7 +53,7 @@ def as_before() -> Iterator[None]:
     """No test leaves the process in another mode."""
     yield
     assert not torch.are_deterministic_algorithms_enabled()
-    assert deterministic.fill_uninitialized_memory
+    assert torch_mode.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -91,10 +91,10 @@ def test_inside_a_run_the_mode_is_on_and_an_operator_without_a_kernel_ends_it_by
 
 def test_another_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACE, ":0:0")
-    with pytest.raises(PlanError, match=":0:0"), same_bits(True):
+    with pytest.raises(PlanError, match=":0:0"), deterministic(True):
         raise AssertionError
-    with same_bits(False):
+    with deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.delenv(WORKSPACE)
-    with same_bits(True):
+    with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()

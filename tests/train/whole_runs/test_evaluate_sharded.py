@@ -13,7 +13,7 @@ from forge_parallel.components.optimizers import AdamW
 from forge_parallel.launch.watch import Watch
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.evaluation import Evaluate
@@ -28,7 +28,7 @@ def trained(layout: str, compute: str, evaluate: bool) -> tuple[bool, dict[str, 
     """(whether the parameters stay the tensors that they were, the weights after two steps)"""
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), topology, 0, compute)
+    model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), topology, 0, compute)
     step, optimizer = Step(model, cross_entropy), AdamW(lr=0.01).build(model)
 
     def batches(number: int) -> list[Any]:
@@ -81,7 +81,7 @@ def between(layout: str, evaluate: bool) -> dict[str, torch.Tensor]:
     """
     at = Layout.parse(layout)
     topology = Topology.of(at, torch.device("cpu"))
-    model = realize(Blueprint.of(Tiny), Plan.of([Shard()], at), topology, 0, "fp32")
+    model = realize(Blueprint.of(Tiny), Plan.of([FullyShard()], at), topology, 0, "fp32")
     step, optimizer = Step(model, cross_entropy), AdamW(lr=0.1).build(model)
     for number in range(3):
         result = step(share(synthetic(CASE, number), topology.data_rank, topology.data_size, 1))

@@ -170,7 +170,7 @@ def optimizer_takes_parts(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """An optimizer that says nothing about parts of tensors is for one process, or replicas of it."""
     from forge_parallel.optim import shards
 
-    if why := shards.refusal(job.optimizer, layout):
+    if why := shards.sharding_fault(job.optimizer, layout):
         yield Fault("optimizer.name", why, hint=shards.HINT)
 
 

@@ -20,12 +20,14 @@ from forge_core.protocols.job import Job
 from forge_parallel.build.plan import default_transforms
 from forge_parallel.components.sections import Parallel, Precision
 from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import Expert
+from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.optim.shards import PROVEN
-from forge_parallel.tensor.transform import Tensor
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.shard import FullyShard
 
-DEFAULTS = MappingProxyType({"shard": Shard(), "tensor": Tensor(), "context": ContextParallel(), "expert": Expert()})
+DEFAULTS = MappingProxyType(
+    {"shard": FullyShard(), "tensor": TensorParallel(), "context": ContextParallel(), "expert": ExpertParallel()}
+)
 """What an axis larger than 1 pulls in when the recipe names nothing."""
 
 OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "train"))

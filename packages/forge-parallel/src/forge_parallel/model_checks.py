@@ -13,7 +13,7 @@ from forge_parallel.context.transform import ContextParallel
 from forge_parallel.features import ParallelJob
 from forge_parallel.float8.transform import Float8
 from forge_parallel.placement import shares
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 
 
 def outline_of(job: ParallelJob) -> Outline | None:
@@ -32,7 +32,7 @@ def tensors_can_be_cut(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     for key, rows in dict.fromkeys(model.shared):
         if why := shares.rows_refusal(key, rows, layout.tp):
             yield Fault(key, why, hint=f"raise it, or set parallel.tp to at most {rows}")
-    tensor = job.transforms.get("tensor", Tensor())
+    tensor = job.transforms.get("tensor", TensorParallel())
     # Experts have to see different tokens on every rank of tp, so with them sequences are cut.
     dense = getattr(job.model, "moe", None) is None
     hint = "set transforms.tensor.sequence_parallel = false, or parallel.tp = 1" if dense else "remove it, or set parallel.tp = 1"

@@ -18,7 +18,7 @@ from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.features import ParallelJob
 from forge_parallel.placement.expert_stacks import apart
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.shard_choice import USABLE, Needs, Option, Reduce, choose, nominal, options
 from forge_parallel.transforms.shard_needs import Described, Load, needs
 
@@ -100,7 +100,7 @@ def settled(
         PlanError: no value is proven with the rest of the recipe, or the pipeline cannot be cut.
     """
     shard = job.transforms.get("shard")
-    if not isinstance(shard, Shard) or "auto" not in (shard.reduce, shard.reshard):
+    if not isinstance(shard, FullyShard) or "auto" not in (shard.reduce, shard.reshard):
         return Settled(job)
     once = layout.pp > 1 or _micro_batches(job, layout) == 1  # both values are the same then
     reduces: tuple[Reduce, ...] = (shard.reduce,) if shard.reduce != "auto" else ("last",) if once else ("last", "each")
@@ -135,7 +135,7 @@ def reduced_so_far(meta: Mapping[str, Any], layout: Layout) -> Reduce | None:
 
 def reduced_by(plan: Plan) -> Reduce | None:
     """How a plan sums gradients over micro-batches, for the checkpoint; None where no rank shares them."""
-    return next((one.reduce for one in plan.transforms if isinstance(one, Shard) and one.reduce != "auto"), None)
+    return next((one.reduce for one in plan.transforms if isinstance(one, FullyShard) and one.reduce != "auto"), None)
 
 
 def written(option: Option) -> str:

@@ -43,7 +43,7 @@ def parity(
     """
     from forge_core.errors import ForgeError
     from forge_core.layout import Layout
-    from forge_parallel.launch.spawn import spawn
+    from forge_parallel.launch.spawn import spawn_local
     from forge_parallel.verify.parity import compare, within_rounding
     from forge_parallel.verify.tolerance import TOLERANCE
     from forge_train.recipe.load import load
@@ -68,7 +68,9 @@ def parity(
 
     def measured(layout: str, exact: bool = False) -> "list[Measurement]":
         arguments = [recipe, list(context.args), layout, mode, rows, micro_batch, length, steps, exact]
-        return [_measurement(raw) for raw in spawn("forge_train.commands.parity:rank", Layout.parse(layout).world, arguments)]
+        return [
+            _measurement(raw) for raw in spawn_local("forge_train.commands.parity:rank", Layout.parse(layout).world, arguments)
+        ]
 
     (reference,) = measured("1")
     exact = None
@@ -155,7 +157,7 @@ def rank(
     case = Case(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=lambda model, settings=NO_SETTINGS: shards.build(job.optimizer, model, settings),
+        optimizer=lambda model, settings=NO_SETTINGS: shards.build_optimizer(job.optimizer, model, settings),
         vocab_size=getattr(job.model, "vocab_size"),  # noqa: B009 (a plugin's model may call it otherwise)
         length=length,
         rows=rows,

@@ -93,7 +93,7 @@ def start(
     ranks, watch = Agreement(), Watch()
     try:
         parallel = resolved.job.parallel if resolved else Parallel()
-        device = process_group.start(
+        device = process_group.init_process_groups(
             where,
             parallel.timeout,
             parallel.patience,
@@ -165,7 +165,7 @@ def _train(
     watch.stop()
     if console is not None:
         _conclude(run, resolved, reason)
-    process_group.stop()
+    process_group.destroy_process_groups()
     if reason != STOPPED:
         if code := run.hook_calls.exit_code:
             failed = ", ".join(sorted({*run.hook_calls.off, *run.hook_calls.failed_last}))

@@ -9,7 +9,7 @@ from torch import Tensor
 from forge_core.protocols.run import Hook, Run, StepResult
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.owner import owns
-from forge_parallel.step.reduce import local_gradient
+from forge_parallel.step.reduce import local_grad
 
 
 class NormsHook(Hook):
@@ -32,7 +32,7 @@ class NormsHook(Hook):
         step = run.state.step + 1
         if step % self.every == 0 or step >= run.job.train.max_steps:
             held = run.model.trainable()
-            grown = {item.name: local_gradient(item.tensor) for item in held}
+            grown = {item.name: local_grad(item.tensor) for item in held}
             self.gradients = self._squares(run, lambda name, _: grown[name])
             self.before = {item.name: local_box(item.tensor).local.clone() for item in held}
 

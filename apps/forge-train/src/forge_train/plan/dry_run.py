@@ -15,7 +15,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import Blueprint
 from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
-from forge_parallel.dryrun.parameters import Placed, parameters_of
+from forge_parallel.dryrun.parameters import ParameterPlacement, parameters_of
 from forge_parallel.optim import shards
 from forge_parallel.optim.settings import Settings
 from forge_parallel.settle import Settled, settled
@@ -150,7 +150,7 @@ def first_ranks(layout: Layout) -> Sequence[int]:
     return range(0, layout.world, layout.world // layout.pp)
 
 
-def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] = ()) -> dict[int, list[Placed]]:
+def modules(job: Job, layout: Layout, registry: Registry, ranks: Sequence[int] = ()) -> dict[int, list[ParameterPlacement]]:
     """Every parameter that some ranks of `layout` hold once `job`'s model is laid out; by rank.
 
     Raises:
@@ -200,7 +200,7 @@ def _keeping(job: Job) -> list[Hook]:
 
 def _with_kept(job: Job, settings: Settings, model: ParallelModel) -> Any:
     """The optimizer of a recipe, and what its hooks keep for each parameter."""
-    optimizer, kept = shards.build(job.optimizer, model, settings), {}
+    optimizer, kept = shards.build_optimizer(job.optimizer, model, settings), {}
     for hook in _keeping(job):
         kept |= hook.tensors(model)
     return _Keeping(optimizer, kept) if kept else optimizer

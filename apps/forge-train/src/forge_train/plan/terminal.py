@@ -10,7 +10,7 @@ from rich.text import Text
 from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.terminal import size
 from forge_parallel.dryrun.estimate import Estimate
-from forge_parallel.dryrun.parameters import Placed
+from forge_parallel.dryrun.parameters import ParameterPlacement
 from forge_parallel.dryrun.traffic import Flow
 from forge_train.plan.dry_run import Planned
 
@@ -47,7 +47,7 @@ def draw(plan: Planned, recipe: str, out: Console) -> None:
     out.print(Text(plan.method, style="dim"))
 
 
-def draw_modules(held: Mapping[int, Sequence[Placed]], out: Console) -> None:
+def draw_modules(held: Mapping[int, Sequence[ParameterPlacement]], out: Console) -> None:
     """Prints every parameter of each rank: where it is in the model, what it became, how it is placed, and its bytes."""
     for rank, parameters in held.items():
         total = sum(parameter.bytes for parameter in parameters)

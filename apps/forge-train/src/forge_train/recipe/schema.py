@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le
 from forge_ckpt.components import Checkpoint
 from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Place, Slot
 from forge_data.section import Data
-from forge_parallel.components.parameters import Parameters, Stage
+from forge_parallel.components.parameters import Parameters, TrainingStage
 from forge_parallel.components.sections import Parallel, Precision
 
 
@@ -81,7 +81,7 @@ class Train:
     collect_every: Annotated[int, Gt(0)] | None = 50
     """Steps after which Python looks for garbage in cycles, on all ranks at once: one that does so alone keeps others waiting.
     Unset (`"none"`), each process does so when it likes."""
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[TrainingStage] = field(default_factory=list)
     """What is trained when, and all else is frozen; one after the other from step 0 on. Empty: the same in all steps."""
     deterministic: bool = False
     """The same recipe on the same machines gives the same bits: torch takes kernels that sum in one order, which may be slower,

@@ -37,7 +37,7 @@ from forge_parallel.optim import shards
 from forge_parallel.optim.stages.resolve import stage_at
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
-from forge_parallel.step.phases import Phases
+from forge_parallel.step.phases import StepTimer
 from forge_parallel.step.step import Step
 from forge_train.doctor.steps.build import faults
 from forge_train.process.agreement import Agreement
@@ -179,11 +179,11 @@ def assemble(
     meta: dict[str, Any] = {"hooks": []}
 
     def optimizer_of(model: ParallelModel) -> Any:
-        return shards.build(job.optimizer, model, settings)
+        return shards.build_optimizer(job.optimizer, model, settings)
 
     def take_up(found: VerifiedCheckpoint, model: ParallelModel, optimizer: Any) -> None:
         # Beginning is what a stage begins with: of settings in which that is trained, by an optimizer of one stage.
-        again = lambda some: shards.build(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
+        again = lambda some: shards.build_optimizer(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
         meta.update(checkpoints.restore(found, model, optimizer, again))
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
 
@@ -206,7 +206,7 @@ def assemble(
     for line in sharding.lines():
         say(line)
 
-    phases = Phases(device)
+    phases = StepTimer(device)
     run = Run(
         job=job,
         directory=directory,

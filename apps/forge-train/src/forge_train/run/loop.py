@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from forge_parallel.launch.deterministic import same_bits
+from forge_parallel.launch.deterministic import deterministic
 from forge_train.resilience.memory import noted_when_full
 from forge_train.run.run import Run
 
@@ -18,7 +18,7 @@ def fit(run: Run) -> str:
         Superseded: another job has started in the run's directory.
     """
     run.hook_calls(run, "start")
-    with same_bits(run.job.train.deterministic), planned(run.job.train.collect_every) as collect:
+    with deterministic(run.job.train.deterministic), planned(run.job.train.collect_every) as collect:
         for batches, cursor in run.phases.drawn("data", run.data.from_cursor(run.state.cursor)):
             if run.stop.reason(run.state):
                 break

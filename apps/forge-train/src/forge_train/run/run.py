@@ -21,8 +21,8 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
-from forge_parallel.step.phases import Phases
+from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.phases import StepTimer
 from forge_parallel.step.step import Step, StepResult
 from forge_train.process.stop import Stop
 from forge_train.recipe.schema import Job
@@ -109,7 +109,7 @@ class Run:
     hooks: Sequence[Hook] = ()
     hook_calls: Calls = field(default_factory=Calls)
     trackers: Sequence[Tracker] = ()
-    phases: Phases = field(default_factory=Phases)
+    phases: StepTimer = field(default_factory=StepTimer)
     batches: Sequence[Batch] = ()
     lag: int = 0
     settled: bool = False
@@ -152,7 +152,7 @@ class Run:
         """Clip, optimizer, clear. A step whose loss or norm is not finite changes nothing."""
         self.watch.enter(f"the end of step {self.state.step + 1}", "update")
         if self.job.train.grad_clip is not None:
-            clip(self.model, result.norm, self.job.train.grad_clip)
+            clip_grad_norm(self.model, result.norm, self.job.train.grad_clip)
         self.optimizer.set_factor(self.factor(self.state.step) * self.data.lr_scale(self.state.step) * self.health.lr_scale)
         self.optimizer.step(result.skip)
         self.optimizer.zero_grad()

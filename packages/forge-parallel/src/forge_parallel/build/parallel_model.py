@@ -16,9 +16,9 @@ from forge_core.specs import Specs
 from forge_parallel.build.context import Context
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import cast_parameters
-from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.stages import StageSplit
 from forge_parallel.pipeline.tied_weights import refresh
-from forge_parallel.pipeline.whole import Whole
+from forge_parallel.pipeline.whole import StagedModel
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.owner import owns
 from forge_parallel.placement.topology import Topology
@@ -50,7 +50,7 @@ class ParallelModel:
     plan: Plan
     topology: Topology
     compute: torch.dtype
-    cut: Cut | None = None
+    cut: StageSplit | None = None
     averages: list[Averages] = field(default_factory=list)
 
     @cached_property
@@ -90,7 +90,7 @@ class ParallelModel:
         """Collective: what every rank calls with tokens and a cache to generate: the model, or its stages as one."""
         if self.cut is None:
             return self.parts[0]
-        return Whole(self.parts, self.cut, self.topology, self.compute, self.specs.needs)
+        return StagedModel(self.parts, self.cut, self.topology, self.compute, self.specs.needs)
 
     @property
     def scores(self) -> bool:

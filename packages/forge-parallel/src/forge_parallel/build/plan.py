@@ -14,7 +14,7 @@ from forge_core.protocols.model import Transform
 from forge_parallel.pipeline.definition import Pipeline
 
 
-class Phase(IntEnum):
+class Order(IntEnum):
     """When a transform is applied. Float8 conversion stands first: after tensor parallelism it drops its hooks."""
 
     QUANTIZE = 0
@@ -60,7 +60,7 @@ class Plan:
         for one, other in pairwise(ordered):
             if one.phase == other.phase:
                 raise PlanError(
-                    f"transforms {one.name!r} and {other.name!r} are both of phase {Phase(one.phase).name}; keep one of them"
+                    f"transforms {one.name!r} and {other.name!r} are both of phase {Order(one.phase).name}; keep one of them"
                 )
         cut = pipeline if layout.pp > 1 else None
         for transform in ordered:

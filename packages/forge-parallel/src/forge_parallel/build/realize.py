@@ -19,7 +19,7 @@ from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.plan import Plan
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.pipeline import tied_weights
-from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.stages import StageSplit
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.topology import Topology
@@ -138,7 +138,7 @@ def realize(
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     described, cut = [(whole, blueprint.specs)], None
     if plan.pipeline is not None:
-        cut = Cut.of(whole, blueprint.specs, plan.pipeline, plan.layout.pp, topology.coordinates["pp"])
+        cut = StageSplit.of(whole, blueprint.specs, plan.pipeline, plan.layout.pp, topology.coordinates["pp"])
         described = [cut.part(whole, stage) for stage in cut.local]
         for part, specs in described:
             _agree(part, specs)

@@ -47,7 +47,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class TrainingStage:
     """A span of a run's steps in which some parameters are trained and all others are frozen.
 
     A NAME is one of the model's roles, such as `encoder`, `adapter`, `fusion` and `decoder` of `vlm`, or a pattern of names of

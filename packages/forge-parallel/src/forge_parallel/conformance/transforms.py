@@ -8,12 +8,12 @@ def check_place(component: Any) -> None:
     """`name`, `phase`, `axes`, `needs` and `plane` have values that a plan and the table of proofs understand."""
     from forge_core.features import Plane
     from forge_core.layout import SIZES
-    from forge_parallel.build.plan import Phase
+    from forge_parallel.build.plan import Order
 
     transform = component.build()
     axes, needs = frozenset(transform.axes), frozenset(transform.needs)
     assert isinstance(transform.name, str) and transform.name, f"name is {transform.name!r}; give it the name that recipes use"
-    assert transform.phase in list(Phase), f"phase is {transform.phase!r}; phases are {', '.join(Phase.__members__)}"
+    assert transform.phase in list(Order), f"phase is {transform.phase!r}; phases are {', '.join(Order.__members__)}"
     assert axes <= set(SIZES), f"claims axes {', '.join(sorted(axes - set(SIZES)))}; axes are {', '.join(SIZES)}"
     planes = typing.get_args(Plane)
     assert transform.plane in planes, f"plane is {transform.plane!r}; planes are {', '.join(planes)}"

@@ -36,7 +36,7 @@ class Masks(NamedTuple):
     counts: list[int]
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """Which queries of a rank see which of the keys that it holds at a step, as slices of its T places."""
 
     rows: slice
@@ -44,13 +44,13 @@ class Step(NamedTuple):
     source: int
 
 
-def steps(rank: int, ranks: int, length: int) -> Iterator[Step]:
+def steps(rank: int, ranks: int, length: int) -> Iterator[RingStep]:
     """What `rank` of `ranks`, each with `length` places, does while the keys of every rank pass by."""
     for index in range(ranks):
         source = (rank - index) % ranks
         rows = slice(length // 2, length) if source > rank else slice(0, length)
         columns = slice(0, length // 2) if source < rank else slice(0, length)
-        yield Step(rows, columns, source)
+        yield RingStep(rows, columns, source)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from forge_core.component import LAYOUT, Component
 from forge_core.features import Feature
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 from forge_parallel.context.row_order import SequenceOrder
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class ContextParallel(Component, Transform):
     """
 
     name = "context"
-    phase = Phase.CONTEXT
+    phase = Order.CONTEXT
     axes = frozenset({"cp"})
     needs = frozenset({"shard"})
     key_class: ClassVar = LAYOUT

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forge_core.protocols.model import AttentionCore, PositionedTokens, Transform
 from forge_core.protocols.topology import Context
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 from forge_parallel.torch_private import attention_cudnn, attention_math
 
 GIB = 1 << 30
@@ -73,7 +73,7 @@ class FusedAttention(Transform):
     """Before all others: strategies that wrap a core then wrap that of a GPU."""
 
     name: str = "fused_attention"
-    phase: int = min(Phase) - 1
+    phase: int = min(Order) - 1
     axes: frozenset[str] = frozenset()
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.model import ExpertDispatcher
-from forge_parallel.experts.dispatchers import Everyone, Exchange, Run
+from forge_parallel.experts.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Run
 from forge_parallel.experts.route import Route
 from forge_parallel.placement.collectives import Ranks
 
@@ -35,11 +35,11 @@ def evenly(dispatcher: ExpertDispatcher, experts: int) -> ExpertDispatcher:
 
 def _evenly(dispatcher: ExpertDispatcher, experts: int, present: int, count: int) -> ExpertDispatcher:
     """Of tokens that each have one of `present` experts, of which the dispatcher has `count`."""
-    if isinstance(dispatcher, Exchange):
+    if isinstance(dispatcher, AllToAllDispatcher):
         share = count // dispatcher.ranks.size
         inner = _evenly(dispatcher.inner, experts, share, share)
         return replace(dispatcher, inner=inner, route=_EvenRoute(experts, present, share))
-    if isinstance(dispatcher, Everyone):
+    if isinstance(dispatcher, AllGatherDispatcher):
         share = count // dispatcher.ranks.size if dispatcher.divided else count
         return _AsMany(replace(dispatcher, inner=_evenly(dispatcher.inner, experts, present, share)))
     return _EvenLoad(experts, present, dispatcher)
@@ -67,7 +67,7 @@ class _EvenRoute:
 class _AsMany:
     """Every rank brings as many tokens and slots as this one: what ranks tell each other cannot be read without memory."""
 
-    everyone: Everyone
+    everyone: AllGatherDispatcher
 
     def __call__(
         self,

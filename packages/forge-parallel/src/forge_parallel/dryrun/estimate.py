@@ -24,7 +24,7 @@ from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, O
 from forge_core.protocols.topology import Context
 from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.plan import Order, Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.dryrun.accelerators import Accelerator, FusedAttention
 from forge_parallel.dryrun.balanced_routing import evenly
@@ -37,7 +37,7 @@ from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.shares import FLOAT8_MULTIPLE
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import detect_fake_mode
 
@@ -182,7 +182,7 @@ def _run(
     workload: Workload, plan: Plan, rank: int, metrics: Sequence[str], *, accelerator: Accelerator | None, device: torch.device
 ) -> tuple[Estimate, tuple[str, ...]]:
     """The estimate of one rank, and the names of the metrics that it saw computed."""
-    kept = [transform for transform in plan.transforms if transform.phase != Phase.COMPILE]
+    kept = [transform for transform in plan.transforms if transform.phase != Order.COMPILE]
     told = [] if accelerator is None else [FusedAttention()]
     with fake_world(plan.layout.world, rank), ExitStack() as stack:
         topology = Topology.of(plan.layout, device)
@@ -228,7 +228,7 @@ class _Watch(Transform):
     metrics: list[str]
     steps: list[_Notes] = field(default_factory=list)
     name: str = "watch"
-    phase: int = max(Phase) + 1
+    phase: int = max(Order) + 1
     axes: frozenset[str] = frozenset()
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:
@@ -337,7 +337,7 @@ def _estimate(workload: Workload, model: ParallelModel, watch: _Watch) -> Estima
 def _step(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch, micro_batches: int) -> None:
     watch.steps.append(_Notes(Traffic(step.model.topology.layout)))
     result = step([workload.batch(step.model.topology.device) for _ in range(micro_batches)])
-    clip(step.model, result.norm, 1.0)
+    clip_grad_norm(step.model, result.norm, 1.0)
     optimizer.step(result.skip)
     optimizer.zero_grad()
 
@@ -355,7 +355,7 @@ def _counted(workload: Workload, step: Step, optimizer: Optimizer, watch: _Watch
         result = step(batches)
         gradients = [tensor.grad for _, tensor, _ in model.trainable() if tensor.grad is not None]
         ledger.name(GRADIENTS, gradients, anew=True)
-        clip(model, result.norm, 1.0)
+        clip_grad_norm(model, result.norm, 1.0)
         optimizer.step(result.skip)
     size = held(gradients)
     optimizer.zero_grad()

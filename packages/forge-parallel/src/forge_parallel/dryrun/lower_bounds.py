@@ -17,9 +17,9 @@ from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.traffic import axis_of
 from forge_parallel.placement.shares import chunk
 from forge_parallel.placement.topology import SHARD_AND_CP
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 
 DATA = ("dp_replicate", "dp_shard", SHARD_AND_CP)
 
@@ -51,9 +51,9 @@ def bounds(model: ParallelModel, micro_batches: int, tokens: int, documents: boo
     found: list[Bound] = []
     open_end = False
     for transform in model.plan.transforms:
-        if isinstance(transform, Shard):
+        if isinstance(transform, FullyShard):
             found += _sharded(model, transform, micro_batches)
-        elif isinstance(transform, Tensor):
+        elif isinstance(transform, TensorParallel):
             found += _split(model, transform, micro_batches, tokens // layout.cp)
         elif isinstance(transform, ContextParallel) and layout.cp > 1:
             attended = list(_attended(model, transform, micro_batches, tokens, documents))
@@ -103,7 +103,7 @@ def _attended(
         yield Bound("cp", "all_to_all", micro_batches * 2 * mine * apart * size)
 
 
-def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int) -> Iterator[Bound]:
+def _split(model: ParallelModel, split: TensorParallel, micro_batches: int, tokens: int) -> Iterator[Bound]:
     """Tensor and sequence parallelism over n ranks (Korthikanti et al., 2022).
 
     The stream is gathered before each pair of cut matrices and scattered after it, in the forward and, the other way round,
@@ -123,7 +123,7 @@ def _split(model: ParallelModel, split: Tensor, micro_batches: int, tokens: int)
         yield Bound("tp", kind, micro_batches * (2 * (pairs + scored) * _share(stream, size) + scored * further))
 
 
-def _sharded(model: ParallelModel, shard: Shard, micro_batches: int) -> Iterator[Bound]:
+def _sharded(model: ParallelModel, shard: FullyShard, micro_batches: int) -> Iterator[Bound]:
     """Fully sharded data parallelism over n ranks, with r replicas (Rajbhandari et al., 2020; Zhao et al., 2023).
 
     Per micro-batch, blocks are gathered for the forward and, when they are freed after it, again for the backward; what

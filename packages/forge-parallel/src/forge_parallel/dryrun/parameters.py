@@ -12,7 +12,7 @@ from forge_core.protocols.model import Transform
 from forge_core.protocols.topology import Context
 from forge_parallel.build.chosen import apply
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.plan import Order, Plan
 from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.dryrun.estimate import Workload
 from forge_parallel.dryrun.fake_world import Weightless, fake_world
@@ -22,7 +22,7 @@ from forge_parallel.torch_private import detect_fake_mode
 
 
 @dataclass(frozen=True)
-class Placed:
+class ParameterPlacement:
     """One parameter of one rank.
 
     Attributes:
@@ -44,7 +44,7 @@ class Placed:
     bytes: int
 
 
-def parameters_of(workload: Workload, plan: Plan, rank: int = 0) -> list[Placed]:
+def parameters_of(workload: Workload, plan: Plan, rank: int = 0) -> list[ParameterPlacement]:
     """What `rank` holds once the model is laid out. No step runs, so it takes a second where `dry_run` takes many.
 
     Raises:
@@ -70,7 +70,7 @@ class _WithoutMemory(Transform):
 
     stack: ExitStack
     name: str = "without_memory"
-    phase: int = max(Phase) + 1
+    phase: int = max(Order) + 1
     axes: frozenset[str] = field(default_factory=frozenset)
 
     def apply(self, part: nn.Module, context: Context) -> nn.Module:
@@ -83,14 +83,14 @@ def _unfilled(_: ParallelModel) -> None:
     """Stands for initial weights."""
 
 
-def _placed(model: ParallelModel) -> Iterable[Placed]:
+def _placed(model: ParallelModel) -> Iterable[ParameterPlacement]:
     seen: set[int] = set()
     for part in model.parts:
         classes = {path: type(module).__name__ for path, module in part.named_modules()}
         for name, parameter in part.named_parameters(remove_duplicate=False):
             first = id(parameter) not in seen
             seen.add(id(parameter))
-            yield Placed(
+            yield ParameterPlacement(
                 name,
                 tuple(classes[path] for path in _around(name)),
                 tuple(parameter.shape),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from forge_core.errors import PlanError
 from forge_core.protocols.model import ExpertDispatcher
 from forge_core.protocols.topology import Context, Topology
-from forge_parallel.experts.dispatchers import Everyone, Exchange
+from forge_parallel.experts.dispatchers import AllGatherDispatcher, AllToAllDispatcher
 from forge_parallel.experts.stack import stack_class
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.expert_stacks import stacks
@@ -45,17 +45,17 @@ def share_experts(part: nn.Module, context: Context, *, dispatcher: str, ranks_p
 def open_dispatcher(
     local: ExpertDispatcher, topology: Topology, dispatcher: str, ranks_per_node: int | None = None, overlap: bool = True
 ) -> ExpertDispatcher:
-    """What takes the place of a layer's `local` one. `ranks_per_node`: see `Expert`."""
+    """What takes the place of a layer's `local` one. `ranks_per_node`: see `ExpertParallel`."""
     layout = topology.layout
-    inner = local if layout.etp == 1 else Everyone(Ranks.of(topology.group("etp")), local, divided=False)
+    inner = local if layout.etp == 1 else AllGatherDispatcher(Ranks.of(topology.group("etp")), local, divided=False)
     if layout.ep == 1:
         return inner
     if dispatcher == "all_gather":
-        return Everyone(Ranks.of(topology.group("ep")), inner)
+        return AllGatherDispatcher(Ranks.of(topology.group("ep")), inner)
     if dispatcher == "all_to_all":
-        return Exchange(Ranks.of(topology.group("ep")), inner, overlap)
+        return AllToAllDispatcher(Ranks.of(topology.group("ep")), inner, overlap)
     inside, across = (Ranks.of(group) for group in topology.nodes("ep", _per_node(layout.ep, ranks_per_node)))
-    return Exchange(across, Exchange(inside, inner, overlap), overlap)
+    return AllToAllDispatcher(across, AllToAllDispatcher(inside, inner, overlap), overlap)
 
 
 def _per_node(ep: int, node: int | None) -> int:

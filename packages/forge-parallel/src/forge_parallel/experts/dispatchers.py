@@ -19,7 +19,7 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AllToAllDispatcher:
     """Sends each token to every rank that has one of its experts, once, however many those are.
 
     A rank adds up what its experts make of a token, with the token's weights, before it sends the sum back. With `overlap`
@@ -57,10 +57,10 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Everyone:
+class AllGatherDispatcher:
     """Brings all tokens to all ranks. `divided`: each rank has other experts; else each has a part of every expert's matrices.
 
-    More bytes than `Exchange` unless tokens have experts on most ranks, but every rank's share is of one size. `read` brings the
+    More bytes than `AllToAllDispatcher` unless tokens have experts on most ranks, but every rank's share is of one size. `read` brings the
     numbers of all ranks' tokens and slots (2, ranks) to the host.
     """
 

@@ -8,7 +8,7 @@ from annotated_types import Gt
 from forge_core.component import LAYOUT, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,12 +19,12 @@ Kind = Literal["all_to_all", "all_gather", "hierarchical"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expert(Component, Transform):
+class ExpertParallel(Component, Transform):
     """Shares experts over `parallel.ep` ranks, to which tokens travel, and each expert's width over `parallel.etp` (expert
     parallelism)."""
 
     name = "expert"
-    phase = Phase.EXPERT
+    phase = Order.EXPERT
     axes = frozenset({"ep", "etp"})
     needs = frozenset({"shard"})
     key_class: ClassVar = LAYOUT
@@ -48,7 +48,7 @@ class Expert(Component, Transform):
         if self.dispatcher != "hierarchical" and self.ranks_per_node is not None:
             raise ValueError(f"dispatcher = '{self.dispatcher}' does not use ranks_per_node; remove it, or use 'hierarchical'")
 
-    def build(self) -> "Expert":
+    def build(self) -> "ExpertParallel":
         return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":

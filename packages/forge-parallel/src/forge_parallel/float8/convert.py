@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import ExpertStack
-from forge_parallel.float8 import layers, library
+from forge_parallel.float8.layers import candidates, check_experts, check_shapes, selected
+from forge_parallel.float8.library import emulates, emulates_experts, require_torchao
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.expert_stacks import stacks
 from forge_parallel.placement.shares import collapsed
@@ -43,18 +44,18 @@ def convert(
     """
     if context.compute == torch.float64:
         raise PlanError("transforms.float8 does not support precision.compute = 'fp64'; use 'bf16', or 'fp32' for tests")
-    modules = {path: part.get_submodule(path) for path in layers.candidates(context.specs)}
-    known = _without(modules, layers.candidates(context.whole or context.specs))
+    modules = {path: part.get_submodule(path) for path in candidates(context.specs)}
+    known = _without(modules, candidates(context.whole or context.specs))
     stacked = stacks(context.whole or context.specs) if experts else ()
-    chosen = layers.selected([*known, *stacked], include, exclude)
+    chosen = selected([*known, *stacked], include, exclude)
     if experts and chosen.isdisjoint(stacked):
         there = "include and exclude leave none of them" if stacked else "the model has none"
         raise PlanError(f"transforms.float8.experts = true converts stacked experts, but {there}; remove it")
     linear = {path: _plain(path, module) for path, module in modules.items() if path in chosen}
     layout = context.topology.layout
-    layers.check_shapes({path: (m.out_features, m.in_features) for path, m in linear.items()}, context.specs, layout.tp)
-    emulated = library.emulates(emulate, context.topology.device)
-    library.require()
+    check_shapes({path: (m.out_features, m.in_features) for path, m in linear.items()}, context.specs, layout.tp)
+    emulated = emulates(emulate, context.topology.device)
+    require_torchao()
     from forge_parallel.float8.linear import Casting, float8_class
 
     casting = Casting.of(recipe, emulated)
@@ -71,7 +72,7 @@ def _convert_experts(modules: Mapping[str, nn.Module], emulate: Literal["auto"] 
     """Cuts over `ep` and `etp` come later, and derive from what the class is then."""
     if not modules:
         return
-    emulated = library.emulates_experts(emulate, context.topology.device, context.compute)
+    emulated = emulates_experts(emulate, context.topology.device, context.compute)
     shapes: dict[str, tuple[int, int]] = {}
     for path, module in modules.items():
         if not isinstance(module, ExpertStack):
@@ -80,7 +81,7 @@ def _convert_experts(modules: Mapping[str, nn.Module], emulate: Literal["auto"] 
                 f'add "{path}" to transforms.float8.exclude'
             )
         shapes |= {f"{path}.{name}": (p.shape[1], p.shape[2]) for name, p in module.named_parameters() if p.ndim == 3}
-    layers.check_experts(shapes, context.specs, context.topology.layout.etp)
+    check_experts(shapes, context.specs, context.topology.layout.etp)
     from forge_parallel.float8 import experts
 
     for module in modules.values():
@@ -144,7 +145,7 @@ def _plain(path: str, module: nn.Module) -> nn.Linear:
 
 def _gather_in_float8(part: nn.Module, converted: list[nn.Linear], casting: "Casting", context: "Context") -> None:
     """Wraps the weights of converted layers, but for those that other modules use as well."""
-    from forge_parallel.float8.shard import Float8Shard, Gathering, Weight
+    from forge_parallel.float8.shard import Float8Shard, GatheredWeight, Gathering
 
     topology = context.topology
     mesh = topology.data_mesh
@@ -158,7 +159,7 @@ def _gather_in_float8(part: nn.Module, converted: list[nn.Linear], casting: "Cas
         plain = module.weight
         if plain not in elsewhere:
             if plain not in wrapped:
-                weights.append(Weight(gathering))
+                weights.append(GatheredWeight(gathering))
                 wrapped[plain] = nn.Parameter(Float8Shard(plain.detach(), weights[-1]), plain.requires_grad)
             module.weight = wrapped[plain]
     part.float8_weights = weights  # type: ignore[assignment]

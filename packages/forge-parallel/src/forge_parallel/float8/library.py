@@ -11,7 +11,7 @@ from forge_parallel import accelerator, torchao_library
 KEY, EXTRA = "transforms.float8", "float8"
 
 
-def check_installed() -> None:
+def check_torchao() -> None:
     """Looks for torchao without importing it.
 
     Raises:
@@ -20,7 +20,7 @@ def check_installed() -> None:
     torchao_library.check_installed(KEY, EXTRA)
 
 
-def require() -> None:
+def require_torchao() -> None:
     """Imports torchao's float8.
 
     Raises:

@@ -59,7 +59,7 @@ class Casting:
         return self.config.emulate
 
 
-class Float8(nn.Linear):
+class Float8Linear(nn.Linear):
     """Mixed into the class of a linear layer; its parameters, hooks and every other method stay."""
 
     casting: Casting
@@ -93,7 +93,7 @@ class Float8(nn.Linear):
 @cache
 def float8_class(original: type[nn.Linear]) -> type[nn.Linear]:
     """The converted class of a layer's class. One per class, so that compiled blocks share a graph."""
-    return type(f"{original.__name__}Float8", (Float8, original), {})
+    return type(f"{original.__name__}Float8", (Float8Linear, original), {})
 
 
 class _GradientScale(torch.autograd.Function):

@@ -82,7 +82,7 @@ class Gathering:
 
 
 @dataclass(eq=False)
-class Weight:
+class GatheredWeight:
     """One weight, behind all tensors made of it: FSDP cuts and pads it, each rank as often as its share asks for, and ranks
     must agree on whether `scale` is known. It is from a step's first forward to its last backward, when no weight changes."""
 
@@ -104,12 +104,12 @@ class Float8Shard(Tensor):
     """A rank's part of a weight."""
 
     plain: Tensor
-    weight: Weight
+    weight: GatheredWeight
 
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, plain: Tensor, weight: Weight) -> "Float8Shard":
+    def __new__(cls, plain: Tensor, weight: GatheredWeight) -> "Float8Shard":
         self = make_wrapper_subclass(
             cls,
             plain.size(),
@@ -125,16 +125,16 @@ class Float8Shard(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Float8Shard({self.plain!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], Weight]:
+    def __tensor_flatten__(self) -> tuple[list[str], GatheredWeight]:
         return ["plain"], self.weight
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], weight: Weight, size: Any, stride: Any) -> "Float8Shard":
+    def __tensor_unflatten__(inner: dict[str, Tensor], weight: GatheredWeight, size: Any, stride: Any) -> "Float8Shard":
         return Float8Shard(inner["plain"], weight)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        weights: list[Weight] = []
+        weights: list[GatheredWeight] = []
 
         def unwrapped(shard: "Float8Shard") -> Tensor:
             weights.append(shard.weight)

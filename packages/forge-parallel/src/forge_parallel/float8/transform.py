@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from forge_core.component import FREE, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ class Float8(Component, Transform):
     """
 
     name = "float8"
-    phase = Phase.QUANTIZE
+    phase = Order.QUANTIZE
     axes = frozenset()
     plane = "numerics"
     products = "fp8"
@@ -57,9 +57,9 @@ class Float8(Component, Transform):
             raise ValueError("all_gather = true needs recipe = 'tensorwise': else its rows and columns are scaled differently")
 
     def build(self) -> "Float8":
-        from forge_parallel.float8.library import check_installed
+        from forge_parallel.float8.library import check_torchao
 
-        check_installed()
+        check_torchao()
         return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":

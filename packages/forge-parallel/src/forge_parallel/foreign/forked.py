@@ -25,7 +25,7 @@ from forge_parallel.accelerator import is_initialized
 from forge_parallel.torch_private import one_gloo_thread
 
 
-def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
+def fork_local(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
     """Results of `function`, JSON, on `size` ranks, in rank order; the default process group is ready on each.
 
     Raises:
@@ -46,7 +46,7 @@ def forked(size: int, function: Callable[[], Any], timeout: float) -> list[Any]:
                     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12, of threads that a child does not have
                     pid = os.fork()
                 if pid == 0:
-                    _work(function, rank, size, Path(folder) / "store", writing)
+                    _work_forked(function, rank, size, Path(folder) / "store", writing)
                 os.close(writing)
                 children[reading] = pid
                 order.append(reading)
@@ -85,7 +85,7 @@ def _failure(answer: bytes, rank: int) -> str:
     return "" if good else value
 
 
-def _work(function: Callable[[], Any], rank: int, size: int, store: Path, pipe: int) -> None:
+def _work_forked(function: Callable[[], Any], rank: int, size: int, store: Path, pipe: int) -> None:
     """The whole life of a child. It never returns."""
     code = 1
     try:

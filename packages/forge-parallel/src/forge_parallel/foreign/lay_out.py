@@ -15,7 +15,7 @@ from forge_core.layout import Layout
 from forge_core.specs import Specs
 from forge_parallel import accelerator
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Phase, Plan
+from forge_parallel.build.plan import Order, Plan
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.build.realize import Blueprint, Restore, realize
 from forge_parallel.components.pipeline import OneForwardOneBackward
@@ -23,16 +23,16 @@ from forge_parallel.foreign.blocks import Seen, find_blocks, refuse_blocks, refu
 from forge_parallel.foreign.describe import describe
 from forge_parallel.foreign.example import Example, example_for, guessed
 from forge_parallel.foreign.following import follow
-from forge_parallel.foreign.parallelized import Parallelized
+from forge_parallel.foreign.parallelized import ParallelizedModule
 from forge_parallel.foreign.staged import stage
 from forge_parallel.foreign.styles import rules_of
 from forge_parallel.foreign.weights import Skeleton, of_builder, of_module, refuse_narrow
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
 from forge_parallel.tensor.rules import Rules
-from forge_parallel.tensor.transform import Tensor
+from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.torch_private import BatchNorm
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 
 
 def refuse_axes(layout: Layout) -> None:
@@ -60,7 +60,7 @@ def lay_out(
     state: str = "fp32",
     seed: int = 0,
     example: Example | None = None,
-) -> Parallelized:
+) -> ParallelizedModule:
     """Collective: see `parallelize`.
 
     Raises:
@@ -77,7 +77,7 @@ def lay_out(
     chosen = _transforms(skeleton, layout, transforms, tp_plan, example)
     if layout.data > 1:
         refuse_batch_statistics(skeleton.module)
-    recomputes = any(one.phase == Phase.RECOMPUTE for one in chosen)
+    recomputes = any(one.phase == Order.RECOMPUTE for one in chosen)
     seen = watch(skeleton.module, example) if layout.data > 1 or layout.pp > 1 or recomputes else None
     specs = describe(skeleton.module, _blocks(skeleton.module, layout, chosen, blocks, seen))
     if layout.pp > 1:
@@ -98,7 +98,7 @@ def lay_out(
         return model
 
     again = _copied(hollow)
-    return Parallelized(realized(hollow, skeleton.fill), lambda fill: realized(deepcopy(again()), fill))
+    return ParallelizedModule(realized(hollow, skeleton.fill), lambda fill: realized(deepcopy(again()), fill))
 
 
 def _lie_in_order(module: nn.Module) -> None:
@@ -119,7 +119,7 @@ def _blocks(
     sharded = layout.data > 1
     blocks = find_blocks(module, seen) if given is None else given
     refuse_blocks(module, blocks, seen, sharded and layout.pp == 1)
-    needing = [one.name for one in transforms if one.phase in (Phase.RECOMPUTE, Phase.COMPILE)]
+    needing = [one.name for one in transforms if one.phase in (Order.RECOMPUTE, Order.COMPILE)]
     needing += ["pp"] if layout.pp > 1 else []
     if needing and not blocks:
         raise PlanError(
@@ -128,7 +128,7 @@ def _blocks(
         )
     if sharded:
         refuse_changes(module, blocks, seen, "FSDP2 watches a block's inputs for the end of its backward")
-    if any(one.phase == Phase.RECOMPUTE for one in transforms):
+    if any(one.phase == Order.RECOMPUTE for one in transforms):
         refuse_changes(module, blocks, seen, "recomputation calls a block again with its inputs", later=True)
     return blocks
 
@@ -170,7 +170,7 @@ def _transforms(
     built = [one.build() if callable(getattr(one, "build", None)) else one for one in given]
     names = {transform.name for transform in built}
     if layout.dp_shard * layout.dp_replicate > 1 and "shard" not in names:
-        built.append(Shard())
+        built.append(FullyShard())
     if layout.tp > 1 and "tensor" not in names:
         plan = tp_plan if tp_plan is not None else getattr(skeleton.module, "_tp_plan", None)
         if not plan:
@@ -186,7 +186,7 @@ def _transforms(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlannedTensor(Tensor):
+class _PlannedTensor(TensorParallel):
     """Cuts what a `tp_plan` says."""
 
     planned: Rules

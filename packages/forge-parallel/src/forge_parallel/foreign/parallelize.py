@@ -19,7 +19,7 @@ from torch import nn
 from forge_core.layout import Layout
 from forge_parallel.foreign.example import Example
 from forge_parallel.foreign.lay_out import lay_out, refuse_axes
-from forge_parallel.foreign.parallelized import Parallelized
+from forge_parallel.foreign.parallelized import ParallelizedModule
 from forge_parallel.foreign.verification import verify_layout
 from forge_parallel.pipeline.definition import Pipeline
 
@@ -38,7 +38,7 @@ def parallelize(
     seed: int = 0,
     example: Example | None = None,
     verify: bool = False,
-) -> Parallelized:
+) -> ParallelizedModule:
     """Collective: lays out a module over the ranks of the running process group; "1" needs no group.
 
     The result is called and trained as the module. Gradients are averaged over data ranks, so each takes the mean loss of its

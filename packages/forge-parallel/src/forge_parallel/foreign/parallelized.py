@@ -15,10 +15,10 @@ from forge_core.errors import PlanError
 from forge_core.protocols.model import LossTerms
 from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.build.realize import Restore
-from forge_parallel.pipeline.runner import Runner
+from forge_parallel.pipeline.runner import PipelineRunner
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.step.clipping import clip
-from forge_parallel.step.reduce import squared_norm, world_sum
+from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import squared_grad_norm, world_sum
 from forge_parallel.step.strategies import after_backward, before_micro_batch, refresh
 from forge_parallel.torch_private import IncompatibleKeys, mark_as_partial, tree_map_only
 from forge_parallel.verify.gather import gathered
@@ -30,7 +30,7 @@ Loss = Callable[[Any, Any], Tensor]
 """(the module's output, the micro-batch or its target) -> sum over its valid tokens, a scalar with its graph."""
 
 
-class Parallelized(ParallelModel, nn.Module):
+class ParallelizedModule(ParallelModel, nn.Module):
     """A laid out module for a loop that is not ours, used as a module wherever that means one thing in every layout.
 
     Parameters are this rank's shares (`DTensor`s where something is cut) under the module's own names. `deepcopy` gives another
@@ -119,7 +119,7 @@ class Parallelized(ParallelModel, nn.Module):
         for part in self.parts:
             yield from part.named_buffers(prefix, True, remove_duplicate)
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> "Parallelized":
+    def apply(self, fn: Callable[[nn.Module], None]) -> "ParallelizedModule":
         """As `nn.Module.apply`, on one rank.
 
         Raises:
@@ -132,7 +132,7 @@ class Parallelized(ParallelModel, nn.Module):
             )
         return super().apply(fn)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Parallelized":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelizedModule":
         """What `.to`, `.cuda`, `.half` and their like call: nothing to do, or refused."""
         for name, tensor in self.tensors():
             held = local_box(tensor).local
@@ -144,8 +144,8 @@ class Parallelized(ParallelModel, nn.Module):
                 )
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Parallelized":
-        copy = Parallelized(self._again(self._copy_to), self._again)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelizedModule":
+        copy = ParallelizedModule(self._again(self._copy_to), self._again)
         for mine, theirs in zip(self.modules(), copy.modules(), strict=True):
             theirs.training = mine.training
         memo[id(self)] = copy
@@ -164,8 +164,8 @@ class Parallelized(ParallelModel, nn.Module):
 
     def clip_grad_norm(self, limit: float) -> Tensor:
         """Scales all gradients by min(1, limit / norm); returns the norm over all parameters and ranks, equal on all of them."""
-        (square,) = world_sum([squared_norm(self)], self.topology)
-        clip(self, square.sqrt(), limit)
+        (square,) = world_sum([squared_grad_norm(self)], self.topology)
+        clip_grad_norm(self, square.sqrt(), limit)
         return square.sqrt()
 
     clip_grad_norm_ = clip_grad_norm
@@ -230,7 +230,7 @@ class Parallelized(ParallelModel, nn.Module):
         scoring.last_stage = self._on_device([others for _, others in split])
         inputs = self._on_device([first for first, _ in split])
         numbered = [Batch(tokens, torch.tensor(number)) for number, tokens in enumerate(inputs)]
-        yield from (term.sum for term in Runner(self, scoring).train(numbered, divisor))
+        yield from (term.sum for term in PipelineRunner(self, scoring).train(numbered, divisor))
 
     def _on_device(self, values: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.topology.device), values)

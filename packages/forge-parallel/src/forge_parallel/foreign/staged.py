@@ -29,7 +29,7 @@ class Passing(nn.Module):
         return hidden
 
 
-class Staged(nn.Module):
+class PipelineModule(nn.Module):
     """Mixed into the class of a foreign module: describes itself, leaves modules out, and takes what a pipeline gives."""
 
     unit_paths: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
@@ -87,7 +87,7 @@ class Staged(nn.Module):
 
 @cache
 def _staged(original: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{original.__name__}Staged", (Staged, original), {})
+    return type(f"{original.__name__}Staged", (PipelineModule, original), {})
 
 
 def stage(module: nn.Module, blocks: list[str], example: Example) -> None:

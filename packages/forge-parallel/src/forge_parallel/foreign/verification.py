@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.foreign.draws import Draws, random_numbers_kept
 from forge_parallel.foreign.example import Example, call, example_for, shares
-from forge_parallel.foreign.forked import forked
+from forge_parallel.foreign.forked import fork_local
 from forge_parallel.foreign.lay_out import lay_out, prepare
-from forge_parallel.foreign.parallelized import Parallelized
+from forge_parallel.foreign.parallelized import ParallelizedModule
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.split import BALANCED
 from forge_parallel.torch_private import tree_iter, tree_map_only
-from forge_parallel.transforms.shard import Shard
+from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.gather import gathered
 
 TOLERANCES = {"fp64": 1e-6, "fp32": 2**-12, "bf16": 2**-4}
@@ -75,11 +75,11 @@ class _Probe:
         prepare(module)
         return module.to(DTYPES[self.width])
 
-    def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> Parallelized:
+    def laid_out(self, layout: Layout, device: torch.device | str | None, draws: bool) -> ParallelizedModule:
         """The module in a layout."""
-        left_out = {Phase.QUANTIZE, Phase.COMPILE} | ({Phase.RECOMPUTE} if draws else set())
+        left_out = {Order.QUANTIZE, Order.COMPILE} | ({Order.RECOMPUTE} if draws else set())
         kept = [one for one in self.transforms if one.phase not in left_out]
-        chosen = [replace(one, offload=False) if isinstance(one, Shard) else one for one in kept]
+        chosen = [replace(one, offload=False) if isinstance(one, FullyShard) else one for one in kept]
         source, dtype = self.source, DTYPES[self.width]
         pipeline = self.pipeline and replace(self.pipeline, split=BALANCED)
         return lay_out(
@@ -144,7 +144,7 @@ def verify_layout(
             _raise(found, layout, width)
         for axis in () if together else axes:
             pair = Layout.of({axis: 2, **({"dp_shard": 1} if axis != "dp_shard" else {})}, 2)
-            (width, found), _ = forked(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
+            (width, found), _ = fork_local(2, lambda pair=pair: _faults(probe, pair, "cpu"), timeout)
             _raise(found, pair, width)
     if width != "fp64" and (not dist.is_initialized() or dist.get_rank() == 0):
         warnings.warn(
@@ -199,7 +199,7 @@ def _faults(probe: _Probe, layout: Layout, device: torch.device | str | None) ->
     return width, _agreed(found)
 
 
-def _step(model: Parallelized, mine: list[Any], loss: Loss) -> float:
+def _step(model: ParallelizedModule, mine: list[Any], loss: Loss) -> float:
     """Forward and backward of this rank's shares; the mean loss over all ranks."""
     if model.cut is not None:
         batches = [share if isinstance(share, Mapping) else {"input": share} for share in mine]

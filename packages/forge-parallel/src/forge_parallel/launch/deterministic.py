@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import deterministic
+from torch.utils import deterministic as torch_deterministic
 
 from forge_core.errors import PlanError
 
@@ -19,7 +19,7 @@ FIXED = (":4096:8", ":16:8")
 
 
 @contextmanager
-def same_bits(on: bool) -> Iterator[None]:
+def deterministic(on: bool) -> Iterator[None]:
     """Inside, what is computed twice from the same numbers has the same bits; with `on` False nothing changes.
 
     torch takes other kernels, which may be slower, and an operator that has none raises an error with its name

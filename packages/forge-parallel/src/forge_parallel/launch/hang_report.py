@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from forge_parallel.torch_private import flight_record
 
 _NEWEST = 200
-_SHOWN = 5
+_RECORDS_SHOWN = 5
 
 
 class Entered(NamedTuple):
@@ -63,7 +63,7 @@ def text(cause: str, ranks: Mapping[int, str], records: Mapping[int, Sequence[En
     """
     parts = [cause, parting(records)]
     for rank, said in sorted(ranks.items()):
-        newest = "\n".join(f"  {entry.group} #{entry.number} {entry.what}" for entry in records.get(rank, ())[-_SHOWN:])
+        newest = "\n".join(f"  {entry.group} #{entry.number} {entry.what}" for entry in records.get(rank, ())[-_RECORDS_SHOWN:])
         parts += [f"--- rank {rank} ---", said.rstrip(), f"newest collectives:\n{newest}" if newest else ""]
     return "\n".join(filter(None, parts)) + "\n"
 

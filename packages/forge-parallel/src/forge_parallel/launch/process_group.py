@@ -36,7 +36,7 @@ _NCCL = (
 _log = logging.getLogger(__name__)
 
 
-def start(
+def init_process_groups(
     where: Launch,
     timeout: float,
     patience: float = 30.0,
@@ -198,7 +198,7 @@ def _tell(variables: Iterable[tuple[Sequence[str], str]]) -> None:
             os.environ[names[0]] = value
 
 
-def stop() -> None:
+def destroy_process_groups() -> None:
     """Closes the process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,12 +19,12 @@ WATCHING = "forge-watch"
 
 _LIBRARY = (f"{sep}torch{sep}", sysconfig.get_path("stdlib") + sep)
 _DEBUGGERS = ("bdb", "pdb", "pydevd")
-_SHOWN = 4
+_RANKS_SHOWN = 4
 _OUTER = 8
 _LONGEST = 20_000
 
 
-class Sight(NamedTuple):
+class RankStatus(NamedTuple):
     """What a rank says of itself.
 
     Attributes:
@@ -61,7 +61,7 @@ class Sight(NamedTuple):
         return self.limit is not None and self.held > self.limit
 
 
-def late(seen: Mapping[int, Sight], silent: Sequence["Sight | str"] = ()) -> "Sequence[Sight | str]":
+def late(seen: Mapping[int, RankStatus], silent: Sequence["RankStatus | str"] = ()) -> "Sequence[RankStatus | str]":
     """The ranks that the others wait for.
 
     Those without a sign of life; else, where all wait and most of them do so at one place, those that wait elsewhere, as after a
@@ -80,10 +80,10 @@ def late(seen: Mapping[int, Sight], silent: Sequence["Sight | str"] = ()) -> "Se
     return [sight for sight in last if not sight.waits] or last
 
 
-def several(ranks: "Sequence[Sight | str]") -> str:
+def several(ranks: "Sequence[RankStatus | str]") -> str:
     """The first of them, and how many more there are."""
-    more = f", and {len(ranks) - _SHOWN} more ranks" if len(ranks) > _SHOWN else ""
-    return "; ".join(map(str, ranks[:_SHOWN])) + more
+    more = f", and {len(ranks) - _RANKS_SHOWN} more ranks" if len(ranks) > _RANKS_SHOWN else ""
+    return "; ".join(map(str, ranks[:_RANKS_SHOWN])) + more
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:

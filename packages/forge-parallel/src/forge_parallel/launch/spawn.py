@@ -23,7 +23,7 @@ from forge_core.errors import ForgeError
 from forge_parallel.torch_private import one_gloo_thread
 
 
-def spawn(target: str, size: int, arguments: list[Any], timeout: float = 600.0) -> list[Any]:
+def spawn_local(target: str, size: int, arguments: list[Any], timeout: float = 600.0) -> list[Any]:
     """Results of `target` (`package.module:function`) on `size` ranks, in rank order.
 
     Raises:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from forge_core.errors import ForgeError
 from forge_parallel.launch import hang_report, sights
 from forge_parallel.launch.environment import Launch, is_agents_store
-from forge_parallel.launch.sights import Sight, several
+from forge_parallel.launch.sights import RankStatus, several
 from forge_parallel.torch_private import default_store
 
 _log = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ class Watch:
         if self._file is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
-    def _hang(self, mine: Sight) -> str | None:
+    def _hang(self, mine: RankStatus) -> str | None:
         """Who hangs, and for how long; None where none does, or where the one that the others wait for may take longer.
 
         It takes two looks at the others: only who moves between them is heard of.
@@ -329,7 +329,7 @@ class Watch:
             return None
         self._suspect_at = self._awake + self._quiet
         guilty = self._late(seen)
-        alive = [sight for sight in guilty if isinstance(sight, Sight) and not self._is_quiet(sight.rank)]
+        alive = [sight for sight in guilty if isinstance(sight, RankStatus) and not self._is_quiet(sight.rank)]
         if not guilty or any(not sight.is_over for sight in alive):
             return None
         return f"{several(guilty)} did not come within {mine.limit:.4g} s"
@@ -395,20 +395,20 @@ class Watch:
         hang_report.append(path, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), hang_report.text(cause, told, records))
         _log.error("the stacks of all ranks are in %s", path)
 
-    def _sights(self) -> dict[int, Sight]:
+    def _sights(self) -> dict[int, RankStatus]:
         """What the other ranks wrote; those that never did are left out."""
         keys = {rank: f"rank/{rank}" for rank in range(self.size) if rank != self.rank}
         known = (
             list(keys) if self._store.check(list(keys.values())) else [r for r, key in keys.items() if self._store.check([key])]
         )
-        found = {rank: Sight(*json.loads(self._store.get(keys[rank]))) for rank in known}
+        found = {rank: RankStatus(*json.loads(self._store.get(keys[rank]))) for rank in known}
         now = time.monotonic()
         for rank, sight in found.items():
             if self._heard.get(rank, (None, 0.0))[0] != sight.beat:
                 self._heard[rank] = sight.beat, now
         return found
 
-    def _late(self, seen: dict[int, Sight]) -> "Sequence[Sight | str]":
+    def _late(self, seen: dict[int, RankStatus]) -> "Sequence[RankStatus | str]":
         """The ranks that the others wait for, this one among them where it does not wait itself; see `sights.late`."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         silent = [seen.get(rank) or f"rank {rank} (never heard of)" for rank in others if self._is_quiet(rank)]
@@ -424,7 +424,7 @@ class Watch:
     def _quiet(self) -> float:
         return max(5 * self._interval, self.patience / 4)
 
-    def _sight(self) -> Sight:
+    def _sight(self) -> RankStatus:
         """Where the training thread is; `seconds` counts from when it was first seen there."""
         passed, doing, section, held = self.passed, self.doing, self.section, self._awake - self._entered
         stack = list(sights.outwards(sys._current_frames().get(self._main)))
@@ -433,4 +433,4 @@ class Watch:
             self._mark, self._since, self._told = mark, self._awake, 0.0
         limit = self.limits.of(section, self.timeout) if section and not sights.is_debugged(stack) else None
         here = sights.place(stack), self._awake - self._since, sights.is_waiting(stack)
-        return Sight(self.rank, self._who, self._beat, passed, doing, *here, held, limit, sights.places(stack), self.calls)
+        return RankStatus(self.rank, self._who, self._beat, passed, doing, *here, held, limit, sights.places(stack), self.calls)

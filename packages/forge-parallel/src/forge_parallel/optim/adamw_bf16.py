@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim.elementwise import Counts, Elementwise, Rule
+from forge_parallel.optim.elementwise import Counts, ElementwiseOptimizer, UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def rule(betas: tuple[float, float], eps: float) -> Rule:
+def adamw_rule(betas: tuple[float, float], eps: float) -> UpdateRule:
     """The arithmetic of Loshchilov and Hutter (2019)."""
 
     def numbers(counts: Counts, rate: Tensor) -> Sequence[Tensor]:  # noqa: ARG001 (every rule is given both)
@@ -24,9 +24,11 @@ def rule(betas: tuple[float, float], eps: float) -> Rule:
         root = (second / corrections[1]).sqrt() + eps
         return weight * (1 - rate * decay) - rate * (first / corrections[0]) / root, first, second
 
-    return Rule(MOMENTS, update, numbers)
+    return UpdateRule(MOMENTS, update, numbers)
 
 
-def adamw_bf16(model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Elementwise:
+def adamw_bf16(
+    model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> ElementwiseOptimizer:
     """The optimizer, for `model.trainable()`."""
-    return Elementwise(model, rule(betas, eps), lr, weight_decay)
+    return ElementwiseOptimizer(model, adamw_rule(betas, eps), lr, weight_decay)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim import rounding
+from forge_parallel.optim.rounding import CHUNK, regions
 from forge_parallel.optim.decay import decay_of
 from forge_parallel.optim.rounding import flat_index, key_of, noise, rounded
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.transforms.compiler import require
+from forge_parallel.transforms.compiler import require_compiler
 
 Counts = Mapping[str, Tensor]
 """By name a number for each parameter, (parameters,) on the device."""
 
 
-class Rule(NamedTuple):
+class UpdateRule(NamedTuple):
     """What one optimizer does.
 
     Attributes:
@@ -49,13 +49,13 @@ class Kept(Protocol):
         """Before the first step, for a parameter of this name: rows (all dimensions but the last) are the parameter's."""
         ...
 
-    def kernel(self, rule: Rule, device: torch.device) -> Callable[..., None]:
+    def kernel(self, rule: UpdateRule, device: torch.device) -> Callable[..., None]:
         """As `_kernel` makes it."""
         ...
 
 
 class _Part(NamedTuple):
-    """What is updated by one call: a region of a parameter's box, its place in the global tensor (`rounding.regions`), and the
+    """What is updated by one call: a region of a parameter's box, its place in the global tensor (`regions`), and the
     keys of the noise of the weight and of each state. The latter two are int64 on the device."""
 
     region: tuple[slice, ...]
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
     keys: Tensor
 
 
-class Elementwise:
+class ElementwiseOptimizer:
     """Updates `model.trainable()` by a rule; implements `forge_core.protocols.model.Optimizer`.
 
     On an accelerator a parameter is one compiled kernel, which makes its random bits too. A CPU works through it in chunks.
@@ -77,7 +77,9 @@ class Elementwise:
         kept: how states are kept; None: as they are, or rounded to bf16 as the parameters are.
     """
 
-    def __init__(self, model: TrainableModel, rule: Rule, lr: float, weight_decay: float, kept: "Kept | None" = None) -> None:
+    def __init__(
+        self, model: TrainableModel, rule: UpdateRule, lr: float, weight_decay: float, kept: "Kept | None" = None
+    ) -> None:
         self._named = list(model.trainable())
         self._rule, self._peak, self.lr = rule, lr, lr
         self._device = self._named[0].tensor.device if self._named else torch.device("cpu")
@@ -95,9 +97,9 @@ class Elementwise:
         self._decays = torch.tensor(decays, dtype=torch.float64, device=self._device)
         fused = self._device.type != "cpu"
         self._parts = {
-            name: list(_parts(name, tensor, rule.states, None if fused else rounding.CHUNK)) for name, tensor, _ in self._named
+            name: list(_parts(name, tensor, rule.states, None if fused else CHUNK)) for name, tensor, _ in self._named
         }
-        require(self._device, "the update of this optimizer")
+        require_compiler(self._device, "the update of this optimizer")
         kernel = _kernel(rule) if kept is None else kept.kernel(rule, self._device)
         self._update: Callable[..., None] = torch.compile(kernel, dynamic=True, fullgraph=True) if fused else kernel
 
@@ -150,11 +152,11 @@ def _as_the_parameter(state: str, name: str, tensor: Tensor) -> Tensor:  # noqa:
 def _parts(name: str, tensor: Tensor, states: Sequence[str], elements: int | None) -> Iterator[_Part]:
     box = local_box(tensor)
     keys = torch.tensor([key_of(name, state) for state in ("weight", *states)], device=box.local.device)
-    for region, place in rounding.regions(box, elements):
+    for region, place in regions(box, elements):
         yield _Part(region, torch.tensor(place, device=box.local.device), keys)
 
 
-def _kernel(rule: Rule) -> Callable[..., None]:
+def _kernel(rule: UpdateRule) -> Callable[..., None]:
     """Changes weight and states in place where `taken`; bf16 ones are rounded once, each with other noise."""
 
     def update(

@@ -22,7 +22,7 @@ NOT_OF_PARAMETERS = (
 )
 
 
-class Selected:
+class ParameterSubset:
     """Some parameters of a model, as an optimizer is given them; all else is the model's.
 
     Args:
@@ -46,14 +46,14 @@ class Selected:
         return getattr(self._model, name)
 
 
-class Beginning(Selected):
+class Beginning(ParameterSubset):
     """Parameters that begin to be trained: an optimizer of them shows its first state, and never updates."""
 
     def evaluate_with(self, averages: Any) -> None:
         """Nothing is evaluated with it."""
 
 
-class Grouped:
+class GroupedOptimizer:
     """Several optimizers, each with a factor of the rate; implements `forge_core.protocols.model.Optimizer`.
 
     Raises:
@@ -110,7 +110,7 @@ def with_settings(component: Any, model: TrainableModel, settings: Settings) -> 
         shared.setdefault(settings.of(name), []).append(name)
     if shared.keys() <= {PLAIN}:
         return component.build(model)
-    return Grouped([(own.lr, one_setting(component, model, own, names)) for own, names in shared.items()])
+    return GroupedOptimizer([(own.lr, one_setting(component, model, own, names)) for own, names in shared.items()])
 
 
 def one_setting(component: Any, model: TrainableModel, own: Setting, names: Sequence[str]) -> Optimizer:
@@ -128,4 +128,4 @@ def one_setting(component: Any, model: TrainableModel, own: Setting, names: Sequ
         )
     if known and (decay := (component.weight_decay if given is None else given) * own.decay) != component.weight_decay:
         component = replace(component, weight_decay=decay)
-    return component.build(Selected(model, names, decayed=bool(given)))
+    return component.build(ParameterSubset(model, names, decayed=bool(given)))

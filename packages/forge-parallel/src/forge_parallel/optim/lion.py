@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim.elementwise import Elementwise, Rule
+from forge_parallel.optim.elementwise import ElementwiseOptimizer, UpdateRule
 
 
-def rule(betas: tuple[float, float]) -> Rule:
+def lion_rule(betas: tuple[float, float]) -> UpdateRule:
     """With gradient g, momentum m, rate lr and decay wd:
 
     w = (1 - lr * wd) * w - lr * sign(beta1 * m + (1 - beta1) * g)
@@ -21,9 +21,9 @@ def rule(betas: tuple[float, float]) -> Rule:
         direction = torch.lerp(states[0], slope, 1 - betas[0]).sign()
         return weight * (1 - rate * decay) - rate * direction, torch.lerp(states[0], slope, 1 - betas[1])
 
-    return Rule(("momentum",), update, lambda counts, rate: ())  # noqa: ARG005
+    return UpdateRule(("momentum",), update, lambda counts, rate: ())  # noqa: ARG005
 
 
-def lion(model: TrainableModel, lr: float, betas: tuple[float, float], weight_decay: float) -> Elementwise:
+def lion(model: TrainableModel, lr: float, betas: tuple[float, float], weight_decay: float) -> ElementwiseOptimizer:
     """The optimizer, for `model.trainable()`."""
-    return Elementwise(model, rule(betas), lr, weight_decay)
+    return ElementwiseOptimizer(model, lion_rule(betas), lr, weight_decay)

@@ -19,7 +19,7 @@ Cost = Callable[[int, int], int]
 """(rows, columns) -> what it costs to work on such a matrix."""
 
 
-class Matrix(NamedTuple):
+class LogicalMatrix(NamedTuple):
     """A logical matrix: where its box begins in the parameter `name`, and its size, 1 in all but the last two dimensions."""
 
     name: str
@@ -37,7 +37,7 @@ class Matrix(NamedTuple):
         return self.extent[-2] * self.extent[-1]
 
 
-def matrices_of(name: str, shape: Sequence[int], spec: TensorSpec) -> Iterator[Matrix]:
+def matrices_of(name: str, shape: Sequence[int], spec: TensorSpec) -> Iterator[LogicalMatrix]:
     """The logical matrices of a parameter, as its spec says; shapes decide nothing.
 
     Raises:
@@ -53,10 +53,10 @@ def matrices_of(name: str, shape: Sequence[int], spec: TensorSpec) -> Iterator[M
     for stacked in range(shape[0]) if spec.stacked else (None,):
         for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
             lead = () if stacked is None else (stacked,)
-            yield Matrix(name, (*lead, start, 0), (*(1 for _ in lead), size, shape[-1]))
+            yield LogicalMatrix(name, (*lead, start, 0), (*(1 for _ in lead), size, shape[-1]))
 
 
-def overlap(matrix: Matrix, held: Span) -> Span | None:
+def overlap(matrix: LogicalMatrix, held: Span) -> Span | None:
     """What a rank holds of a matrix, in the coordinates of the parameter."""
     begin = tuple(map(max, matrix.offset, held.offset))
     ends = (
@@ -86,7 +86,7 @@ def owners(costs: Sequence[int], whole_on: Sequence[Collection[int]], ranks: int
     return found
 
 
-def rounds(matrices: Sequence[Matrix], owner: Sequence[int], costs: Sequence[int], most: int) -> list[list[int]]:
+def rounds(matrices: Sequence[LogicalMatrix], owner: Sequence[int], costs: Sequence[int], most: int) -> list[list[int]]:
     """Indices of the matrices that are worked on at the same time: of every owner as many as have `most` elements together, or a
     single one. Each begins with its dearest, so that all have about as much to do in a round."""
     made: list[list[int]] = []

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim.elementwise import Counts, Elementwise, Rule
+from forge_parallel.optim.elementwise import Counts, ElementwiseOptimizer, UpdateRule
 from forge_parallel.placement.boxes import local_box
 
 
-def rule(betas: tuple[float, float], eps: float) -> Rule:
+def rule(betas: tuple[float, float], eps: float) -> UpdateRule:
     """With gradient g at y, rate lr and decay wd, and v the corrected mean of g * g as in Adam:
 
     d = g / (sqrt(v) + eps) + wd * y
@@ -45,10 +45,10 @@ def rule(betas: tuple[float, float], eps: float) -> Rule:
         return moved, z - rate * direction, square
 
     kinds = {"largest_rate": torch.float64, "weight_sum": torch.float64}
-    return Rule(("z", "exp_avg_sq"), update, numbers, kinds, advance, frozenset({"z"}))
+    return UpdateRule(("z", "exp_avg_sq"), update, numbers, kinds, advance, frozenset({"z"}))
 
 
-class ScheduleFree(Elementwise):
+class ScheduleFree(ElementwiseOptimizer):
     """Updates `model.trainable()`; implements `forge_core.protocols.model.AveragingOptimizer`."""
 
     def __init__(self, model: TrainableModel, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

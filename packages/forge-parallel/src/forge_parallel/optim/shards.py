@@ -33,7 +33,7 @@ def split(layout: Layout) -> bool:
     return layout.world > layout.dp_replicate
 
 
-def refusal(component: Any, layout: Layout) -> str | None:
+def sharding_fault(component: Any, layout: Layout) -> str | None:
     """Why the optimizer of a component cannot be used in a layout; None when it can."""
     way = getattr(component, "shards", None)
     if way in WAYS or not split(layout):
@@ -52,16 +52,16 @@ HINT = (
 )
 
 
-def build(component: Any, model: "ParallelModel", settings: Settings = NO_SETTINGS) -> "Optimizer":
+def build_optimizer(component: Any, model: "ParallelModel", settings: Settings = NO_SETTINGS) -> "Optimizer":
     """The optimizer of a component, for a model that is laid out, with `settings` for some of its parameters.
 
     Raises:
         PlanError: the layout splits parameters, and the component does not say how it treats parts; or it has not what is set.
     """
-    if why := refusal(component, model.topology.layout):
+    if why := sharding_fault(component, model.topology.layout):
         raise PlanError(f"optimizer: {why}; {HINT}")
     if settings.stages:
-        from forge_parallel.optim.stages.optimizer import Staged
+        from forge_parallel.optim.stages.optimizer import StagedOptimizer
 
-        return Staged(component, model, settings.stages)
+        return StagedOptimizer(component, model, settings.stages)
     return with_settings(component, model, settings)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_core.protocols.model import LaidOutModel, NamedTensor
-from forge_parallel.optim.ownership import Cost, Matrix, matrices_of, overlap, owners, rounds
+from forge_parallel.optim.ownership import Cost, LogicalMatrix, matrices_of, overlap, owners, rounds
 from forge_parallel.placement.boxes import Span, local_box, span_on
 
 ROUND = 1 << 25
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     """What this rank holds of a matrix: `region` of its box of the parameter `name`."""
 
     name: str
-    matrix: Matrix
+    matrix: LogicalMatrix
     region: tuple[slice, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Round(NamedTuple):
         sent, received, going, coming: elements to and from each rank: first of what is given, then of results.
     """
 
-    mine: list[Matrix]
+    mine: list[LogicalMatrix]
     parts: list[Part]
     sends: list[bool]
     taken: list[_Place]
@@ -178,9 +178,9 @@ class WholeMatrices:
         if going is not None:
             yield from self._delivered(*going)
 
-    def _round(self, chosen: list[tuple[Matrix, int, list[_Piece]]]) -> _Round:
+    def _round(self, chosen: list[tuple[LogicalMatrix, int, list[_Piece]]]) -> _Round:
         me, ranks = self._rank, range(self._ranks)
-        mine: list[Matrix] = []
+        mine: list[LogicalMatrix] = []
         parts: list[list[tuple[Part, bool]]] = [[] for _ in ranks]
         taken: list[list[_Place]] = [[] for _ in ranks]
         returned: list[list[_Place]] = [[] for _ in ranks]

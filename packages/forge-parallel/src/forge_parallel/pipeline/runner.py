@@ -14,7 +14,7 @@ from forge_core.batch import Batch
 from forge_core.errors import ForgeError, PlanError
 from forge_core.protocols.model import LossTerms, Objective
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.pipeline.torch_stage import Stage
+from forge_parallel.pipeline.torch_stage import ScheduledStage
 
 Agree = Callable[[list[str]], list[str]]
 
@@ -35,7 +35,7 @@ class _Scored:
         return torch.stack([terms.sum / self.divisor])
 
 
-class Runner:
+class PipelineRunner:
     """The stages of one rank, for one objective.
 
     Args:
@@ -140,7 +140,7 @@ class Runner:
             hidden = self._hidden(batches[0])
             topology, count = self._model.topology, len(self._cut.placement)
             stages = [
-                Stage(part, self._forward, index, count, hidden, self._model.compute, topology.device, self._group)
+                ScheduledStage(part, self._forward, index, count, hidden, self._model.compute, topology.device, self._group)
                 for index, part in self._parts.items()
             ]
             self._schedules[key] = self._order(stages, len(batches), lambda output, _: output)

@@ -32,7 +32,7 @@ class Follower:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """Which modules are where.
 
     Attributes:
@@ -48,7 +48,7 @@ class Cut:
     followers: tuple[Follower, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, specs: Specs, pipeline: Pipeline, ranks: int, rank: int) -> "Cut":
+    def of(cls, module: nn.Module, specs: Specs, pipeline: Pipeline, ranks: int, rank: int) -> "StageSplit":
         """Cuts a described module for rank `rank` of `ranks`.
 
         Raises:

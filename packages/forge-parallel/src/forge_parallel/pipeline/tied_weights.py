@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from forge_core.errors import PlanError
-from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.stages import StageSplit
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 
@@ -21,7 +21,7 @@ Named = Mapping[str, torch.Tensor]
 
 
 @torch.no_grad()
-def refresh(cut: Cut, tensors: Named, topology: Topology) -> None:
+def refresh(cut: StageSplit, tensors: Named, topology: Topology) -> None:
     """Collective: gives every follower the value of its original; all ranks of pp enter."""
     for one in cut.followers:
         _move(
@@ -36,7 +36,7 @@ def refresh(cut: Cut, tensors: Named, topology: Topology) -> None:
 
 
 @torch.no_grad()
-def add_gradients(cut: Cut, tensors: Named, topology: Topology) -> None:
+def add_gradients(cut: StageSplit, tensors: Named, topology: Topology) -> None:
     """Collective: adds every follower's gradient to that of its original, and clears it; all ranks of pp enter."""
     for one in cut.followers:
         _move(
@@ -50,7 +50,7 @@ def add_gradients(cut: Cut, tensors: Named, topology: Topology) -> None:
         )
 
 
-def check(cut: Cut, tensors: Named, shapes: Mapping[str, tuple[int, ...]], topology: Topology) -> None:
+def check(cut: StageSplit, tensors: Named, shapes: Mapping[str, tuple[int, ...]], topology: Topology) -> None:
     """Collective: compares where copies and originals are cut; all ranks of pp enter, and all see the same.
 
     Raises:
@@ -68,7 +68,7 @@ def check(cut: Cut, tensors: Named, shapes: Mapping[str, tuple[int, ...]], topol
 
 
 def _move(
-    cut: Cut,
+    cut: StageSplit,
     tensors: Named,
     topology: Topology,
     stages: tuple[int, int],

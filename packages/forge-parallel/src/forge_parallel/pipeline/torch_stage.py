@@ -15,7 +15,7 @@ Forward = Callable[[int, int, Tensor | None], Tensor]
 """(stage, micro-batch, hidden states from the stage before) -> hidden states, or from the last stage the loss (1,)."""
 
 
-class Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """A part of the model on its stage. Made while the part's parameters are in their places.
 
     Only hidden states travel from stage to stage. A schedule hands on the number of the micro-batch, and `forward` looks up

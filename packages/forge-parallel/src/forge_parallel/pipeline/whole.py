@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.stages import StageSplit
 from forge_parallel.placement.topology import Topology
 
 
-class Whole(nn.Module):
+class StagedModel(nn.Module):
     """What a rank calls in the place of the whole model, with a cache: each stage takes the stream of the one before, and logits
     come to all ranks.
 
@@ -31,7 +31,7 @@ class Whole(nn.Module):
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], cut: Cut, topology: Topology, compute: torch.dtype, needs: Collection[str]
+        self, parts: Sequence[nn.Module], cut: StageSplit, topology: Topology, compute: torch.dtype, needs: Collection[str]
     ) -> None:
         super().__init__()
         first: Any = parts[0]

@@ -20,7 +20,7 @@ PREFIX = "forge/"
 """Of the names in profiles."""
 
 
-class Phases:
+class StepTimer:
     """The parts of the steps of one rank, one after another.
 
     Attributes:

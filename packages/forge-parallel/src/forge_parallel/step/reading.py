@@ -5,7 +5,7 @@ import torch
 from forge_parallel.accelerator import event_behind
 
 
-class Reading:
+class DeferredRead:
     """A few numbers that the host wants later.
 
     On an accelerator a copy into pinned memory is queued behind what makes them, and an event behind the copy: the device goes on

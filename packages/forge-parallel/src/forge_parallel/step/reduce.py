@@ -26,21 +26,21 @@ def valid_tokens(batches: Iterable[Batch], topology: Topology) -> torch.Tensor:
     return topology.all_reduce(count if at["tp"] == 0 and at["pp"] == 0 else torch.zeros_like(count))
 
 
-def speaks(model: ParallelModel) -> bool:
+def reports(model: ParallelModel) -> bool:
     """Whether this rank's losses are counted: of the ranks that read the same rows, the first one with the last part."""
     return model.scores and model.topology.coordinates["tp"] == 0
 
 
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+def local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's box of the gradient."""
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def squared_norm(model: ParallelModel) -> torch.Tensor:
+def squared_grad_norm(model: ParallelModel) -> torch.Tensor:
     """Scalar fp64 on the device: sum of squares of the gradient elements that this rank owns; over the world, of the whole."""
     owned = [parameter for _, parameter, _ in model.trainable() if owns(parameter, model.topology)]
-    gradients = [gradient for parameter in owned if (gradient := local_gradient(parameter)) is not None and gradient.numel()]
+    gradients = [gradient for parameter in owned if (gradient := local_grad(parameter)) is not None and gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=model.topology.device)
     norms = foreach_norm(gradients)

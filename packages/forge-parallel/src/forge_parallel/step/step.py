@@ -13,11 +13,11 @@ import torch
 from forge_core.batch import Batch
 from forge_core.protocols.model import LossTerms, Objective, Observer
 from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.pipeline.runner import Agree, Runner
+from forge_parallel.pipeline.runner import Agree, PipelineRunner
 from forge_parallel.step.loss_by_source import shares, sources_of, sums_by_source
-from forge_parallel.step.phases import Phases
-from forge_parallel.step.reading import Reading
-from forge_parallel.step.reduce import speaks, squared_norm, valid_tokens, world_sum
+from forge_parallel.step.phases import StepTimer
+from forge_parallel.step.reading import DeferredRead
+from forge_parallel.step.reduce import reports, squared_grad_norm, valid_tokens, world_sum
 from forge_parallel.step.step_statistics import begin, finish, observers
 from forge_parallel.step.strategies import after_backward, before_micro_batch, local_batch, refresh
 
@@ -71,9 +71,9 @@ class StepResult:
         } | self.metrics
 
     @cached_property
-    def _reading(self) -> Reading:
+    def _reading(self) -> DeferredRead:
         values = torch.stack([value.double() for value in self._named.values()])
-        return Reading(values if self.by_source is None else torch.cat((values, self.by_source.flatten())))
+        return DeferredRead(values if self.by_source is None else torch.cat((values, self.by_source.flatten())))
 
     @cached_property
     def _host(self) -> dict[str, float]:
@@ -101,14 +101,14 @@ class Step:
     Attributes:
         model: what is run.
         objective: what is minimized.
-        agree: how ranks of a pipeline learn the names of the objective's metrics, see `Runner`; for worlds without other ranks.
+        agree: how ranks of a pipeline learn the names of the objective's metrics, see `PipelineRunner`; for worlds without other ranks.
         phases: named in profiles, and timed when asked for.
     """
 
     model: ParallelModel
     objective: Objective
     agree: Agree | None = None
-    phases: Phases = field(default_factory=Phases)
+    phases: StepTimer = field(default_factory=StepTimer)
 
     def __call__(self, batches: Sequence[Batch], stop: bool = False, trace: bool = False) -> StepResult:
         """Collective: leaves complete gradients in `.grad` and returns the step's numbers.
@@ -139,14 +139,14 @@ class Step:
         topology, (tokens, divisor) = self.model.topology, counted
         after_backward(self.model)
         sources = sources_of(moved)
-        if speaks(self.model):
+        if reports(self.model):
             mine = [_sum(terms, lambda term: term.sum), *(_sum(terms, lambda term, n=name: term.metrics[n]) for name in names)]
             rows = sums_by_source(moved, terms, topology.device)
         else:
             mine = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in ("loss", *names)]
             rows = torch.zeros(2, len(sources), dtype=torch.float64, device=topology.device)
         asked = [torch.full((), float(wish), device=topology.device) for wish in wishes]
-        square, stop, trace, by_source, loss, *metrics = world_sum([squared_norm(self.model), *asked, rows, *mine], topology)
+        square, stop, trace, by_source, loss, *metrics = world_sum([squared_grad_norm(self.model), *asked, rows, *mine], topology)
         skip = (~(torch.isfinite(square) & torch.isfinite(loss))).float()
         finish(self._observers, self.model, skip)
         means = {name: value / divisor for name, value in zip(names, metrics, strict=True)}
@@ -168,8 +168,8 @@ class Step:
         return observers(self.model)
 
     @cached_property
-    def _pipeline(self) -> Runner | None:
-        return None if self.model.cut is None else Runner(self.model, self.objective, self.agree)
+    def _pipeline(self) -> PipelineRunner | None:
+        return None if self.model.cut is None else PipelineRunner(self.model, self.objective, self.agree)
 
     def _train(self, batch: Batch, divisor: torch.Tensor, last: bool) -> LossTerms:
         before_micro_batch(self.model, last)
@@ -202,7 +202,7 @@ class Step:
                 every = self._pipeline.evaluate(local, objective)
             for terms in every:
                 total += torch.stack([terms.sum.double(), terms.tokens.double(), *(terms.metrics[m].double() for m in metrics)])
-        loss, count, *sums = topology.all_reduce(total if speaks(self.model) else torch.zeros_like(total)).tolist()
+        loss, count, *sums = topology.all_reduce(total if reports(self.model) else torch.zeros_like(total)).tolist()
         return Evaluation(loss / max(count, 1.0), int(count), dict(zip(metrics, sums, strict=True)))
 
 

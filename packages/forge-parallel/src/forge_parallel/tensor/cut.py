@@ -19,7 +19,7 @@ from forge_core.specs import Specs
 from forge_parallel.accelerator import shares_memory
 from forge_parallel.placement.collectives import Ranks, all_gather
 from forge_parallel.placement.shares import chunk, rows_refusal
-from forge_parallel.step.reduce import local_gradient
+from forge_parallel.step.reduce import local_grad
 from forge_parallel.tensor.modules import Split, split_class
 from forge_parallel.tensor.rules import Role, Rules, kv_copies
 from forge_parallel.torch_private import overlap_tensor_parallelism
@@ -62,7 +62,7 @@ def sum_partial_gradients(part: nn.Module, topology: Topology) -> None:
     if topology.layout.tp == 1:
         return
     split = (module for module in part.modules() if isinstance(module, Split))
-    found = [local_gradient(p) for module in split for slot in module.partial if (p := module._parameters[slot]) is not None]
+    found = [local_grad(p) for module in split for slot in module.partial if (p := module._parameters[slot]) is not None]
     gradients = [gradient for gradient in found if gradient is not None]
     if not gradients:
         return

@@ -48,14 +48,14 @@ class Split(nn.Module):
 
 
 class Region(Split):
-    """Gathers the sequence on entry; a `Row` inside scatters it again."""
+    """Gathers the sequence on entry; a `RowParallelLinear` inside scatters it again."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, on the whole sequence."""
         return super().forward(self.enter(x), *args, **kwargs)
 
 
-class Entering(Split):
+class ColumnParallelLinear(Split):
     """A column that takes the residual stream itself."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Entering(Split):
         return super().forward(Copy.apply(x, self.tp))
 
 
-class Gathered(Split):
+class GatheredColumnLinear(Split):
     """A column whose outputs every rank gets whole, and uses for the same: the gradient is not summed."""
 
     width: int
@@ -76,7 +76,7 @@ class Gathered(Split):
         return Join.apply(padded, self.tp, self.width)
 
 
-class Experts(Split):
+class TensorParallelExperts(Split):
     """Stacked experts, each cut along its features. What a token's experts make of it is summed over them, so also over ranks."""
 
     def forward(self, *args: Any) -> Tensor:
@@ -85,7 +85,7 @@ class Experts(Split):
         return Sum.apply(super().forward(*entered), self.tp)
 
 
-class Row(Split):
+class RowParallelLinear(Split):
     """Sums the products of all ranks. The bias is added once, to the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Row(Split):
         return out if bias is None else out + _local(bias).to(out.dtype)
 
 
-class Table(Split):
+class VocabParallelEmbedding(Split):
     """Looks up the rows that this rank has; other tokens give zero."""
 
     first: int
@@ -108,7 +108,7 @@ class Table(Split):
         return self.leave(super().forward(index.where(mine, 0)) * mine.unsqueeze(-1))
 
 
-class Head(Split):
+class VocabParallelHead(Split):
     """The loss, or whole logits, from this rank's share of the vocabulary."""
 
     vocab: int
@@ -156,13 +156,13 @@ class KVCopy(Split):
 
 _MIXINS = {
     Role.REGION: Region,
-    Role.ENTERING: Entering,
-    Role.GATHERED: Gathered,
-    Role.EXPERTS: Experts,
-    Role.ROW: Row,
+    Role.ENTERING: ColumnParallelLinear,
+    Role.GATHERED: GatheredColumnLinear,
+    Role.EXPERTS: TensorParallelExperts,
+    Role.ROW: RowParallelLinear,
     Role.SIDE_INPUTS: SideInputs,
-    Role.TABLE: Table,
-    Role.HEAD: Head,
+    Role.TABLE: VocabParallelEmbedding,
+    Role.HEAD: VocabParallelHead,
     Role.KV_COPY: KVCopy,
     Role.ACROSS: Across,
 }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from forge_core.component import LAYOUT, Component
 from forge_core.features import Feature
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor(Component, Transform):
+class TensorParallel(Component, Transform):
     """Cuts single matrices over `parallel.tp` ranks: heads, hidden features and vocabulary (tensor parallelism)."""
 
     name = "tensor"
-    phase = Phase.TENSOR
+    phase = Order.TENSOR
     axes = frozenset({"tp"})
     key_class: ClassVar = LAYOUT
 
@@ -36,7 +36,7 @@ class Tensor(Component, Transform):
         if self.asynchronous and not self.sequence_parallel:
             raise ValueError("asynchronous = true overlaps the exchanges of sequence parallelism: keep sequence_parallel = true")
 
-    def build(self) -> "Tensor":
+    def build(self) -> "TensorParallel":
         return self
 
     def rules(self, specs: "Specs", tp: int) -> "Rules":

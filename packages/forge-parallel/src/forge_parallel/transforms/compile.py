@@ -8,7 +8,7 @@ from annotated_types import Gt, Le
 from forge_core.component import FREE, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ class Compile(Component, Transform):
     """torch.compile, block by block; blocks of one shape share one graph."""
 
     name = "compile"
-    phase = Phase.COMPILE
+    phase = Order.COMPILE
     axes = frozenset()
     plane = "graph"
     # Measured: errors, hangs, and with donated buffers off once a gradient that was silently wrong by 4e-3.
@@ -45,9 +45,9 @@ class Compile(Component, Transform):
             PlanError: this process cannot compile for its accelerator.
         """
         from forge_parallel.transforms.compiled import compile_blocks, compile_loss_heads
-        from forge_parallel.transforms.compiler import require
+        from forge_parallel.transforms.compiler import require_compiler
 
-        require(context.topology.device, "transforms.compile")
+        require_compiler(context.topology.device, "transforms.compile")
         compile_loss_heads(part, context)
         compile_blocks(part, context, fullgraph=self.fullgraph, mode=self.mode, budget=self.budget)
         return part

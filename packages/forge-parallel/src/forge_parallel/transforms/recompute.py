@@ -8,7 +8,7 @@ from annotated_types import Gt
 from forge_core.component import FREE, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,7 @@ class Recompute(Component, Transform):
     """
 
     name = "recompute"
-    phase = Phase.RECOMPUTE
+    phase = Order.RECOMPUTE
     axes = frozenset()
     plane = "graph"
     key_class: ClassVar = FREE

@@ -7,7 +7,7 @@ from forge_core.component import LAYOUT, Component
 from forge_core.errors import PlanError
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Phase
+from forge_parallel.build.plan import Order
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard(Component, Transform):
+class FullyShard(Component, Transform):
     """Shards parameters, gradients and optimizer state over data ranks (FSDP2; with dp_replicate HSDP)."""
 
     name = "shard"
-    phase = Phase.SHARD
+    phase = Order.SHARD
     axes = frozenset({"dp_replicate", "dp_shard"})
     key_class: ClassVar = LAYOUT
 
@@ -46,7 +46,7 @@ class Shard(Component, Transform):
     """Keep parameters, gradients and optimizer state in the host's memory: a block's parameters come to the GPU when it is
     gathered, and the optimizer runs on the host. For models that fit no other way; needs CUDA."""
 
-    def build(self) -> "Shard":
+    def build(self) -> "FullyShard":
         return self
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":

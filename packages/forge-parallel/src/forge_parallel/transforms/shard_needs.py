@@ -18,7 +18,7 @@ from forge_core.specs import Dim, Specs
 from forge_parallel.build.precision import DTYPES
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Action
-from forge_parallel.pipeline.stages import Cut
+from forge_parallel.pipeline.stages import StageSplit
 from forge_parallel.placement.shares import CUT
 from forge_parallel.transforms.shard_choice import Needs
 
@@ -78,7 +78,7 @@ def needs(described: Described, layout: Layout, load: Load, pipeline: Pipeline |
     """
     if pipeline is None or layout.pp == 1:
         return _of_rank(_units(described, layout, load.top_k), described.specs, layout, load, in_flight=1.0)
-    cut = Cut.of(described.module, described.specs, pipeline, layout.pp, 0)
+    cut = StageSplit.of(described.module, described.specs, pipeline, layout.pp, 0)
     found = []
     for rank, order in enumerate(pipeline.schedule.actions(layout.pp, load.micro_batches)):
         stages = [paths for stage, paths in enumerate(cut.stages) if cut.placement[stage] == rank]

@@ -24,7 +24,7 @@ from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.optim.settings import Group, Settings
 from forge_parallel.optim.stages.resolve import Stage
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip
+from forge_parallel.step.clipping import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.tolerance import TOLERANCE, within
@@ -145,7 +145,7 @@ def measure(case: Case, plan: Plan, device: torch.device) -> Measurement:
         result = step([with_extras(batch) for batch in mine])
         if index == 0:
             gradients = gathered(model, {name: tensor.grad for name, tensor, _ in model.trainable()})
-        clip(model, result.norm, case.grad_clip)
+        clip_grad_norm(model, result.norm, case.grad_clip)
         optimizer.step(result.skip)
         optimizer.zero_grad()
         numbers.append(result.numbers())

@@ -172,7 +172,9 @@ class Asked(NamedTuple):
         from forge_train.process.agreement import content_of
 
         resolved = recipe_to_generate(opened, self.overrides, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
+        device = process_group.init_process_groups(
+            where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry)
+        )
         laid = laid_out(opened, resolved, device, registry)
         component: Any = opened.model
         with torch.device("meta"):

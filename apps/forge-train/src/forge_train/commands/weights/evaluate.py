@@ -61,7 +61,9 @@ def evaluate(
         coder = tokenizer_for(opened, tokenizer, registry, note)
         check_tokenizer(coder, opened, note)
         resolved = recipe_to_generate(opened, context.args, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
+        device = process_group.init_process_groups(
+            where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry)
+        )
         model = harness().HarnessModel(
             laid_out(opened, resolved, device, registry),
             coder,
@@ -79,7 +81,9 @@ def evaluate(
             load(recipe, (), None, registry)  # Python files that it names may run, also where the weights name them
         opened = open_weights(checkpoint, registry, weights)
         resolved = recipe_for(opened, recipe, context.args, where.size, registry)
-        device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
+        device = process_group.init_process_groups(
+            where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry)
+        )
         found = []
         for score in scores(opened, resolved, device, registry, console.note if first else lambda _: None):
             found.append(asdict(score))

@@ -173,7 +173,9 @@ def _model(
         yield load_model(weights), None
         return
     resolved = recipe_to_generate(weights, overrides, where.size, registry)
-    device = process_group.start(where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry))
+    device = process_group.init_process_groups(
+        where, resolved.job.parallel.timeout, content=lambda: content_of(resolved, registry)
+    )
     model = laid_out(weights, resolved, device, registry)
     with model.inference(whole_sequences=True):
         yield model.whole(), model.topology.from_first

@@ -20,7 +20,7 @@ def on_ranks(where: Launch, console: Console, body: Callable[[], None]) -> None:
     code = 0
     try:
         body()
-        process_group.stop()
+        process_group.destroy_process_groups()
     except ForgeError as refusal:
         if where.size == 1:
             raise

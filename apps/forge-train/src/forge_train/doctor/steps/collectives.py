@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel import accelerator
-from forge_parallel.launch.spawn import spawn
+from forge_parallel.launch.spawn import spawn_local
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, fastest, wait
 
@@ -26,7 +26,7 @@ def examine(_: Settings) -> Iterator[Check]:
     if ranks < 2:
         raise Skip("this node shows one device")
     sizes = list(_CPU_SIZES if kind == "cpu" else _SIZES)
-    found = spawn(f"{_MODULE}:rank", ranks, [kind, sizes], timeout=240)
+    found = spawn_local(f"{_MODULE}:rank", ranks, [kind, sizes], timeout=240)
     backend = "gloo" if kind == "cpu" else accelerator.COLLECTIVES[kind].upper()
     for name, right in found[0]["right"].items():
         wrong = [str(index) for index, one in enumerate(found) if not one["right"][name]]

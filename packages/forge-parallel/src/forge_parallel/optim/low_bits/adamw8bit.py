@@ -11,9 +11,9 @@ from torch import Tensor
 
 from forge_core.errors import PlanError
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim.adamw_bf16 import MOMENTS, rule
-from forge_parallel.optim.elementwise import Elementwise, Rule
-from forge_parallel.optim.grouped import Grouped, Selected
+from forge_parallel.optim.adamw_bf16 import MOMENTS, adamw_rule
+from forge_parallel.optim.elementwise import ElementwiseOptimizer, UpdateRule
+from forge_parallel.optim.grouped import GroupedOptimizer, ParameterSubset
 from forge_parallel.optim.low_bits.blocks import Blocks
 
 SCALES = tuple(f"{moment}_scale" for moment in MOMENTS)
@@ -27,7 +27,7 @@ def adamw8bit(
     weight_decay: float,
     block: int,
     smallest: int,
-) -> Grouped:
+) -> GroupedOptimizer:
     """The optimizer, for `model.trainable()`.
 
     Args:
@@ -48,10 +48,14 @@ def adamw8bit(
         raise PlanError(f"AdamW8bit updates parameters of fp32 and fp64, not {', '.join(map(str, low))}; use adamw")
     coded = [name for name, tensor, _ in named if tensor.dim() > 1 and tensor.numel() >= smallest]
     exact = [name for name, _, _ in named if name not in set(coded)]
-    arithmetic = rule(betas, eps)
+    arithmetic = adamw_rule(betas, eps)
     in_blocks = _InBlocks(Blocks(block))
-    many = Elementwise(Selected(model, coded), arithmetic._replace(states=MOMENTS + SCALES), lr, weight_decay, in_blocks)
-    return Grouped([(1.0, many), (1.0, Elementwise(Selected(model, exact), arithmetic, lr, weight_decay))])
+    many = ElementwiseOptimizer(
+        ParameterSubset(model, coded), arithmetic._replace(states=MOMENTS + SCALES), lr, weight_decay, in_blocks
+    )
+    return GroupedOptimizer(
+        [(1.0, many), (1.0, ElementwiseOptimizer(ParameterSubset(model, exact), arithmetic, lr, weight_decay))]
+    )
 
 
 class _InBlocks:
@@ -63,7 +67,7 @@ class _InBlocks:
     def zeros(self, state: str, name: str, tensor: Tensor) -> Tensor:
         return self._blocks.codes(name, tensor) if state in MOMENTS else self._blocks.scales(tensor)
 
-    def kernel(self, rule: Rule, device: torch.device) -> Callable[..., None]:
+    def kernel(self, rule: UpdateRule, device: torch.device) -> Callable[..., None]:
         blocks = self._blocks
         kinds = (blocks.numbers("signed", device), blocks.numbers("positive", device))
 

@@ -58,7 +58,7 @@ class _Told:
         return getattr(self._model, name)
 
 
-class Staged:
+class StagedOptimizer:
     """The optimizers of a run in stages; implements `forge_core.protocols.model.Optimizer`. It begins in the first stage, and
     freezes and unfreezes parameters of its model, which no other optimizer may train.
 

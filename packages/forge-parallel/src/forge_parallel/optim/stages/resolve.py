@@ -14,7 +14,7 @@ from forge_parallel.optim.settings import PLAIN, Setting, Settings, nearest
 
 
 class Stage(Protocol):
-    """As `forge_parallel.components.parameters.Stage`."""
+    """As `forge_parallel.components.parameters.TrainingStage`."""
 
     @property
     def until(self) -> int | None: ...
