@@ -61,30 +61,30 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     (receipt,) = receipts.read(folder)
     assert receipt.layout == "dp2" and receipt.mode == "fp64"
     assert set(receipt.features) == {"dp_shard", "accumulate", "mine.py:Squared"}
-    proofs = f"--parallel.proofs=['{folder}']"
-    job = load("debug", [*keys, proofs], 2, Registry()).job
+    given = f"--parallel.proofs=['{folder}']"
+    job = load("debug", [*keys, given], 2, Registry()).job
     assert list(compositions_are_proven(job, Layout.parse("dp2"))) == []
     with pytest.raises(ConfigError, match=r"model\.mlp of mine\.py.*parallel\.tp = 2|parallel\.tp = 2.*model\.mlp of mine\.py"):
-        load("debug", [*keys[:-1], "--parallel.tp=2", proofs], 2, Registry())
+        load("debug", [*keys[:-1], "--parallel.tp=2", given], 2, Registry())
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text(PLUGIN + "# another file of the same name")
     other = [key.replace(f"{tmp_path}/mine.py", f"{tmp_path}/other/mine.py") for key in keys]
-    assert "receipts of other code of mine.py do not count" in refused([*other, proofs])
+    assert "receipts of other code of mine.py do not count" in refused([*other, given])
 
     said = json.loads(file.read_text())
     file.write_text(json.dumps({**said, "errors": {**said["errors"], "gradients": 1e-3}, "tolerance": 1.0}))
-    assert "model.mlp of mine.py" in refused([*keys, proofs]), "an error beyond the tolerance proves nothing"
+    assert "model.mlp of mine.py" in refused([*keys, given]), "an error beyond the tolerance proves nothing"
     file.write_text(json.dumps({**said, "digests": {**said["digests"], "mine.py": "another"}}))
-    assert "receipts of other code of mine.py do not count" in refused([*keys, proofs])
+    assert "receipts of other code of mine.py do not count" in refused([*keys, given])
     file.write_text(json.dumps({**said, "digests": {**said["digests"], "forge_parallel": "another"}}))
-    assert "receipts of other code of forge_parallel do not count" in refused([*keys, proofs])
+    assert "receipts of other code of forge_parallel do not count" in refused([*keys, given])
     for package in said["digests"]:
         kept = {name: digest for name, digest in said["digests"].items() if name != package}
         file.write_text(json.dumps({**said, "digests": kept}))
-        assert f"receipts of other code of {package} do not count" in refused([*keys, proofs])
+        assert f"receipts of other code of {package} do not count" in refused([*keys, given])
     file.write_text("{}")
-    assert "is not a receipt" in refused([*keys, proofs])
+    assert "is not a receipt" in refused([*keys, given])
 
 
 def test_a_receipt_proves_nothing_that_is_ours(keys: list[str], tmp_path: Path) -> None:

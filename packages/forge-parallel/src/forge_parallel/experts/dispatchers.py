@@ -60,8 +60,8 @@ class AllToAllDispatcher:
 class AllGatherDispatcher:
     """Brings all tokens to all ranks. `divided`: each rank has other experts; else each has a part of every expert's matrices.
 
-    More bytes than `AllToAllDispatcher` unless tokens have experts on most ranks, but every rank's share is of one size. `read` brings the
-    numbers of all ranks' tokens and slots (2, ranks) to the host.
+    More bytes than `AllToAllDispatcher` unless tokens have experts on most ranks, but every rank's share is of one size. `read`
+    brings the numbers of all ranks' tokens and slots (2, ranks) to the host.
     """
 
     ranks: Ranks

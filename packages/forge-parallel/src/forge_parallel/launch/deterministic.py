@@ -11,7 +11,7 @@ from torch.utils import deterministic as torch_deterministic
 from forge_core.errors import PlanError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_FILLING: Any = deterministic
+_FILLING: Any = torch_deterministic
 """A module whose attribute torch makes when it is imported."""
 
 FIXED = (":4096:8", ":16:8")

@@ -101,7 +101,8 @@ class Step:
     Attributes:
         model: what is run.
         objective: what is minimized.
-        agree: how ranks of a pipeline learn the names of the objective's metrics, see `PipelineRunner`; for worlds without other ranks.
+        agree: how ranks of a pipeline learn the names of the objective's metrics, see `PipelineRunner`; for worlds without other
+            ranks.
         phases: named in profiles, and timed when asked for.
     """
 
