@@ -87,18 +87,18 @@ def run(configuration: Configuration, smoke: bool = False) -> dict[str, Any]:
     from forge_core.layout import Layout
     from forge_models.components.decoder import Decoder
     from forge_models.components.objectives import CrossEntropy
-    from forge_parallel.build.plan import Plan
-    from forge_parallel.build.realize import Blueprint, realize
-    from forge_parallel.components.optimizers import AdamW
-    from forge_parallel.context.transform import ContextParallel
-    from forge_parallel.float8.transform import Float8
+    from forge_parallel.model.plan import Plan
+    from forge_parallel.model.realize import Blueprint, realize
+    from forge_parallel.optim.optimizers import AdamW
     from forge_parallel.placement.topology import Topology
-    from forge_parallel.step.clipping import clip_grad_norm
+    from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step
-    from forge_parallel.tensor.transform import TensorParallel
     from forge_parallel.transforms.compile import Compile
+    from forge_parallel.transforms.context.transform import ContextParallel
+    from forge_parallel.transforms.float8.transform import Float8
     from forge_parallel.transforms.recompute import Recompute
     from forge_parallel.transforms.shard import FullyShard
+    from forge_parallel.transforms.tensor.transform import TensorParallel
 
     torch.set_float32_matmul_precision("high")
     shape = Decoder(dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14336, vocab_size=128256, max_length=LENGTH)

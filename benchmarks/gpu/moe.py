@@ -208,11 +208,11 @@ def training(configuration: Training, smoke: bool) -> dict[str, Any]:
     from forge_models.components.objectives import CrossEntropy
     from forge_models.flops import count
     from forge_models.moe.layer import ExpertLayer
-    from forge_parallel.build.plan import Plan
-    from forge_parallel.build.realize import Blueprint, realize
-    from forge_parallel.components.optimizers import AdamW
+    from forge_parallel.model.plan import Plan
+    from forge_parallel.model.realize import Blueprint, realize
+    from forge_parallel.optim.optimizers import AdamW
     from forge_parallel.placement.topology import Topology
-    from forge_parallel.step.clipping import clip_grad_norm
+    from forge_parallel.step.reduce import clip_grad_norm
     from forge_parallel.step.step import Step
     from forge_parallel.transforms.compile import Compile
     from forge_parallel.transforms.recompute import Recompute

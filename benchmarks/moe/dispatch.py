@@ -33,8 +33,8 @@ from forge_models.components.decoder import Decoder
 from forge_models.moe.dispatch import LocalDispatch
 from forge_models.moe.experts import Experts
 from forge_parallel.dryrun.traffic import Traffic
-from forge_parallel.experts.cut import open_dispatcher
 from forge_parallel.placement.topology import Topology
+from forge_parallel.transforms.expert.cut import open_dispatcher
 
 
 class Border(TorchDispatchMode):

@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_parallel.build.plan import Plan
-from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.model.plan import Plan
+from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_train.recipe.load import load
 from forge_train.run.assemble import plan_of
 

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.components.muon import Muon
 from forge_parallel.dryrun.estimate import Workload, dry_run
 from forge_parallel.dryrun.traffic import Traffic
-from forge_parallel.optim.ownership import matrices_of, overlap
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.optim.optimizers import Muon
+from forge_parallel.optim.whole_matrices import matrices_of, overlap
 from forge_parallel.placement.boxes import span_on
 from forge_train.recipe.load import load
 from forge_train.run.assemble import plan_of

@@ -19,9 +19,9 @@ import torch
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 
 GROUP = "forge.optimizers"

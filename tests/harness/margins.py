@@ -44,7 +44,7 @@ class Margins:
         import torch
 
         from forge_parallel.verify.parity import Difference
-        from forge_parallel.verify.tolerance import TOLERANCE
+        from forge_parallel.verify.proofs import TOLERANCE
         from harness import closeness
 
         assert_close, allclose, accepted = torch.testing.assert_close, numpy.testing.assert_allclose, Difference.accepted

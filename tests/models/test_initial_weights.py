@@ -9,8 +9,8 @@ from torch import nn
 
 from forge_core.layout import Layout
 from forge_models import initialize
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from parallel.compositions.rows import DECODER, EXPERTS
 

@@ -9,18 +9,18 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components import pipeline as orders
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context.transform import ContextParallel, Kind
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.pipeline import schedules as orders
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
-from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, measure
 from parallel.tiny import VOCAB
 
@@ -53,7 +53,7 @@ def piped(schedule: str, split: str = "balanced") -> Pipeline:
 def measured(
     case: Case, layout: str, schedule: str = "1f1b", split: str = "balanced", features: frozenset[str] = frozenset()
 ) -> Measurement:
-    """One rank of a run with these features, named as in `forge_parallel.verify.proven`."""
+    """One rank of a run with these features, named as in `forge_parallel.verify.proofs`."""
     laid_out = Layout.parse(layout)
     transforms: list[Any] = [FullyShard(reduce="each" if "reduce_each" in features else "last")]
     if "recompute" in features:

@@ -20,22 +20,22 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.moe.experts import Experts
 from forge_parallel import accelerator
-from forge_parallel.build.initial_weights import fill
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, Restore, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context import flash_cpu, flex_blocks
-from forge_parallel.float8 import library
-from forge_parallel.float8.transform import Float8
+from forge_parallel.model.initial_weights import fill
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, Restore, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
+from forge_parallel.transforms.context import flash_cpu, flex_blocks
+from forge_parallel.transforms.float8 import conversion
+from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
-from forge_parallel.verify.proven import rows
-from forge_parallel.verify.replicas import drifted
+from forge_parallel.verify.proofs import rows
+from forge_parallel.verify.state import drifted
 from harness.pool import World
 from parallel.compositions.rows import layout_of, measured
 from parallel.compositions.test_compositions import equals_one_process
@@ -147,8 +147,8 @@ def test_float8_products_of_experts_are_the_emulated_ones(counts: list[int]) -> 
     pytest.importorskip("torchao")
     if fault := accelerator.float8_groups_fault(torch.device("cuda")):
         pytest.skip(fault)
-    library.require_torchao()
-    from forge_parallel.float8 import experts as float8
+    conversion.require_torchao()
+    from forge_parallel.transforms.float8 import experts as float8
 
     generator, results = torch.Generator().manual_seed(0), []
     x, grad = torch.randn(2, sum(counts) + 5, 128, generator=generator)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from forge_parallel.build import initial_weights
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
+from forge_parallel.model import initial_weights
 
 
 @contextmanager

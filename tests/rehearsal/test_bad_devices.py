@@ -10,12 +10,12 @@ import torch
 from forge_core.errors import LayoutError, PlanError
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel import accelerator
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_parallel.transforms import compiler
 from forge_parallel.transforms.compile import Compile
 from harness.pool import World
 from rehearsal import device
@@ -76,7 +76,7 @@ def _compiled(state: str) -> str:
         transforms = [Compile()] if state == "fp32" else []
         try:
             model = realize(Blueprint.of(DECODER.build), Plan.of(transforms, at), Topology.of(at, here), 0, "bf16", state)
-            from forge_parallel.components.optimizers import AdamW
+            from forge_parallel.optim.optimizers import AdamW
 
             AdamW().build(model)
         except PlanError as refusal:
@@ -101,16 +101,16 @@ def test_without_triton_what_has_to_be_compiled_is_refused_before_a_step() -> No
 
 
 def test_what_the_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compiler, "find_spec", lambda name: object())
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: object())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "there is neither gcc nor clang on the path: install gcc, or set CC" in compiler.missing_for_compiler()
+    assert "there is neither gcc nor clang on the path: install gcc, or set CC" in accelerator.missing_for_compiler()
     monkeypatch.setenv("CC", "icc")
-    assert "CC names 'icc', which is not there" in compiler.missing_for_compiler()
+    assert "CC names 'icc', which is not there" in accelerator.missing_for_compiler()
     (tmp_path / "gcc").write_text("")
     (tmp_path / "gcc").chmod(0o755)
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(compiler.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "headers of Python: install python3-dev" in compiler.missing_for_compiler()
+    monkeypatch.setattr(accelerator.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "headers of Python: install python3-dev" in accelerator.missing_for_compiler()
     (tmp_path / "Python.h").write_text("")
-    assert "TORCH_LOGS" in compiler.missing_for_compiler()
+    assert "TORCH_LOGS" in accelerator.missing_for_compiler()

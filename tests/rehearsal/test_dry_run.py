@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.sections import Pipeline
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
-from forge_parallel.verify.proven import rows
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.sections import Pipeline
+from forge_parallel.verify.proofs import rows
 from harness.pool import World
 from parallel.compositions.rows import decoder_of, layout_of, precision_of, schedule_of, transforms_of
 

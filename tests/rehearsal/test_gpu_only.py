@@ -6,7 +6,7 @@ not rehearsed: without a compiler, `asynchronous` leaves exchanges and products 
 
 import pytest
 
-from forge_parallel.verify.proven import rows
+from forge_parallel.verify.proofs import rows
 from harness.pool import World
 from parallel.compositions.test_compositions import equals_one_process
 from rehearsal.test_parity import measured_where_it_runs

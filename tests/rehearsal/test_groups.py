@@ -16,9 +16,8 @@ from forge_core.layout import Layout
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
 from forge_parallel.launch.watch import Watch, is_broken_connection
-from forge_parallel.placement import groups
-from forge_parallel.placement.groups import connect, world
-from forge_parallel.placement.topology import Topology
+from forge_parallel.placement import topology
+from forge_parallel.placement.topology import Topology, connect, world
 from forge_parallel.torch_private import limit_of, set_timeouts
 from harness.pool import World
 from rehearsal.ranks import own_device
@@ -140,7 +139,7 @@ def _looked_at() -> tuple[bool, str]:
     look = threading.Timer(0.2, lambda: seen.append(watch._sight()))
     with own_device() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda *_, **__: look.start())
-        patch.setattr(groups, "int", sleep, raising=False)
+        patch.setattr(topology, "int", sleep, raising=False)
         with pytest.raises(LayoutError):
             connect(world(), "the world", device)
     look.join()

@@ -7,13 +7,13 @@ import pytest
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from rehearsal.ranks import own_device

@@ -12,7 +12,7 @@ import torch
 
 from forge_core.layout import Layout
 from forge_parallel.verify.parity import Case, Measurement, compare
-from forge_parallel.verify.proven import rows
+from forge_parallel.verify.proofs import rows
 from harness.pool import World
 from parallel.compositions.rows import LOW, case_of, layout_of, measured
 from parallel.compositions.test_compositions import equals_one_process

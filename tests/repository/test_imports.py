@@ -152,7 +152,7 @@ def test_components_and_core_import_without_torch():
         if (package == "forge_core" or "components" in file.parts or file.name == "__init__.py") and file.name != "__main__.py"
     ]
     assert any(name.startswith("forge_models.components.") for name in names)
-    assert "forge_parallel.tensor.transform" in chosen_by_name()
+    assert "forge_parallel.transforms.tensor.transform" in chosen_by_name()
     names += sorted(chosen_by_name() - set(names))
     done = subprocess.run(
         [sys.executable, "-c", PROBE, ",".join(names), ",".join(HEAVY)], capture_output=True, text=True, check=False

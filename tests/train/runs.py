@@ -10,7 +10,7 @@ import torch
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
 from forge_parallel.launch.environment import Launch, read_launcher
-from forge_parallel.verify.gather import full
+from forge_parallel.model.parallel_model import full
 from forge_train.recipe.load import load
 from forge_train.run.assemble import assemble
 from forge_train.run.directory import run_directory

@@ -22,8 +22,8 @@ from forge_core.protocols.model import NamedTensor
 from forge_core.registry import GROUPS, Registry
 from forge_core.trust import trust_file
 from forge_models.hf.families import FAMILIES
-from forge_parallel.build.plan import Order, Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.plan import Order, Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_train.recipe.load import load
 

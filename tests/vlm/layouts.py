@@ -9,7 +9,7 @@ pipelines, experts under tp, and for cross blocks pipelines, whose later stages 
 import json
 from pathlib import Path
 
-from forge_parallel.verify import proven
+from forge_parallel.verify import proofs
 from parallel.compositions.generate import Row, legal, text_of
 from parallel.compositions.rows import FUSIONS
 
@@ -56,7 +56,7 @@ def rows() -> dict[str, list[Row]]:
 
 def main() -> None:
     """Writes them next to the others."""
-    path = Path(proven.__file__).with_name("rows.json")
+    path = Path(proofs.__file__).with_name("rows.json")
     document = json.loads(path.read_text())
     made = rows()
     for kind, found in made.items():

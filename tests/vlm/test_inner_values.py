@@ -12,14 +12,14 @@ from forge_models.interp.capture import capture
 from forge_models.interp.edit import add, edit, zero
 from forge_models.interp.listing import InterpError, taps
 from forge_models.interp.names import WITH_IMAGES
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_train.inspection.edit_on_ranks import edit_on_ranks
 from forge_train.inspection.look import look
 from forge_train.inspection.on_ranks import capture_on_ranks

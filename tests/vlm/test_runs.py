@@ -10,11 +10,10 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.features import features
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_parallel.verify.proven import unproven
+from forge_parallel.verify.proofs import features, unproven
 from forge_train.recipe.load import load
 from forge_train.run.weights.initial_weights import initial_weights
 from train.runs import prepared

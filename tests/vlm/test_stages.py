@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_models.conformance.trial import on_meta
-from forge_parallel.components.parameters import TrainingStage
+from forge_parallel.optim.groups import TrainingStage
 from forge_parallel.verify.parity import Measurement, compare
 from harness.pool import World
 from parallel.compositions.rows import case_of, layout_of, measured

@@ -8,8 +8,8 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, compare, measure
 from models.variants import SIZES, VARIANTS

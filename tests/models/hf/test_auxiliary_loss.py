@@ -21,8 +21,8 @@ from forge_models.hf.reader import Folder
 from forge_models.moe.layer import ExpertLayer, Totals
 from forge_models.moe.losses import pooled
 from forge_models.shape import Losses
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure

@@ -19,10 +19,10 @@ from forge_models.generation.sampling import GREEDY
 from forge_models.hf.family import meaning_of
 from forge_models.hf.reader import Folder
 from forge_models.hf.streamed_forward import logits_of
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.parallel_model import full
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_parallel.verify.gather import full
 from forge_train.commands.weights import convert as command
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.forge_weights import ForgeWeights

@@ -12,8 +12,8 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.verify.parity import Case, compare, measure
 

@@ -11,7 +11,7 @@ from forge_models.checks import experts_compile, experts_fit, experts_see_other_
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.shape import Losses
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_train.cli import main
 from forge_train.recipe.load import load
 

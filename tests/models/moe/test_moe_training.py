@@ -10,10 +10,10 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
-from forge_parallel.build.initial_weights import fill
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.initial_weights import fill
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.boxes import Box, local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step

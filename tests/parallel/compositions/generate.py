@@ -22,11 +22,11 @@ from forge_core.features import Feature, declared
 from forge_core.registry import Registry
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.components.parameters import ParameterGroup
-from forge_parallel.components.sections import Parallel, Precision
-from forge_parallel.features import DEFAULTS, features
-from forge_parallel.optim.shards import PROVEN
-from forge_parallel.verify import proven
+from forge_parallel.optim.groups import ParameterGroup
+from forge_parallel.optim.optimizers import PROVEN
+from forge_parallel.sections import Parallel, Precision
+from forge_parallel.verify import proofs
+from forge_parallel.verify.proofs import DEFAULTS, features
 from forge_train.recipe.load import load
 from parallel.compositions.rows import LOW, job_of, layout_of
 
@@ -336,7 +336,7 @@ def main() -> None:
     names = sorted(declared_features() - ON_GPUS)
     wanted = offered([frozenset(found) for size in (1, 2) for found in combinations(names, size)])
     print(f"{len(wanted)} features and pairs are offered")
-    before = proven.rows()
+    before = proofs.rows()
     rows = _cover(wanted, [*before["fast"], *before["slow"]], rng, print)
     # The fast ones: those that bring most for their price, one after another.
     fast = [row for row in before["fast"] if row in rows]
@@ -352,7 +352,7 @@ def main() -> None:
         "slow": [row for row in rows if row not in fast],
         "large": [*large, *(row for row in triples(rng) if not any(_axes(row) == _axes(known) for known in large))],
     }
-    path = Path(proven.__file__).with_name("rows.json")
+    path = Path(proofs.__file__).with_name("rows.json")
     document = json.loads(path.read_text())  # rows of fusions are made by `vlm.layouts`
     document |= {kind: [text_of(row) for row in found] for kind, found in made.items()} | {"gpu": list(GPU_ROWS)}
     path.write_text(json.dumps(document, indent=2) + "\n")

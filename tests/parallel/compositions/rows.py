@@ -21,22 +21,21 @@ from forge_models.components.norms import RMSNorm
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
 from forge_models.shape import Losses
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.muon import Muon
-from forge_parallel.components.optimizers import AdamW, AdamW8bit
-from forge_parallel.components.parameters import ParameterGroup, Parameters
-from forge_parallel.components.sections import Parallel, Pipeline, Precision
-from forge_parallel.context.transform import ContextParallel, Kind
-from forge_parallel.experts.transform import ExpertParallel
-from forge_parallel.experts.transform import Kind as Dispatcher
-from forge_parallel.features import features
-from forge_parallel.float8.transform import Float8
-from forge_parallel.optim import shards
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.groups import ParameterGroup, Parameters
+from forge_parallel.optim.optimizers import AdamW, AdamW8bit, Muon
+from forge_parallel.sections import Parallel, Pipeline, Precision
 from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.context.transform import ContextParallel, Kind
+from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.expert.transform import Kind as Dispatcher
+from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, measure
+from forge_parallel.verify.proofs import features
 from forge_vlm.components.adapters import Linear
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention, JointDecoder, MixtureOfTransformers, MoMa
@@ -191,7 +190,7 @@ def case_of(row: frozenset[str]) -> Case:
     return Case(
         decoder_of(row).build,
         objective_of(row).build(),
-        partial(shards.build_optimizer, optimizer_of(row)),
+        partial(optimizers.build_optimizer, optimizer_of(row)),
         VOCAB,
         LENGTH,
         total,

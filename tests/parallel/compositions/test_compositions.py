@@ -1,4 +1,4 @@
-"""The rows of `forge_parallel.verify.proven`: every strategy, in any composition that is offered, against one process.
+"""The rows of `forge_parallel.verify.proofs`: every strategy, in any composition that is offered, against one process.
 
 A tiny decoder with grouped-query attention, packed documents, rows with very different numbers of labels, and one micro-batch
 without any. In fp64 a layout has to give one process's loss, norm, gradients and weights to 1e-10; in float8 with fp32 sums those
@@ -17,9 +17,9 @@ import torch
 
 from forge_core.features import interact
 from forge_core.registry import Registry
-from forge_parallel.features import features
-from forge_parallel.verify import proven
+from forge_parallel.verify import proofs
 from forge_parallel.verify.parity import Measurement, compare
+from forge_parallel.verify.proofs import features
 from forge_train.recipe.load import load
 from harness.closeness import below
 from harness.pool import World
@@ -27,7 +27,7 @@ from parallel.compositions import generate
 from parallel.compositions.rows import LOW, case_of, job_of, layout_of, measured
 from parallel.one_process import alone as once
 
-ROWS = proven.rows()
+ROWS = proofs.rows()
 
 
 def equals_one_process(
@@ -98,7 +98,7 @@ def test_every_row_is_a_recipe_with_just_its_features() -> None:
             assert {use.name for use in features(job_of(row, base), layout_of(row))} == row
             assert layout_of(row).world <= {"fast": 4, "large": 16}.get(kind, 8)
             assert kind == "gpu" or generate.legal(row), "a check refuses it"
-    for test in proven.TESTS.values():
+    for test in proofs.TESTS.values():
         file, _, name = test.partition("::")
         assert f"def {name}(" in (Path(__file__).parents[3] / file).read_text()
 
@@ -106,7 +106,7 @@ def test_every_row_is_a_recipe_with_just_its_features() -> None:
 def test_every_pair_that_is_offered_is_proven() -> None:
     """What no row has is refused by a check, or named with its reason; what fp64 can show is shown in fp64."""
     base = load("debug", ["--hooks=[]"], 1, Registry()).job
-    shown = {pair for kind in proven.TESTS for row in ROWS[kind] for pair in generate.pairs_of(row)}
+    shown = {pair for kind in proofs.TESTS for row in ROWS[kind] for pair in generate.pairs_of(row)}
     names = generate.declared_features() - generate.ON_GPUS
     assert {frozenset([name]) for name in names} <= shown
     planes = {
@@ -123,7 +123,7 @@ def test_every_pair_that_is_offered_is_proven() -> None:
 
 
 def test_features_that_no_row_proves_are_refused() -> None:
-    never = {name for name in generate.declared_features() if not proven.is_proven([name])}
+    never = {name for name in generate.declared_features() if not proofs.is_proven([name])}
     assert never == generate.ON_GPUS, "they need GPUs"
 
 

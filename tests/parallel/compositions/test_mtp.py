@@ -11,11 +11,11 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.pipeline import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.schedules import GPipe, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.pipeline.stages import StageSplit
 from forge_train.recipe.load import load
 from parallel.compositions.rows import DECODER, names

@@ -10,9 +10,9 @@ from forge_core.features import Feature, Neutral, declared, undeclared, used, va
 from forge_core.layout import SIZES, Layout
 from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven, options_are_declared
-from forge_parallel.components.pipeline import Interleaved, ZeroBubbleV
-from forge_parallel.components.sections import Parallel, Pipeline, Precision
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.pipeline.schedules import Interleaved, ZeroBubbleV
+from forge_parallel.sections import Parallel, Pipeline, Precision
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from parallel.compositions.rows import names

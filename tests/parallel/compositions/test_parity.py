@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic, within_rounding
 from harness.pool import World

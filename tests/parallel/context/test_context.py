@@ -14,20 +14,19 @@ from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.rope import Rope
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.traffic import Traffic
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.step import Step
-from forge_parallel.step.strategies import local_batch
-from forge_parallel.tensor.transform import TensorParallel as TensorParallel
+from forge_parallel.step.step import Step, local_batch
+from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
+from forge_parallel.transforms.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
 from harness.pool import World
 from harness.siblings import fast

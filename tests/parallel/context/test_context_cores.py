@@ -12,14 +12,14 @@ from torch.nn.attention import flex_attention
 
 from forge_core.layout import Layout
 from forge_models.blocks.attention_core import LocalAttention
-from forge_parallel.context import flex_blocks, ring
-from forge_parallel.context.all_gather import AllGatherAttention
-from forge_parallel.context.placed import held, held_places
-from forge_parallel.context.ring import RingAttention
-from forge_parallel.context.row_order import SequenceOrder
-from forge_parallel.context.ulysses import UlyssesAttention
 from forge_parallel.dryrun.traffic import Traffic
 from forge_parallel.placement.collectives import Ranks
+from forge_parallel.transforms.context import flex_blocks, ring
+from forge_parallel.transforms.context.cores import AllGatherAttention
+from forge_parallel.transforms.context.ring import RingAttention
+from forge_parallel.transforms.context.row_order import SequenceOrder
+from forge_parallel.transforms.context.rows import held, held_places
+from forge_parallel.transforms.context.ulysses import UlyssesAttention
 from harness.pool import World
 
 CPU = torch.device("cpu")

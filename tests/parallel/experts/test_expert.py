@@ -22,23 +22,21 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import Hash, SigmoidTopK
 from forge_models.shape import Losses
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import ExpertParallel, Kind
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
-from forge_parallel.step.step import Step
-from forge_parallel.step.step_statistics import begin
-from forge_parallel.step.strategies import local_batch
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.step.reduce import begin, clip_grad_norm
+from forge_parallel.step.step import Step, local_batch
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel, Kind
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
-from forge_parallel.verify.replicas import Drift, drifted
+from forge_parallel.verify.state import Drift, drifted
 from harness.pool import World
 
 VOCAB, ROWS, STEPS = 61, 8, 3

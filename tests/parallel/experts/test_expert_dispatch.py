@@ -16,11 +16,10 @@ from torch import Tensor
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher
 from forge_models.moe.dispatch import LocalDispatch
-from forge_parallel.experts.cut import open_dispatcher
-from forge_parallel.experts.dispatchers import AllGatherDispatcher, AllToAllDispatcher
-from forge_parallel.experts.route import Route
 from forge_parallel.placement.collectives import Ranks
 from forge_parallel.placement.topology import Topology
+from forge_parallel.transforms.expert.cut import open_dispatcher
+from forge_parallel.transforms.expert.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route
 from harness.pool import World
 from harness.siblings import fast
 

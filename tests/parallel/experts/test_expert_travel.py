@@ -16,12 +16,12 @@ from forge_models.components.moe import MoE
 from forge_models.components.routers import SigmoidTopK
 from forge_models.context import RouterContext
 from forge_models.moe.dispatch import LocalDispatch
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.experts.cut import open_dispatcher
-from forge_parallel.experts.transform import ExpertParallel, Kind
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
+from forge_parallel.transforms.expert.cut import open_dispatcher
+from forge_parallel.transforms.expert.transform import ExpertParallel, Kind
 from forge_parallel.transforms.shard import FullyShard
 from harness.pool import World
 

@@ -16,17 +16,17 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.model.parallel_model import full
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms import fully_sharded
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from harness.siblings import fast

@@ -19,22 +19,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.context import Context
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components import pipeline as schedules
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.sections import Pipeline
-from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.float8 import convert, library
-from forge_parallel.float8.transform import Float8
+from forge_parallel.model.parallel_model import Context
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.pipeline import schedules as schedules
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
+from forge_parallel.sections import Pipeline
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.float8 import conversion
+from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
@@ -98,8 +98,8 @@ def _rounded(x: Tensor, dtype: torch.dtype, dim: int | None) -> Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_three_products_of_a_layer_are_those_of_rounded_operands(recipe: str) -> None:
     rowwise, generator = recipe == "rowwise", torch.Generator().manual_seed(0)
-    library.require_torchao()
-    from forge_parallel.float8.linear import Casting, float8_class
+    conversion.require_torchao()
+    from forge_parallel.transforms.float8.linear import Casting, float8_class
 
     layer: Any = nn.Linear(48, 32)
     layer.__class__, layer.casting = float8_class(nn.Linear), Casting.of(recipe, emulate=True)
@@ -285,7 +285,7 @@ def test_tensor_parallelism_wraps_converted_layers_and_master_weights_stay_fp32(
 
 
 def _hooks_of_torchao() -> tuple[int, int]:
-    library.require_torchao()
+    conversion.require_torchao()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -308,7 +308,7 @@ def test_the_gate_sees_scales_that_ranks_do_not_share(world: World) -> None:
 
 
 def _with_local_scales() -> Measurement:
-    convert._shared = lambda casting, _recipe, _path, _context: casting  # type: ignore[assignment]
+    conversion._shared = lambda casting, _recipe, _path, _context: casting  # type: ignore[assignment]
     return _measure(CASE, "tp2")
 
 

@@ -21,19 +21,19 @@ from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.moe.experts import Experts
-from forge_parallel.build.context import Context
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.experts.transform import ExpertParallel
-from forge_parallel.float8 import library
-from forge_parallel.float8.transform import Float8
+from forge_parallel.model.parallel_model import Context
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel as TensorParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.float8 import conversion
+from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, share, synthetic
 from harness.closeness import below
 from harness.pool import World
@@ -86,8 +86,8 @@ def _by_hand(x: Tensor, counts: list[int], experts: Experts) -> Tensor:
 
 
 def _stack(gated: bool = True, multiply: str = "emulated") -> Any:
-    library.require_torchao()
-    from forge_parallel.float8 import experts as float8
+    conversion.require_torchao()
+    from forge_parallel.transforms.float8 import experts as float8
 
     stack: Any = Experts(DECODER.shape.context(1), 4, "silu", gated)
     generator = torch.Generator().manual_seed(0)
@@ -178,8 +178,8 @@ def test_numbers_that_are_not_finite_show() -> None:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_groups_are_of_16_rows_never_empty_and_fit(counts: list[int]) -> None:
-    library.require_torchao()
-    from forge_parallel.float8.experts import padding
+    conversion.require_torchao()
+    from forge_parallel.transforms.float8.experts import padding
 
     rows = sum(counts) + NOBODYS
     places, filled, size = padding(torch.tensor(counts), rows)
@@ -225,7 +225,7 @@ def _kernel(
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_the_kernel_would_multiply_the_same_numbers(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_parallel.float8.experts.scaled_grouped_mm", _kernel)
+    monkeypatch.setattr("forge_parallel.transforms.float8.experts.scaled_grouped_mm", _kernel)
     emulated, native = _stack(), _stack(multiply="native")
     at = torch.tensor(counts)
     _close(_ran(lambda x: native(x, at), native, counts), _ran(lambda x: emulated(x, at), emulated, counts))
@@ -339,7 +339,7 @@ def test_shapes_are_checked_before_the_run_and_named() -> None:
     with pytest.raises(PlanError, match=r"blocks\.\*\.mlp\.experts\.gate_proj: 24 x 32, .*experts\.down_proj: 32 x 24\. Choose"):
         _converted(Float8(experts=True), odd.build)
     _converted(Float8(), odd.build)
-    from forge_parallel.float8.layers import check_experts
+    from forge_parallel.transforms.float8.transform import check_experts
 
     specs = Blueprint.of(DECODER.build).specs
     shapes = {"blocks.1.mlp.experts.up_proj": (48, 32), "blocks.1.mlp.experts.down_proj": (32, 48)}
@@ -381,15 +381,15 @@ def test_the_device_decides(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    assert not library.emulates("auto", device)
+    assert not conversion.emulates("auto", device)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert library.emulates_experts("auto", device, torch.bfloat16) is emulates
+        assert conversion.emulates_experts("auto", device, torch.bfloat16) is emulates
     assert ["products of stacked experts: they are emulated" in str(one.message) for one in told] == [True] * emulates
     if emulates:
         with pytest.raises(PlanError, match="emulate = false, but a GPU has no float8 products of stacked experts"):
-            library.emulates_experts(False, device, torch.bfloat16)
+            conversion.emulates_experts(False, device, torch.bfloat16)
         return
-    assert library.emulates_experts(True, device, torch.float32)
+    assert conversion.emulates_experts(True, device, torch.float32)
     with pytest.raises(PlanError, match="a GPU supports bf16 results only"):
-        library.emulates_experts("auto", device, torch.float32)
+        conversion.emulates_experts("auto", device, torch.float32)

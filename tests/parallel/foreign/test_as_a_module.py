@@ -294,7 +294,7 @@ def _scored(layout: str, way: str) -> tuple[float, dict[str, Tensor], dict[str, 
         mean = model.step(inputs, loss, lambda batch: counts[id(batch["tokens"])], targets=pairs)
     else:
         mean = model.step(mine, tokens=lambda batch: batch["weights"].sum())
-    from forge_parallel.verify.gather import gathered
+    from forge_parallel.model.parallel_model import gathered
 
     return float(mean), start, gathered(model, {name: p.grad for name, p in model.named_parameters()})
 

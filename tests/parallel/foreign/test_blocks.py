@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
 from forge_parallel.foreign.blocks import find_blocks, watch
+from forge_parallel.model.parallel_model import gathered
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
 

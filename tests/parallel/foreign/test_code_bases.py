@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import parallelize
-from forge_parallel.foreign.example import example_for
-from forge_parallel.foreign.following import follow
-from forge_parallel.foreign.lay_out import on_input
-from forge_parallel.foreign.styles import rules_of
-from forge_parallel.verify.gather import gathered
+from forge_parallel.foreign.description import example_for, rules_of
+from forge_parallel.foreign.module import on_input
+from forge_parallel.foreign.tensor_trace import follow
+from forge_parallel.model.parallel_model import gathered
 from harness.pool import World
 from parallel.foreign_code import CODES
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
+from forge_parallel.model.parallel_model import gathered
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign.test_loops import TOKENS, backward, laid_out, score

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from forge_core.layout import Layout
 from forge_parallel import ParallelizedModule, parallelize
+from forge_parallel.model.parallel_model import gathered
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign_modules import PLAN, VOCAB, Plain

@@ -15,11 +15,11 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import ParallelizedModule, parallelize
 from forge_parallel.foreign.blocks import find_blocks
-from forge_parallel.foreign.staged import stage
-from forge_parallel.foreign.styles import rules_of
+from forge_parallel.foreign.description import rules_of
+from forge_parallel.foreign.pipeline import stage
+from forge_parallel.model.parallel_model import gathered
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
-from forge_parallel.verify.gather import gathered
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign_modules import BUILDERS, PLAN, VOCAB, Plain, llama, qwen3_moe, tied

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel import parallelize
-from forge_parallel.verify.gather import gathered
+from forge_parallel.model.parallel_model import gathered
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign.test_loops import TOKENS, score

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize, verify_layout
-from forge_parallel.foreign import forked, lay_out
-from forge_parallel.foreign.recording import Recording
+from forge_parallel.foreign import module
+from forge_parallel.foreign.weights import Recording
+from forge_parallel.launch import local_processes
 from harness.pool import World
 from harness.siblings import fast
 from parallel.foreign_modules import PLAN, Plain
@@ -105,9 +106,9 @@ class DroppingBlocks(Plain):
 
 def _no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing could be seen statically. Children are forked, so they have it, too."""
-    monkeypatch.setattr(lay_out, "follow", lambda *_: frozenset())
-    monkeypatch.setattr(lay_out, "refuse_batch_statistics", lambda _: None, raising=False)
-    monkeypatch.setattr("forge_parallel.foreign.staged.must_hand_on", lambda *_: None, raising=False)
+    monkeypatch.setattr(module, "follow", lambda *_: frozenset())
+    monkeypatch.setattr(module, "refuse_batch_statistics", lambda _: None, raising=False)
+    monkeypatch.setattr("forge_parallel.foreign.pipeline.must_hand_on", lambda *_: None, raising=False)
 
 
 WRONG: list[tuple[str, Callable[[], nn.Module], str, dict[str, str], str]] = [
@@ -212,12 +213,12 @@ def test_no_process_is_left_behind(monkeypatch: pytest.MonkeyPatch, kind: str, m
 
     monkeypatch.setattr(os, "fork", counted)
     with pytest.raises(PlanError, match=message):
-        forked.fork_local(2, lambda: _interrupted(kind), 3.0)
+        local_processes.fork_local(2, lambda: _interrupted(kind), 3.0)
     assert len(children) == 2
     for child in children:
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
-    assert forked.fork_local(2, lambda: _interrupted("none"), 60.0) == [0, 1]
+    assert local_processes.fork_local(2, lambda: _interrupted("none"), 60.0) == [0, 1]
 
 
 class Narrow(Plain):

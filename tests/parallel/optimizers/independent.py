@@ -8,7 +8,7 @@ from lion_pytorch import Lion as TheirLion
 from schedulefree import AdamWScheduleFree
 
 from forge_core.component import Component
-from forge_parallel.components.optimizers import AdamW, Lion, ScheduleFreeAdamW
+from forge_parallel.optim.optimizers import AdamW, Lion, ScheduleFreeAdamW
 
 RATES = [0.5, 1.0, 1.0, 1.0]
 """Factors of the first steps, then 1: a warm-up of two steps."""

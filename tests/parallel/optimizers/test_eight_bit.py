@@ -15,21 +15,20 @@ from forge_core.errors import ForgeError, PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_parallel import torchao_library
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.checks import optimizer_keeps_the_state
-from forge_parallel.components.optimizers import AdamW8bit
-from forge_parallel.components.sections import Precision
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.optim import shards
-from forge_parallel.optim.grouped import with_settings
-from forge_parallel.optim.low_bits.blocks import Blocks
-from forge_parallel.optim.settings import Setting, Settings
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.adamw8bit import Blocks
+from forge_parallel.optim.groups import Setting, Settings, with_settings
+from forge_parallel.optim.optimizers import AdamW8bit
 from forge_parallel.placement.topology import Topology
+from forge_parallel.sections import Precision
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel as TensorParallel
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
+from forge_parallel.transforms.tensor.transform import TensorParallel as TensorParallel
 from harness.pool import World
 from harness.siblings import fast
 from parallel.compositions.rows import DECODER
@@ -216,7 +215,7 @@ def test_each_parameter_has_the_rate_and_decay_of_its_group() -> None:
 def trained(layout: str, row: str) -> dict[str, Tensor]:
     """Weights and whole state after 20 steps, in fp64: layouts that sum in another order choose the same codes."""
     case, (model, settings) = case_of("experts" in row), model_of(layout, row)
-    optimizer, step = shards.build_optimizer(SMALL, model, settings), Step(model, OBJECTIVE)
+    optimizer, step = optimizers.build_optimizer(SMALL, model, settings), Step(model, OBJECTIVE)
     for index in range(STEPS):
         result = step(batches(case, model, index))
         optimizer.set_factor(min(1.0, (index + 1) / 4))
@@ -253,7 +252,9 @@ def test_twenty_steps_in_a_layout_are_those_of_one_process(world: World, layout:
 
 
 def _workload(component: Any, **sizes: Any) -> Workload:
-    return Workload(replace(DECODER, layers=1, **sizes).build, cross_entropy, partial(shards.build_optimizer, component), 2, 16)
+    return Workload(
+        replace(DECODER, layers=1, **sizes).build, cross_entropy, partial(optimizers.build_optimizer, component), 2, 16
+    )
 
 
 def test_a_layout_that_cuts_a_block_is_refused() -> None:

@@ -10,16 +10,14 @@ import torch
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.parameters import ParameterGroup
-from forge_parallel.components.sections import Pipeline
-from forge_parallel.optim import shards
-from forge_parallel.optim.settings import Settings
+from forge_parallel.model.parallel_model import ParallelModel, gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.groups import ParameterGroup, Settings
 from forge_parallel.placement.topology import Topology
+from forge_parallel.sections import Pipeline
 from forge_parallel.step.step import Step
-from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from harness.siblings import fast
@@ -58,7 +56,7 @@ def batches(case: Case, model: Any, step: int) -> Any:
 def ours(name: str, layout: str, row: str, groups: bool) -> dict[str, torch.Tensor]:
     """Weights that are evaluated, and the loss, after 20 steps in a layout."""
     case, (model, settings) = case_of("experts" in row), model_of(layout, row, groups)
-    optimizer, step = shards.build_optimizer(OURS[name], model, settings), Step(model, OBJECTIVE)
+    optimizer, step = optimizers.build_optimizer(OURS[name], model, settings), Step(model, OBJECTIVE)
     for index in range(STEPS):
         result = step(batches(case, model, index))
         optimizer.set_factor(factor(index))

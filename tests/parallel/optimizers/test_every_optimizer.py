@@ -12,9 +12,9 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_models.components.objectives import CrossEntropy
 from forge_parallel.conformance.optimizers import SHAPES, Held
-from forge_parallel.features import features
-from forge_parallel.optim.shards import PROVEN
+from forge_parallel.optim.optimizers import PROVEN
 from forge_parallel.verify.parity import Case, compare
+from forge_parallel.verify.proofs import features
 from forge_train.recipe.load import load
 from harness.pool import World
 from parallel.compositions.rows import DECODER, EXPERTS, VOCAB, measured

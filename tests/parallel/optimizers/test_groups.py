@@ -9,13 +9,13 @@ import torch
 from forge_core.component import Component
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.parameters import ParameterGroup as Group
-from forge_parallel.optim import shards
-from forge_parallel.optim.settings import Setting, Settings, grouped
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import realize
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.groups import ParameterGroup as Group
+from forge_parallel.optim.groups import Setting, Settings, grouped
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic
@@ -82,7 +82,7 @@ def test_every_optimizer_has_the_rate_and_decay_of_a_group(name: str) -> None:
     model, settings, step = made(*groups)
     other, _, _ = made()
     component = OURS[name]
-    optimizer, tensors = shards.build_optimizer(component, model, settings), {n: (t, g) for n, t, g in other.trainable()}
+    optimizer, tensors = optimizers.build_optimizer(component, model, settings), {n: (t, g) for n, t, g in other.trainable()}
     norms = [t for n, (t, _) in tensors.items() if n.endswith("norm.weight")]
     matrices = [t for t, g in tensors.values() if g == "matrix"]
     rest = [t for n, (t, g) in tensors.items() if g != "matrix" and not n.endswith("norm.weight")]
@@ -111,7 +111,7 @@ def test_what_is_frozen_costs_no_state_and_is_not_in_the_norm(name: str, build: 
     model, settings, step = made(*(Group(match=n, frozen=True) for n in frozen), build=build)
     plain, _, whole = made(build=build)
     assert settings.frozen == frozen and model.parameter_count() == plain.parameter_count()
-    optimizer = shards.build_optimizer(OURS[name], model, settings)
+    optimizer = optimizers.build_optimizer(OURS[name], model, settings)
     assert all(frozen.isdisjoint(tensors) for tensors in optimizer.state().values())
     before = {key: tensor.detach().clone() for key, tensor in model.tensors()}
     batches = share(synthetic(CASE, 0), 0, 1, 8)
@@ -133,7 +133,7 @@ def test_norms_move_at_a_small_rate_and_embeddings_are_not_decayed(name: str) ->
         layout = Layout()
         compute = "bf16" if state == "bf16" else "fp32"
         model = realize(blueprint, Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, compute, state)
-        optimizer = shards.build_optimizer(replace(OURS[name], lr=1e-5), model, settings)
+        optimizer = optimizers.build_optimizer(replace(OURS[name], lr=1e-5), model, settings)
         held = dict(model.parameters_held())
         start = {key: tensor.detach().clone() for key, tensor in held.items()}
         for _ in range(count):
@@ -143,7 +143,7 @@ def test_norms_move_at_a_small_rate_and_embeddings_are_not_decayed(name: str) ->
         moved = {key for key, tensor in held.items() if not torch.equal(start[key], tensor)}
         assert {key for key in held if "norm.weight" in key} <= moved
     model, settings, _ = made()
-    optimizer = shards.build_optimizer(OURS[name], model, settings)
+    optimizer = optimizers.build_optimizer(OURS[name], model, settings)
     start = {key: tensor.detach().clone() for key, tensor in model.parameters_held()}
     for _, tensor in model.parameters_held():
         tensor.grad = torch.zeros_like(tensor)
@@ -176,9 +176,9 @@ class _Descent:
 def test_an_optimizer_that_cannot_do_what_a_group_asks_is_refused() -> None:
     model, settings, _ = made(Group(match="head.weight", weight_decay=0.1))
     with pytest.raises(PlanError, match=r"weight_decay = 0.1 of head.weight: optimizer Descent has no key weight_decay"):
-        shards.build_optimizer(Descent(), model, settings)
+        optimizers.build_optimizer(Descent(), model, settings)
     model, settings, _ = made(Group(match="head.weight", lr=0.1))
-    assert shards.build_optimizer(Descent(), model, settings).state() == {}
+    assert optimizers.build_optimizer(Descent(), model, settings).state() == {}
     with pytest.raises(PlanError, match="a name that is not a parameter's"):
-        shards.build_optimizer(Descent(count=True), model, settings)
+        optimizers.build_optimizer(Descent(count=True), model, settings)
     assert isinstance(AdamW().build(model).state(), dict)

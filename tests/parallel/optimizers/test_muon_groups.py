@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forge_parallel.components.parameters import ParameterGroup
+from forge_parallel.optim.groups import ParameterGroup
 from harness.pool import World
 from parallel.compositions.rows import case_of, measured
 from parallel.one_process import alone

@@ -10,21 +10,19 @@ from torch import nn
 from forge_core.errors import PlanError
 from forge_core.registry import Registry
 from forge_core.specs import Specs
-from forge_parallel.build.chosen import apply, settings_of
-from forge_parallel.build.frozen import rest
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW, AdamW8bit, Lion, ScheduleFreeAdamW
-from forge_parallel.components.parameters import ParameterGroup as Group
-from forge_parallel.components.parameters import TrainingStage
-from forge_parallel.components.sections import Pipeline
-from forge_parallel.features import features
-from forge_parallel.optim import shards
-from forge_parallel.optim.settings import NO_SETTINGS, Setting, Settings, grouped
-from forge_parallel.optim.stages.resolve import stage_at, staged
+from forge_parallel.model.parallel_model import rest
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.groups import NO_SETTINGS, Setting, Settings, TrainingStage, grouped
+from forge_parallel.optim.groups import ParameterGroup as Group
+from forge_parallel.optim.optimizers import AdamW, AdamW8bit, Lion, ScheduleFreeAdamW
+from forge_parallel.optim.stages import apply, settings_of, stage_at, staged
 from forge_parallel.placement.topology import Topology
+from forge_parallel.sections import Pipeline
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Measurement, compare, share, synthetic
+from forge_parallel.verify.proofs import features
 from forge_train.recipe.load import load
 from harness.pool import World
 from parallel.compositions.rows import CPU, DECODER, case_of, job_of, layout_of, measured, precision_of, schedule_of
@@ -98,7 +96,7 @@ def _laid_out(component: Any, stages: tuple[TrainingStage, ...]) -> tuple[Any, A
     settings = settings_of(blueprint, stages=stages)
     layout = layout_of(frozenset())
     model = realize(apply(blueprint, settings), Plan.of([], layout), Topology.of(layout, CPU), 0, "fp64", "fp64")
-    return model, shards.build_optimizer(component, model, settings), Step(model, case_of(frozenset()).objective)
+    return model, optimizers.build_optimizer(component, model, settings), Step(model, case_of(frozenset()).objective)
 
 
 def _batches(step: int) -> Any:
@@ -164,7 +162,7 @@ def test_modules_without_anything_to_learn_run_as_in_evaluation() -> None:
 
 def test_an_optimizer_whose_states_are_not_of_parameters_is_refused() -> None:
     class OneCount:
-        shards = "elementwise"
+        optimizers = "elementwise"
 
         def build(self, model: Any) -> Any:
             made = AdamW().build(model)
@@ -207,7 +205,7 @@ def test_a_step_that_is_skipped_does_not_hold_a_stage_up(component: Any) -> None
 
 def test_a_decay_that_an_optimizer_does_not_have_is_refused() -> None:
     class Bare:
-        shards = "elementwise"
+        optimizers = "elementwise"
 
         def build(self, model: Any) -> Any:
             return AdamW().build(model)
@@ -267,7 +265,7 @@ def _copy_learns() -> list[bool]:
     layout = layout_of(words)
     plan = Plan.of([], layout, Pipeline(schedule=schedule_of(words)).build())
     model = realize(blueprint, plan, Topology.of(layout, CPU), 0, "fp64", "fp64")
-    optimizer: Any = shards.build_optimizer(AdamW(), model, settings)
+    optimizer: Any = optimizers.build_optimizer(AdamW(), model, settings)
     found = []
     for step in range(2):
         optimizer.at_step(step)

@@ -17,17 +17,16 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_core.specs import Init, TensorSpec
 from forge_core.trust import trust_name
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.checks import compositions_are_proven, optimizer_keeps_the_state
-from forge_parallel.components.muon import Muon
-from forge_parallel.components.sections import Parallel, Pipeline, Precision
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.optim.muon import flops, orthogonalized
-from forge_parallel.optim.ownership import matrices_of, owners, rounds
-from forge_parallel.optim.whole_matrices import WholeMatrices
+from forge_parallel.optim.optimizers import Muon
+from forge_parallel.optim.whole_matrices import WholeMatrices, matrices_of, owners, rounds
 from forge_parallel.placement.boxes import local_box, span_on
 from forge_parallel.placement.topology import Topology
-from forge_parallel.verify.gather import gathered
+from forge_parallel.sections import Parallel, Pipeline, Precision
 from harness.pool import World
 from parallel.compositions.rows import DECODER, EXPERTS, schedule_of, transforms_of
 from parallel.tiny import Tiny

@@ -11,12 +11,12 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_models.components.moe import MoE
 from forge_models.components.routers import SoftmaxTopK
-from forge_parallel.build.chosen import apply, settings_of
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.parameters import ParameterGroup as Group
-from forge_parallel.optim import shards
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.groups import ParameterGroup as Group
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.optim.stages import apply, settings_of
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.verify.parity import Case, share, synthetic
@@ -85,7 +85,7 @@ def _change(factor: int, scaled: bool) -> float:
     blueprint, settings = case.blueprint()
     layout = Layout()
     model = realize(blueprint, Plan.of([], layout), Topology(layout, torch.device("cpu")), 0, "fp32", "fp32")
-    optimizer, step = shards.build_optimizer(AdamW(lr=1e-2, weight_decay=0.0), model, settings), Step(model, cross_entropy)
+    optimizer, step = optimizers.build_optimizer(AdamW(lr=1e-2, weight_decay=0.0), model, settings), Step(model, cross_entropy)
     (batch,) = share(synthetic(case, 0), 0, 1, 4)
 
     def logits() -> torch.Tensor:

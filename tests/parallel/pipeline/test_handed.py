@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize, verify_layout
-from forge_parallel.foreign.staged import stage
+from forge_parallel.foreign.pipeline import stage
 from parallel.foreign_modules import VOCAB, WIDTH, Block, Plain, llama
 
 TOKENS = torch.arange(10).view(2, 5)

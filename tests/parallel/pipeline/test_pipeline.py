@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.pipeline import tied_weights
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.pipeline import stages
 from forge_parallel.step.step import Evaluation, Step
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
 from forge_parallel.verify.parity import Case, Measurement, compare, share, synthetic
 from harness.pool import World, WorldFailed
 from harness.siblings import fast
@@ -228,7 +228,7 @@ def test_no_object_is_ever_pickled_between_stages(world: World) -> None:
 
 def _forgetful(case: Case, what: str) -> Measurement:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tied_weights, what, lambda *_: None)
+        patch.setattr(stages, what, lambda *_: None)
         return measured(case, "pp2")
 
 

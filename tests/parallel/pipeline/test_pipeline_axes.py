@@ -6,7 +6,7 @@ import pytest
 
 from forge_core.layout import Layout
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, compare, share, synthetic
 from harness.pool import World
 from parallel.pipelines import decoder_case, measured, realized

@@ -10,11 +10,11 @@ import pytest
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_parallel.checks import compositions_are_proven, pipeline_fits
-from forge_parallel.components import pipeline as orders
-from forge_parallel.components.sections import Pipeline as Section
+from forge_parallel.pipeline import schedules as orders
+from forge_parallel.pipeline.definition import balanced, refusal, split
 from forge_parallel.pipeline.schedules import Action, TorchSchedule, fake_stages, placement
 from forge_parallel.pipeline.simulate import UNIT, simulate
-from forge_parallel.pipeline.split import balanced, refusal, split
+from forge_parallel.sections import Pipeline as Section
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from parallel.compositions.rows import names

@@ -14,10 +14,10 @@ from forge_models.components.routers import Hash
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import GenerationError, Sampling
 from forge_models.rope import Rope
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import ExpertParallel
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from harness.pool import World
 from harness.siblings import fast
 from parallel.pipelines import decoder_case, realized

@@ -12,7 +12,7 @@ import torch
 from forge_core.errors import PlanError
 from forge_parallel import accelerator
 from forge_parallel.accelerator import name, take_peaks
-from forge_parallel.float8 import library
+from forge_parallel.transforms.float8 import conversion
 
 CUDA = torch.device("cuda", 0)
 
@@ -82,10 +82,10 @@ def test_what_was_proven_on_cuda_is_not_used_on_rocm(rocm: torch.device) -> None
     assert not accelerator.shares_memory(rocm)
     assert (accelerator.capability(rocm), accelerator.architecture(rocm)) == (None, "gfx942")
     with pytest.raises(PlanError, match=rf"emulate = false, but {fault}; use 'auto' or true"):
-        library.emulates(False, rocm)
+        conversion.emulates(False, rocm)
     with pytest.warns(UserWarning, match=rf"{fault}: they are emulated, which is slower than bf16; leave out transforms\.float8"):
-        assert library.emulates("auto", rocm)
-    assert library.emulates(True, rocm), "what was asked for is not warned of"
+        assert conversion.emulates("auto", rocm)
+    assert conversion.emulates(True, rocm), "what was asked for is not warned of"
 
 
 def test_the_same_questions_of_a_gpu_of_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from forge_core.layout import Layout
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.dryrun.estimate import Workload, dry_run
+from forge_parallel.dryrun.fake_world import ACCELERATORS
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 

@@ -8,13 +8,13 @@ import pytest
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context.transform import ContextParallel, Kind
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_run
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.model.plan import Plan
+from forge_parallel.optim.optimizers import AdamW
+from forge_parallel.transforms.context.transform import ContextParallel, Kind
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 
 LAYERS, ROWS, LENGTH, DIM, HEADS, KV_HEADS, WIDTH, MICRO_BATCHES = 2, 2, 32, 32, 8, 4, 4, 2
 DECODER = Decoder(dim=DIM, layers=LAYERS, heads=HEADS, kv_heads=KV_HEADS, ffn_dim=64, vocab_size=64, max_length=LENGTH)

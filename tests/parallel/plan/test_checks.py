@@ -18,14 +18,14 @@ from forge_parallel.checks import (
     rows_can_be_cut,
     sequence_can_be_cut,
 )
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import ExpertParallel
-from forge_parallel.float8.transform import Float8
-from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.float8.transform import Float8
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.proven import unproven
+from forge_parallel.transforms.tensor.transform import TensorParallel
+from forge_parallel.verify.proofs import unproven
 from parallel.compositions.rows import decoder_of, names
 
 
@@ -188,6 +188,6 @@ def test_what_is_compiled_cannot_be_recomputed_in_every_way(layout: str, experts
 
 
 def test_checks_import_no_torch() -> None:
-    modules = "forge_parallel.checks, forge_parallel.build.plan, forge_parallel.launch.environment"
+    modules = "forge_parallel.checks, forge_parallel.model.plan, forge_parallel.launch.environment"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

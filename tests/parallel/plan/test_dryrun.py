@@ -19,25 +19,24 @@ from forge_models.components.mtp import MTP
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.shape import Losses
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.pipeline import GPipe, Interleaved, OneForwardOneBackward, ZeroBubbleV
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.dryrun.balanced_routing import chance
 from forge_parallel.dryrun.estimate import Workload, dry_run, dry_runs
-from forge_parallel.dryrun.fake_world import fake_world
-from forge_parallel.dryrun.memory_trace import Ledger
+from forge_parallel.dryrun.fake_world import chance, fake_world
+from forge_parallel.dryrun.memory import Ledger
 from forge_parallel.dryrun.traffic import Traffic
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.schedules import GPipe, Interleaved, OneForwardOneBackward, ZeroBubbleV
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.compile import Compile
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.memory import held_after
 from harness.pool import World
 from parallel.tiny import DIM, LAYERS, VOCAB, TiedTiny, Tiny, cross_entropy

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.specs import Init, TensorSpec
-from forge_parallel.build import initial_weights
-from forge_parallel.build.initial_weights import BLOCK, fill
+from forge_parallel.model import initial_weights
+from forge_parallel.model.initial_weights import BLOCK, fill
 from forge_parallel.placement.boxes import Box
 
 NORMAL = TensorSpec((None, None), Init("normal", 0.02), "matrix")

@@ -12,10 +12,10 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.rope import Rope
 from forge_models.shape import Losses
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.float8.transform import Float8
 from forge_parallel.model_checks import float8_can_multiply, rows_can_be_shared, tensors_can_be_cut
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.float8.transform import Float8
+from forge_parallel.transforms.tensor.transform import TensorParallel
 
 DECODER = Decoder(dim=32, heads=4, kv_heads=2, layers=2, ffn_dim=32, vocab_size=64)
 DYNAMIC = Rope(scaling="dynamic", factor=2.0, original_max_length=16)

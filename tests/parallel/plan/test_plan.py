@@ -11,8 +11,8 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import Transform
 from forge_core.specs import Init, TensorSpec
-from forge_parallel.build.plan import Order, Plan, default_transforms
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.plan import Order, Plan, default_transforms
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import FullyShard
 from parallel.tiny import TiedTiny, Tiny
@@ -108,7 +108,7 @@ def test_a_model_that_does_not_describe_itself_fully_is_refused(build: type[nn.M
 
 
 def test_every_tensor_is_filled_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forge_parallel.build import realize as module
+    from forge_parallel.model import realize as module
 
     filled: list[str] = []
     fill = module.fill

@@ -11,20 +11,19 @@ from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.dryrun.accelerators import ACCELERATORS
 from forge_parallel.dryrun.estimate import Workload, dry_run
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.dryrun.fake_world import ACCELERATORS
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.pipeline.schedules import Action
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.pipeline.schedules import Action, OneForwardOneBackward
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.shard_choice import USABLE, Needs, Option, choose, nominal, options
 from forge_parallel.transforms.shard_needs import Load, most_open, needs
+from forge_parallel.transforms.tensor.transform import TensorParallel
 
 GIB = 1 << 30
 NEEDS = Needs(lasting=1000, activations=200, passing=30, gradients=4000, weights=1500, micro_batches=8)

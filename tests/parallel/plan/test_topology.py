@@ -9,12 +9,12 @@ import torch
 
 from forge_core.errors import LayoutError
 from forge_core.layout import Layout
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import read_launcher
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups, limit
 from forge_parallel.launch.watch import PeerFailure
-from forge_parallel.placement.owner import owns
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.placement.boxes import owns
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import FullyShard
 from harness.pool import World
@@ -29,10 +29,7 @@ def _owned(layout: str) -> dict[str, torch.Tensor]:
     counts = {}
     for piece in model.pieces():
         count = torch.zeros(piece.shape)
-        region = tuple(
-            slice(start, start + size)
-            for start, size in zip(piece.offset, piece.local.shape, strict=True)
-        )
+        region = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.local.shape, strict=True))
         count[region] += piece.owned
         counts[piece.name] = topology.all_reduce(count)
     assert model.parameter_count() == sum(p.numel() for p in TiedTiny().parameters())

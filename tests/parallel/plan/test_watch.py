@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel.launch.environment import read_launcher
+from forge_parallel.launch.hang_report import RankStatus, late, several
 from forge_parallel.launch.process_group import destroy_process_groups, init_process_groups
-from forge_parallel.launch.sights import RankStatus, late, several
 from forge_parallel.launch.watch import PeerFailure, Watch, is_broken_connection
 from harness.pool import World
 

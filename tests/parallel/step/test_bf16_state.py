@@ -8,19 +8,28 @@ from torch._dynamo.utils import counters
 
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.sections import Precision
-from forge_parallel.optim import rounding
-from forge_parallel.optim.adamw_bf16 import adamw_bf16, adamw_rule
-from forge_parallel.optim.elementwise import ElementwiseOptimizer, _kernel, _parts
-from forge_parallel.optim.rounding import flat_index, key_of, noise, regions, rounded
+from forge_parallel.model.parallel_model import full
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim import elementwise
+from forge_parallel.optim.elementwise import (
+    ElementwiseOptimizer,
+    _kernel,
+    _parts,
+    adamw_bf16,
+    adamw_rule,
+    flat_index,
+    key_of,
+    noise,
+    regions,
+    rounded,
+)
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
+from forge_parallel.sections import Precision
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.pool import World
 from parallel.tiny import VOCAB, Tiny, cross_entropy
@@ -213,7 +222,7 @@ def test_on_an_accelerator_a_parameter_is_one_compiled_kernel_with_its_noise(mon
 
 def test_a_shortened_step_updates_one_part_of_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a dry run, in which the two thousand parts of 8B parameters would take minutes."""
-    monkeypatch.setattr(rounding, "CHUNK", 100)
+    monkeypatch.setattr(elementwise, "CHUNK", 100)
     model = Several()
     before = {name: tensor.detach().clone() for name, tensor in model.named.items()}
     optimizer = adamw_bf16(model, 1.0, (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from forge_core.batch import Batch, Sources
 from forge_core.errors import ForgeError
 from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard

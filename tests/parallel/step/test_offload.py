@@ -17,19 +17,18 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import NamedTensor
 from forge_core.specs import Init, TensorSpec
-from forge_parallel.build import initial_weights
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, _allocate, realize
 from forge_parallel.checks import compositions_are_proven
-from forge_parallel.components.optimizers import AdamW
 from forge_parallel.launch.process_group import alone
+from forge_parallel.model import initial_weights
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, _allocate, realize
 from forge_parallel.optim.adamw import AdamW as FusedAdamW
-from forge_parallel.optim.adamw_bf16 import adamw_bf16
+from forge_parallel.optim.elementwise import adamw_bf16
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.boxes import Box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step import clipping
-from forge_parallel.step.clipping import clip_grad_norm
-from forge_parallel.step.reduce import squared_grad_norm
+from forge_parallel.step import reduce
+from forge_parallel.step.reduce import clip_grad_norm, squared_grad_norm
 from forge_parallel.transforms import fully_sharded
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
@@ -130,7 +129,7 @@ def test_the_norm_goes_to_the_device_and_the_clip_to_the_host(monkeypatch: pytes
     with _on_host(torch.float32) as model:
         norm = squared_grad_norm(model).sqrt()
         assert norm.device == GPU
-        monkeypatch.setattr(clipping, "foreach_mul_", lambda _, factor: used.append(factor.device))
+        monkeypatch.setattr(reduce, "foreach_mul_", lambda _, factor: used.append(factor.device))
         assert clip_grad_norm(model, norm, 1.0).device == GPU
     assert used == [CPU]
 

@@ -15,9 +15,9 @@ from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_core.trust import trust_file, trust_name
 from forge_parallel.checks import optimizer_takes_parts
-from forge_parallel.components.optimizers import AdamW
 from forge_parallel.conformance import optimizers as kit
-from forge_parallel.optim import shards
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.optimizers import AdamW
 
 PLUGINS = '''
 from dataclasses import dataclass
@@ -124,21 +124,21 @@ def test_e6_the_library_refuses_it_too_and_builds_it_on_one_rank(plugins: Any) -
         return SimpleNamespace(topology=SimpleNamespace(layout=Layout.parse(layout)), trainable=kit.Held(tensors).trainable)
 
     with pytest.raises(PlanError, match=r"Muon does not say how it treats parts of parameters, .* dp2"):
-        shards.build_optimizer(plugins("Muon")(), model("dp2"))
-    assert callable(shards.build_optimizer(plugins("Muon")(), model("1")).step)
-    assert callable(shards.build_optimizer(AdamW(), model("dp2")).step)
+        optimizers.build_optimizer(plugins("Muon")(), model("dp2"))
+    assert callable(optimizers.build_optimizer(plugins("Muon")(), model("1")).step)
+    assert callable(optimizers.build_optimizer(AdamW(), model("dp2")).step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Misspelled(Component):
-    shards: ClassVar[str] = "element-wise"
+    optimizers: ClassVar[str] = "element-wise"
 
     def build(self, model: Any) -> Any:
         raise NotImplementedError
 
 
 def test_e6_a_word_that_means_nothing_is_refused() -> None:
-    assert "'element-wise'" in (shards.sharding_fault(Misspelled(), Layout.parse("dp2")) or "")
+    assert "'element-wise'" in (optimizers.sharding_fault(Misspelled(), Layout.parse("dp2")) or "")
 
 
 @pytest.mark.parametrize("claim", ["elementwise", "blocks"])
@@ -161,7 +161,7 @@ def test_e6_every_optimizer_of_ours_says_how_it_treats_parts() -> None:
     registry = Registry()
     for entry in registry.of("forge.optimizers"):
         if entry.distribution.startswith("forge-"):
-            assert registry.load_entry(entry)().shards in shards.WAYS
+            assert registry.load_entry(entry)().shards in optimizers.WAYS
     lion = f"{Path(__file__).parents[3] / 'examples' / 'plain_file' / 'mine.py'}:Lion"
     trust_name(lion)
     assert registry.load("forge.optimizers", lion)().shards == "elementwise"

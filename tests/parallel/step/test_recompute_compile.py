@@ -14,14 +14,14 @@ from forge_core.layout import Layout
 from forge_models.components.attentions import GQA
 from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.precision import DTYPES
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.parallel_model import DTYPES
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import TorchDispatchMode
-from forge_parallel.transforms.checkpointed import checkpoint_blocks, operators
+from forge_parallel.transforms.checkpointing import checkpoint_blocks, operators
 from forge_parallel.transforms.compile import Compile
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard

@@ -10,19 +10,19 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, share, synthetic
-from forge_parallel.verify.replicas import Drift, digest, drifted
+from forge_parallel.verify.state import Drift, digest, drifted
 from harness.pool import World
 
 DECODER = Decoder(dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=24, vocab_size=61, max_length=32)

@@ -11,15 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.batch import IGNORE, Batch
 from forge_core.layout import Layout
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.parallel_model import ParallelModel, full
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from harness.closeness import below
 from harness.pool import World

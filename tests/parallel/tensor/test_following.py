@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
-from forge_parallel.foreign.dimensions import viewed
-from forge_parallel.foreign.example import example_for
-from forge_parallel.foreign.following import follow
-from forge_parallel.foreign.styles import rules_of
-from forge_parallel.verify.gather import gathered
+from forge_parallel.foreign.description import example_for, rules_of
+from forge_parallel.foreign.tensor_trace import follow, viewed
+from forge_parallel.model.parallel_model import gathered
 from harness.pool import World
 from parallel.foreign_modules import BUILDERS
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
-from forge_parallel.foreign.following import follow
-from forge_parallel.foreign.styles import rules_of
-from forge_parallel.verify.gather import gathered
+from forge_parallel.foreign.description import rules_of
+from forge_parallel.foreign.tensor_trace import follow
+from forge_parallel.model.parallel_model import gathered
 from harness.pool import World
 
 WIDTH, HEADS, VOCAB = 16, 4, 19

@@ -15,17 +15,17 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.objectives import CrossEntropy
 from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.parallel_model import gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.rules import Role, rules
-from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
+from forge_parallel.transforms.tensor.rules import Role, rules
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, Measurement, compare, measure, synthetic
 from harness.closeness import below
 from harness.pool import World

@@ -20,16 +20,16 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK
 from forge_models.loss_head.cross_entropy import ChunkedCrossEntropy
 from forge_models.shape import Losses
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW, AdamW8bit
-from forge_parallel.float8.transform import Float8
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW, AdamW8bit
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
 from forge_parallel.torch_private import fake_store
+from forge_parallel.transforms.compilation import compile_blocks
 from forge_parallel.transforms.compile import Compile
-from forge_parallel.transforms.compiled import compile_blocks
+from forge_parallel.transforms.float8.transform import Float8
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from rehearsal.inductor.record import Record, recorded
 
 ROWS, LENGTH = 2, 256
@@ -140,7 +140,7 @@ def _flex() -> Record:
 def _ring() -> Record:
     """Flex attention to one block of keys of a ring, and its backward."""
     from forge_core.protocols.model import PositionedTokens
-    from forge_parallel.context import flex_blocks
+    from forge_parallel.transforms.context import flex_blocks
 
     documents = _documents()
     placed = PositionedTokens(torch.arange(LENGTH, device="cuda"), documents)

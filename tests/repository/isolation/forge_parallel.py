@@ -10,9 +10,9 @@ from forge_core.batch import Batch
 from forge_core.layout import Layout
 from forge_core.protocols.model import LossTerms
 from forge_core.specs import Init, Specs, TensorSpec
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 

@@ -15,7 +15,7 @@ from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
 from forge_core.errors import CheckpointError, ForgeError
 from forge_core.protocols.run import Hook
-from forge_parallel.verify.gather import full
+from forge_parallel.model.parallel_model import full
 from forge_train.process.stop import TrainingError
 from forge_train.run.health import SPAN, Health
 from forge_train.run.loop import fit

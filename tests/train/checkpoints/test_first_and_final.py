@@ -11,7 +11,7 @@ from forge_ckpt.checkpoint.retention import SECONDS
 from forge_ckpt.format.names import committed
 from forge_ckpt.store.local import LocalStore
 from forge_ckpt.world import SingleProcessWorld
-from forge_parallel.verify.gather import full
+from forge_parallel.model.parallel_model import full
 from forge_train.run.loop import fit
 from train.runs import TINY, prepared
 

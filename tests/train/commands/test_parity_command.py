@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forge_parallel.launch import spawn
+from forge_parallel.launch import local_processes
 from forge_train.cli import main
 from train.runs import TINY
 
@@ -21,7 +21,7 @@ def test_trials_h_layouts_that_check_refuses_start_no_process(
 ) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     started: list[Any] = []
-    monkeypatch.setattr(spawn, "spawn_local", lambda *given: started.append(given))
+    monkeypatch.setattr(local_processes, "spawn_local", lambda *given: started.append(given))
     recipe = str(tmp_path / "tiny.toml")
     assert code_of("parity", recipe, "--layouts", "dp2,tp3,ep2dp2", "--mode", "fp32") == 2
     said = capsys.readouterr().err

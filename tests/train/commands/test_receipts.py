@@ -11,7 +11,7 @@ from forge_core.errors import ConfigError, ForgeError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_parallel.checks import compositions_are_proven
-from forge_parallel.verify import receipts
+from forge_parallel.verify import proofs
 from forge_train.recipe.load import load
 
 PLUGIN = '''
@@ -58,7 +58,7 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
     measured = subprocess.run(command, capture_output=True, text=True, check=False)
     assert measured.returncode == 0, measured.stderr
     (file,) = folder.glob("*.json")
-    (receipt,) = receipts.read(folder)
+    (receipt,) = proofs.read(folder)
     assert receipt.layout == "dp2" and receipt.mode == "fp64"
     assert set(receipt.features) == {"dp_shard", "accumulate", "mine.py:Squared"}
     given = f"--parallel.proofs=['{folder}']"
@@ -89,7 +89,7 @@ def test_a_part_of_a_plugin_is_refused_in_a_layout_until_a_receipt_shows_it(keys
 
 def test_a_receipt_proves_nothing_that_is_ours(keys: list[str], tmp_path: Path) -> None:
     """Only tests of this repository prove what is ours; a file cannot."""
-    forged = receipts.Receipt(
+    forged = proofs.Receipt(
         ("dp_shard", "offload", "tp", "tp_asynchronous"),
         "dp2",
         "fp64",
@@ -98,20 +98,20 @@ def test_a_receipt_proves_nothing_that_is_ours(keys: list[str], tmp_path: Path) 
         {},
         {},
     )
-    receipts.write(forged, tmp_path / "forged")
+    proofs.write(forged, tmp_path / "forged")
     ours = [key for key in keys if "mlp" not in key] + ["--transforms.shard.offload=true"]
     assert "transforms.shard.offload = true" in refused([*ours, f"--parallel.proofs=['{tmp_path / 'forged'}']"])
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ForgeError, match=r"nowhere of parallel\.proofs does not exist"):
-        receipts.read(tmp_path / "nowhere")
+        proofs.read(tmp_path / "nowhere")
 
 
 def test_a_plugin_offers_its_receipts(tmp_path: Path) -> None:
     folder = tmp_path / "receipts"
-    written = receipts.Receipt(("acme:Mixer", "tp"), "tp2", "fp64", 1e-10, {}, {}, {})
-    receipts.write(written, folder)
+    written = proofs.Receipt(("acme:Mixer", "tp"), "tp2", "fp64", 1e-10, {}, {}, {})
+    proofs.write(written, folder)
     module = tmp_path / "acme_proofs.py"
     module.write_text(f"FOLDER = {str(folder)!r}\n")
     from forge_core.registry import Entry
@@ -119,6 +119,6 @@ def test_a_plugin_offers_its_receipts(tmp_path: Path) -> None:
     sys.path.insert(0, str(tmp_path))
     try:
         registry = Registry([Entry("forge.proofs", "acme", "acme", "1.0", "acme_proofs:FOLDER")])
-        assert receipts.offered([], registry) == [written]
+        assert proofs.offered([], registry) == [written]
     finally:
         sys.path.remove(str(tmp_path))

@@ -18,10 +18,10 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.registry import Registry
 from forge_parallel import accelerator, settle
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint
 from forge_parallel.checks import compositions_are_proven, options_are_declared
-from forge_parallel.dryrun.accelerators import ACCELERATORS
+from forge_parallel.dryrun.fake_world import ACCELERATORS
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import Settled, reduced_by, reduced_so_far, settled, shared_memory
 from forge_parallel.transforms.shard import FullyShard

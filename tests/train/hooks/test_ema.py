@@ -11,7 +11,7 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.model import NamedTensor
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
-from forge_parallel.verify.gather import full
+from forge_parallel.model.parallel_model import full
 from forge_train.components.hooks import Ema
 from forge_train.hooks.ema import EmaHook
 from forge_train.inference.evaluate import recipe_for, scores

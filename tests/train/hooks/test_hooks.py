@@ -16,7 +16,7 @@ from rich.console import Console
 
 from forge_core.layout import Layout
 from forge_parallel.launch.watch import Watch
-from forge_parallel.step.phases import StepTimer
+from forge_parallel.step.timing import StepTimer
 from forge_train.components.evaluation import Evaluate
 from forge_train.components.hooks import Log, Progress, Save
 from forge_train.hooks.clock import pause, paused

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forge_core.protocols.run import Hook
-from forge_parallel.verify.gather import full
+from forge_parallel.model.parallel_model import full
 from forge_train.hooks.norms import NormsHook
 from forge_train.run.loop import fit
 from forge_train.trackers.jsonl import METRICS, read

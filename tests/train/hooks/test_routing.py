@@ -13,17 +13,17 @@ from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
 from forge_models.components.objectives import CrossEntropy
 from forge_models.components.routers import SigmoidTopK, SoftmaxTopK
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
-from forge_parallel.components.pipeline import OneForwardOneBackward
-from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.launch.watch import Watch
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.pipeline.definition import Pipeline
+from forge_parallel.pipeline.schedules import OneForwardOneBackward
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.hooks import Routing
 from forge_train.report.found import Found

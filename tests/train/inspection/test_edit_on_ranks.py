@@ -11,16 +11,16 @@ from forge_models.components.objectives import CrossEntropy
 from forge_models.interp.capture import capture
 from forge_models.interp.edit import Edit, add, edit, mean, patch, project_out, replace, zero
 from forge_models.interp.listing import InterpError
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import ExpertParallel
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_train.inspection.edit_on_ranks import edit_on_ranks
 from forge_train.inspection.on_ranks import capture_on_ranks
 from harness.pool import World

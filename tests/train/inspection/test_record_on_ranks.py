@@ -20,15 +20,15 @@ from forge_models.components.moe import MoE
 from forge_models.interp.listing import InterpError
 from forge_models.interp.store.read import ActivationStore
 from forge_models.interp.store.record import record
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.experts.transform import ExpertParallel
 from forge_parallel.launch.environment import read_launcher
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 from forge_train.commands.inside.probe import Asked
 from forge_train.inspection import on_ranks, ranks_store
 from forge_train.inspection.record_on_ranks import record_on_ranks

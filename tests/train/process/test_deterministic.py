@@ -10,7 +10,7 @@ from torch.utils import deterministic as torch_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.errors import PlanError
-from forge_parallel.launch.deterministic import WORKSPACE, deterministic
+from forge_parallel.accelerator import WORKSPACE, deterministic
 from forge_train.run.loop import fit
 from harness.pool import World
 from train.runs import TINY, prepared, train

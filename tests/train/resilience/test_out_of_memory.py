@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forge_parallel.accelerator import is_out_of_memory
-from forge_parallel.verify import proven
+from forge_parallel.verify import proofs
 from forge_train.process.stop import TrainingError
 from forge_train.resilience.memory import FILE, OutOfMemory, smaller
 from forge_train.run.loop import fit
@@ -211,10 +211,10 @@ def test_smaller_micro_batches_are_not_taken_where_accumulation_is_not_proven(
 ) -> None:
     """One micro-batch a step is proven with recomputation; as if no test ran several of them with it."""
     pair = {"accumulate", "recompute_full"}
-    left = {kind: tuple(row for row in runs if not pair <= row) for kind, runs in proven.rows().items()}
-    assert all(proven.is_proven({feature}) for feature in pair)
-    monkeypatch.setattr(proven, "rows", lambda: left)
-    assert not proven.is_proven(pair)
+    left = {kind: tuple(row for row in runs if not pair <= row) for kind, runs in proofs.rows().items()}
+    assert all(proofs.is_proven({feature}) for feature in pair)
+    monkeypatch.setattr(proofs, "rows", lambda: left)
+    assert not proofs.is_proven(pair)
     settings = ["--train.micro_batch=8", '--transforms.recompute={policy = "full"}']
     run, _ = prepared(recipe, [f"--job.dir={tmp_path / 'run'}", *settings])
     run.step = Full(run, most=4)  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from forge_core.batch import Batch
 from forge_models.components.attentions import GQA, MLA
 from forge_models.components.decoder import Decoder, MoE
 from forge_models.flops import count
-from forge_parallel.float8.transform import Float8
+from forge_parallel.transforms.float8.transform import Float8
 from forge_train.speed import utilization
 from forge_train.speed.utilization import Utilization, keys_met, of_device
 

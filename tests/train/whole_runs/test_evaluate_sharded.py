@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from forge_core.layout import Layout
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.components.optimizers import AdamW
 from forge_parallel.launch.watch import Watch
+from forge_parallel.model.parallel_model import full
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import AdamW
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import full
 from forge_parallel.verify.parity import Case, share, synthetic
 from forge_train.components.evaluation import Evaluate
 from forge_train.process.stop import Stop

@@ -10,8 +10,8 @@ import torch
 from forge_core.layout import Layout
 from forge_models.components.decoder import Decoder
 from forge_models.generation.generate import generate
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_train.run.directory import SAMPLES
 from harness.pool import World

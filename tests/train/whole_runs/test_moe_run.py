@@ -9,7 +9,7 @@ import torch
 
 from forge_core.registry import Registry
 from forge_models.generation.generate import generate
-from forge_parallel.verify.gather import full
+from forge_parallel.model.parallel_model import full
 from forge_train.cli import main
 from forge_train.inference.forge_weights import Cast
 from forge_train.inference.open import load_model, open_weights

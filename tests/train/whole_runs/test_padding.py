@@ -15,9 +15,9 @@ from forge_data.loading.loader import evaluation, open_stream
 from forge_data.section import Data
 from forge_models.components.decoder import Decoder
 from forge_models.components.moe import MoE
-from forge_parallel.context.cores import cut_rows
-from forge_parallel.context.row_order import SequenceOrder
-from forge_parallel.step.step_statistics import begin
+from forge_parallel.step.reduce import begin
+from forge_parallel.transforms.context.cores import cut_rows
+from forge_parallel.transforms.context.row_order import SequenceOrder
 from forge_train.run.loop import fit
 from forge_train.speed.utilization import keys_met
 from models.conftest import fill

@@ -4,13 +4,22 @@
 what it is, and another kind says no: ROCm, whose devices torch calls `cuda`, too, and XPU differ from CUDA in this file only.
 """
 
+import os
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
+from torch.utils import deterministic as torch_deterministic
 
+from forge_core.errors import PlanError
 from forge_parallel import torch_private
+from forge_parallel.torch_private import detect_fake_mode
 
 CPU = torch.device("cpu")
 
@@ -241,3 +250,82 @@ def _is_nvidia(device: torch.device) -> bool:
 
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
+
+
+def require_compiler(device: torch.device, key: str) -> None:
+    """Compiles and runs a function on an accelerator, once in a process: what is missing shows here, and not in the first step,
+    in the middle of the compiler. `key` is what asks for it in a recipe. A dry run compiles nothing, and is not refused.
+
+    Raises:
+        PlanError: it does not compile, or not run; says what is missing, where that can be seen.
+    """
+    if device.type == CPU.type or detect_fake_mode() is not None:
+        return
+    if fault := _fault(device):
+        raise PlanError(f"{key} needs a compiler for {name(device)}, and there it fails: {fault}")
+
+
+@cache
+def _fault(device: torch.device) -> str:
+    try:
+        torch.compile(_one_more, fullgraph=True)(torch.zeros(4, device=device))
+    except Exception as cause:  # noqa: BLE001 (the compiler raises what its parts raise)
+        told = next((line for line in str(cause).splitlines() if line.strip()), "")
+        return f"{type(cause).__name__}: {told.strip()[:200]}. {missing_for_compiler()}"
+    return ""
+
+
+def _one_more(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def missing_for_compiler() -> str:
+    """What the compiler lacks in this environment, as far as it can be seen without it."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton, in the version that this torch requires (pip show torch)"
+    compiler = os.environ.get("CC")
+    if which(compiler) is None if compiler else not (which("gcc") or which("clang")):
+        named = f"CC names {compiler!r}, which is not there" if compiler else "there is neither gcc nor clang on the path"
+        return f"Triton needs a C compiler, and {named}: install gcc, or set CC to one"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs the headers of Python: install python3-dev (or python3-devel), or take a Python that brings them"
+    return "TORCH_LOGS=inductor tells more; without it, leave out what has to be compiled"
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FILLING: Any = torch_deterministic
+"""A module whose attribute torch makes when it is imported."""
+
+FIXED = (":4096:8", ":16:8")
+"""Workspaces with which products on several streams of CUDA are summed in one order; the first is the faster one."""
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Inside, what is computed twice from the same numbers has the same bits; with `on` False nothing changes.
+
+    torch takes other kernels, which may be slower, and an operator that has none raises an error with its name
+    (`torch.use_deterministic_algorithms`). It has to be entered before the first product on a GPU. Collectives of NCCL sum in an
+    order that depends on how ranks are connected: the same nodes give the same bits, others may not.
+
+    Raises:
+        PlanError: the environment asks for a workspace with which products differ.
+    """
+    if not on:
+        yield
+        return
+    if os.environ.setdefault(WORKSPACE, FIXED[0]) not in FIXED:
+        raise PlanError(
+            f"deterministic kernels need {WORKSPACE} to be {' or '.join(FIXED)}, and it is {os.environ[WORKSPACE]!r}; "
+            "unset it, or set train.deterministic = false"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, fill = torch.backends.cudnn.benchmark, _FILLING.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it chooses kernels by their time
+    _FILLING.fill_uninitialized_memory = False  # no number of a run comes from there, and filling takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, _FILLING.fill_uninitialized_memory = benchmark, fill

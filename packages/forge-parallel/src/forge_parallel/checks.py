@@ -11,9 +11,8 @@ from forge_core.errors import Fault, did_you_mean
 from forge_core.features import Use, undeclared
 from forge_core.layout import Layout, divisors
 from forge_core.registry import Registry
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.features import ParallelJob, features, is_ours, strategies
-from forge_parallel.verify.proven import unproven
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.verify.proofs import ParallelJob, features, is_ours, strategies, unproven
 
 UNPROVEN = "no test proves that it equals one process"
 
@@ -168,10 +167,10 @@ def options_are_declared(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
 
 def optimizer_takes_parts(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     """An optimizer that says nothing about parts of tensors is for one process, or replicas of it."""
-    from forge_parallel.optim import shards
+    from forge_parallel.optim import optimizers
 
-    if why := shards.sharding_fault(job.optimizer, layout):
-        yield Fault("optimizer.name", why, hint=shards.HINT)
+    if why := optimizers.sharding_fault(job.optimizer, layout):
+        yield Fault("optimizer.name", why, hint=optimizers.HINT)
 
 
 def optimizer_keeps_the_state(job: ParallelJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (signature of a check)
@@ -198,9 +197,9 @@ def compositions_are_proven(job: ParallelJob, layout: Layout) -> Iterator[Fault]
 
 def _without_receipts(job: ParallelJob, used: list[Use]) -> tuple[list[tuple[Use, ...]], str]:
     """What receipts do not prove either, and which of them do not count because code changed."""
-    from forge_parallel.verify import receipts
+    from forge_parallel.verify import proofs
 
-    found, now = receipts.offered(job.parallel.proofs, Registry()), receipts.digests(used)
+    found, now = proofs.offered(job.parallel.proofs, Registry()), proofs.digests(used)
     counted = [frozenset(receipt.features) for receipt in found if receipt.holds(now)]
     changed = sorted({name for receipt in found for name in receipt.changed(now)} & now.keys())
     return unproven(used, counted), f" (receipts of other code of {', '.join(changed)} do not count)" if changed else ""

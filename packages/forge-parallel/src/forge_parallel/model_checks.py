@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from forge_core.errors import Fault, PlanError
 from forge_core.layout import Layout
 from forge_core.specs import Outline
-from forge_parallel.context.transform import ContextParallel
-from forge_parallel.features import ParallelJob
-from forge_parallel.float8.transform import Float8
 from forge_parallel.placement import shares
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.float8.transform import Float8
+from forge_parallel.transforms.tensor.transform import TensorParallel
+from forge_parallel.verify.proofs import ParallelJob
 
 
 def outline_of(job: ParallelJob) -> Outline | None:
@@ -58,11 +58,11 @@ def float8_can_multiply(job: ParallelJob, layout: Layout) -> Iterator[Fault]:
     float8 = job.transforms.get("float8")
     if not isinstance(float8, Float8) or (model := outline_of(job)) is None or model.matrices is None:
         return
-    from forge_parallel.float8 import layers
+    from forge_parallel.transforms.float8 import transform
 
     stacks = tuple(dict.fromkeys(name.rpartition(".")[0] for name in model.experts or ())) if float8.experts else ()
     try:
-        chosen = layers.selected([*model.matrices, *stacks], float8.include, float8.exclude)
+        chosen = transform.selected([*model.matrices, *stacks], float8.include, float8.exclude)
     except PlanError as error:
         yield Fault("transforms.float8", str(error))
         return

@@ -12,15 +12,15 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.terminal import size
 from forge_parallel import accelerator
-from forge_parallel.build.plan import Plan
 from forge_parallel.checks import compositions_are_proven
-from forge_parallel.dryrun.accelerators import ACCELERATORS
-from forge_parallel.features import ParallelJob
-from forge_parallel.placement.expert_stacks import apart
+from forge_parallel.dryrun.fake_world import ACCELERATORS
+from forge_parallel.model.plan import Plan
+from forge_parallel.placement.shares import apart
 from forge_parallel.placement.topology import Topology
 from forge_parallel.transforms.shard import FullyShard
 from forge_parallel.transforms.shard_choice import USABLE, Needs, Option, Reduce, choose, nominal, options
 from forge_parallel.transforms.shard_needs import Described, Load, needs
+from forge_parallel.verify.proofs import ParallelJob
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ def parity(
     """
     from forge_core.errors import ForgeError
     from forge_core.layout import Layout
-    from forge_parallel.launch.spawn import spawn_local
+    from forge_parallel.launch.local_processes import spawn_local
     from forge_parallel.verify.parity import compare, within_rounding
-    from forge_parallel.verify.tolerance import TOLERANCE
+    from forge_parallel.verify.proofs import TOLERANCE
     from forge_train.recipe.load import load
 
     console = Console(as_json=as_json)
@@ -100,22 +100,21 @@ def _receipt(job: "Job", layout: "Layout", mode: Any, rows: int, micro_batch: in
     """Writes down what was measured: the recipe in this precision, with these batches."""
     import torch
 
-    from forge_parallel.features import features
-    from forge_parallel.verify import receipts
-    from forge_parallel.verify.tolerance import TOLERANCE
+    from forge_parallel.verify import proofs
+    from forge_parallel.verify.proofs import TOLERANCE, features
 
     measured = as_measured(job, layout, rows, micro_batch)
     uses = features(replace(measured, precision=replace(job.precision, compute=mode, state=mode)), layout)
-    receipt = receipts.Receipt(
+    receipt = proofs.Receipt(
         features=tuple(sorted(use.name for use in uses)),
         layout=str(layout),
         mode=mode,
         tolerance=TOLERANCE[mode],
         errors={name: worst[name] for name in ("loss", "norm", "gradients", "weights")},
-        digests=receipts.digests(uses),
+        digests=proofs.digests(uses),
         versions={"torch": torch.__version__, **{name: version(name) for name in ("forge-parallel", "forge-models")}},
     )
-    return receipts.write(receipt, folder)
+    return proofs.write(receipt, folder)
 
 
 def _row(entry: dict[str, Any]) -> list[str]:
@@ -141,8 +140,8 @@ def rank(
 
     from forge_core.layout import Layout
     from forge_core.registry import Registry
-    from forge_parallel.optim import shards
-    from forge_parallel.optim.settings import NO_SETTINGS
+    from forge_parallel.optim import optimizers
+    from forge_parallel.optim.groups import NO_SETTINGS
     from forge_parallel.verify.parity import Case, measure
     from forge_train.recipe.load import load
     from forge_train.recipe.parameters import narrow_of
@@ -157,7 +156,7 @@ def rank(
     case = Case(
         build=job.model.build,
         objective=job.objective.build(),
-        optimizer=lambda model, settings=NO_SETTINGS: shards.build_optimizer(job.optimizer, model, settings),
+        optimizer=lambda model, settings=NO_SETTINGS: optimizers.build_optimizer(job.optimizer, model, settings),
         vocab_size=getattr(job.model, "vocab_size"),  # noqa: B009 (a plugin's model may call it otherwise)
         length=length,
         rows=rows,
@@ -210,7 +209,7 @@ def short_stages(stages: "Sequence[Any]") -> tuple[Any, ...]:
 
 def as_measured(job: "Job", layout: "Layout", rows: int, micro_batch: int) -> "Job":
     """The job with the batches of the measurement, and with what it leaves to be chosen chosen for them."""
-    from forge_parallel.build.realize import Blueprint
+    from forge_parallel.model.realize import Blueprint
     from forge_parallel.settle import settled
 
     batched = replace(job, train=replace(job.train, global_batch=rows, micro_batch=micro_batch))

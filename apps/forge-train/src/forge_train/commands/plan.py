@@ -59,7 +59,7 @@ def plan(
     if modules:
         _show_modules(resolved, registry, chosen, recipe, console, as_json)
         return
-    from forge_parallel.dryrun.accelerators import ACCELERATORS
+    from forge_parallel.dryrun.fake_world import ACCELERATORS
     from forge_train.plan.dry_run import planned
 
     found = planned(resolved.job, resolved.layout, registry, per_node, chosen, ACCELERATORS.get(device))

@@ -82,10 +82,10 @@ def start(
             return cause.exit_code
         unread = cause
 
-    from forge_parallel.components.sections import Parallel
     from forge_parallel.launch import process_group
     from forge_parallel.launch.meeting import RanksDiffer
     from forge_parallel.launch.watch import Watch
+    from forge_parallel.sections import Parallel
     from forge_train.process.agreement import Agreement, Refused, content_of
     from forge_train.process.ending import conclude, tell_launcher
     from forge_train.run.directory import run_directory

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forge_core.errors import ForgeError
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
 
 SECTION = "ema"

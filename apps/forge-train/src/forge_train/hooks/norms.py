@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from forge_core.protocols.run import Hook, Run, StepResult
-from forge_parallel.placement.boxes import local_box
-from forge_parallel.placement.owner import owns
+from forge_parallel.placement.boxes import local_box, owns
 from forge_parallel.step.reduce import local_grad
 
 

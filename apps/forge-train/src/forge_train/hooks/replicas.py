@@ -1,7 +1,7 @@
 """Stops the run when replicas have diverged."""
 
 from forge_core.protocols.run import Run
-from forge_parallel.verify.replicas import drifted
+from forge_parallel.verify.state import drifted
 from forge_train.hooks.periodic import Periodic
 from forge_train.process.stop import TrainingError
 

@@ -25,7 +25,7 @@ from forge_models.generation.generate import generate
 from forge_models.generation.sampling import Sampling
 from forge_models.generation.text import NewText, before_stop
 from forge_parallel import accelerator
-from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
 
 _log = logging.getLogger(__name__)

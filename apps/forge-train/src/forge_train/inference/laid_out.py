@@ -10,8 +10,8 @@ from forge_core.config.tree import Table, build
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.realize import Blueprint, realize
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import Blueprint, realize
 from forge_parallel.placement.topology import Topology
 from forge_train.inference.forge_weights import table_of
 from forge_train.recipe.load import Resolved, load

@@ -13,7 +13,7 @@ from forge_models.interp.listing import taps
 from forge_models.interp.names import layer_of
 from forge_models.interp.qk import AttentionScores, rule_of
 from forge_models.interp.tap import listening, speaks
-from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_train.inspection.on_ranks import capture_on_ranks
 
 STREAM = "residual_after"

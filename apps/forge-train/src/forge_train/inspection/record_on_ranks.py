@@ -21,7 +21,7 @@ from forge_models.interp.capture import checked
 from forge_models.interp.listing import InterpError, TapInfo
 from forge_models.interp.store.record import check_inputs, facts_of, stored
 from forge_models.interp.store.shards import SHARD_BYTES
-from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.topology import Topology
 from forge_parallel.step.step import Step
 from forge_train.inspection.on_ranks import Gathered, Kept

@@ -17,9 +17,9 @@ from forge_core.batch import PADDING
 from forge_models.interp.listing import InterpError, TapInfo
 from forge_models.interp.names import by_token
 from forge_models.interp.tap import listening, speaks
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.context.transform import ContextParallel
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.shares import chunk
+from forge_parallel.transforms.context.transform import ContextParallel
 
 Places = str | int | Sequence[int] | slice
 """`all`, `last`, or places of a row: integers, negative ones from its end, or a slice from 0 or later."""

@@ -11,13 +11,13 @@ from forge_core.layout import DENSE, SPARSE, Layout
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook
 from forge_core.registry import Registry
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.realize import Blueprint
-from forge_parallel.dryrun.accelerators import Accelerator
 from forge_parallel.dryrun.estimate import Estimate, Workload, dry_runs
+from forge_parallel.dryrun.fake_world import Accelerator
 from forge_parallel.dryrun.parameters import ParameterPlacement, parameters_of
-from forge_parallel.optim import shards
-from forge_parallel.optim.settings import Settings
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import Blueprint
+from forge_parallel.optim import optimizers
+from forge_parallel.optim.groups import Settings
 from forge_parallel.settle import Settled, settled
 from forge_train.recipe.parameters import settings_in
 from forge_train.recipe.schema import Job
@@ -200,7 +200,7 @@ def _keeping(job: Job) -> list[Hook]:
 
 def _with_kept(job: Job, settings: Settings, model: ParallelModel) -> Any:
     """The optimizer of a recipe, and what its hooks keep for each parameter."""
-    optimizer, kept = shards.build_optimizer(job.optimizer, model, settings), {}
+    optimizer, kept = optimizers.build_optimizer(job.optimizer, model, settings), {}
     for hook in _keeping(job):
         kept |= hook.tensors(model)
     return _Keeping(optimizer, kept) if kept else optimizer

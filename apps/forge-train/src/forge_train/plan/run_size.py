@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from forge_data.order.phases import stages_of
-from forge_parallel.build.realize import Blueprint
+from forge_parallel.model.realize import Blueprint
 from forge_train.recipe.schema import Job
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from forge_parallel.step.phases import PREFIX
+from forge_parallel.step.timing import PREFIX
 from forge_train.profiling.host_waits import CLOSING
 from forge_train.profiling.lanes import innermost
 from forge_train.profiling.sweep import Stretch

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from forge_core.errors import PlanError
-from forge_parallel.build.chosen import settings_of
-from forge_parallel.build.realize import Blueprint
-from forge_parallel.optim.settings import Settings
+from forge_parallel.model.realize import Blueprint
+from forge_parallel.optim.groups import Settings
+from forge_parallel.optim.stages import settings_of
 from forge_train.recipe.schema import Job
 
 

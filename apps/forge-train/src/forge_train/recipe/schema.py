@@ -8,8 +8,8 @@ from annotated_types import Ge, Gt, Le
 from forge_ckpt.components import Checkpoint
 from forge_core.component import DATA, FREE, IDENTITY, LAYOUT, Component, Place, Slot
 from forge_data.section import Data
-from forge_parallel.components.parameters import Parameters, TrainingStage
-from forge_parallel.components.sections import Parallel, Precision
+from forge_parallel.optim.groups import Parameters, TrainingStage
+from forge_parallel.sections import Parallel, Precision
 
 
 @dataclass(frozen=True, kw_only=True)

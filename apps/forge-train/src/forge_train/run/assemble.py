@@ -28,17 +28,15 @@ from forge_data.loading.items.load import names_of
 from forge_data.loading.loader import evaluation, open_stream
 from forge_models.accelerator import has_flex
 from forge_parallel.accelerator import name
-from forge_parallel.build.chosen import apply
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan, default_transforms
-from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.launch.environment import Launch
-from forge_parallel.optim import shards
-from forge_parallel.optim.stages.resolve import stage_at
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Plan, default_transforms
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.stages import apply, stage_at
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
-from forge_parallel.step.phases import StepTimer
 from forge_parallel.step.step import Step
+from forge_parallel.step.timing import StepTimer
 from forge_train.doctor.steps.build import faults
 from forge_train.process.agreement import Agreement
 from forge_train.process.stop import Stop
@@ -179,11 +177,11 @@ def assemble(
     meta: dict[str, Any] = {"hooks": []}
 
     def optimizer_of(model: ParallelModel) -> Any:
-        return shards.build_optimizer(job.optimizer, model, settings)
+        return optimizers.build_optimizer(job.optimizer, model, settings)
 
     def take_up(found: VerifiedCheckpoint, model: ParallelModel, optimizer: Any) -> None:
         # Beginning is what a stage begins with: of settings in which that is trained, by an optimizer of one stage.
-        again = lambda some: shards.build_optimizer(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
+        again = lambda some: optimizers.build_optimizer(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
         meta.update(checkpoints.restore(found, model, optimizer, again))
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
 

@@ -22,11 +22,11 @@ from forge_core.protocols.data import Cursor
 from forge_core.protocols.model import Optimizer
 from forge_core.redaction import redacted
 from forge_data.order.cursor import merged
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.optim.grouped import Beginning
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.optim.groups import Beginning
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.settle import reduced_by
-from forge_parallel.verify.finite import not_finite
+from forge_parallel.verify.state import not_finite
 from forge_train.process.stop import TrainingError
 from forge_train.run.health import Health
 from forge_train.run.hook_states import kept_by, states_of

@@ -11,7 +11,7 @@ from typing import Any
 from forge_core.protocols.checkpoint import Piece
 from forge_core.protocols.run import Hook
 from forge_core.registry import Entry, Registry
-from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_train.recipe.load import Resolved
 
 State = tuple[str, Any]

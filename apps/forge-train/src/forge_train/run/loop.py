@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from forge_parallel.launch.deterministic import deterministic
+from forge_parallel.accelerator import deterministic
 from forge_train.resilience.memory import noted_when_full
 from forge_train.run.run import Run
 

@@ -16,14 +16,13 @@ from forge_core.errors import ForgeError
 from forge_core.protocols.data import Cursor, EvaluationSet, Stream
 from forge_core.protocols.model import Optimizer
 from forge_core.protocols.run import Hook, Tracker
-from forge_parallel.build.other_weights import other_weights
-from forge_parallel.build.parallel_model import ParallelModel
 from forge_parallel.launch.process_group import limit
 from forge_parallel.launch.watch import Watch
+from forge_parallel.model.parallel_model import ParallelModel, other_weights
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
-from forge_parallel.step.phases import StepTimer
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step, StepResult
+from forge_parallel.step.timing import StepTimer
 from forge_train.process.stop import Stop
 from forge_train.recipe.schema import Job
 from forge_train.run.health import Health

@@ -126,7 +126,7 @@ class Run(Protocol):
         config: the resolved recipe as plain values; may hold secrets.
         directory: of the run.
         topology: this rank's place and the collectives.
-        model: the trained model (`forge_parallel.build.parallel_model.ParallelModel`).
+        model: the trained model (`forge_parallel.model.parallel_model.ParallelModel`).
         step: evaluates the model.
         evaluations: held-out sets by name.
         console: the terminal of rank 0; None elsewhere.

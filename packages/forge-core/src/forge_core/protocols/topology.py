@@ -87,7 +87,7 @@ class Topology(Protocol):
 
 
 class Context(Protocol):
-    """One part of the model on one rank (`forge_parallel.build.context.Context`).
+    """One part of the model on one rank (`forge_parallel.model.parallel_model.Context`).
 
     Attributes:
         specs: of the part; its names are global.

@@ -8,7 +8,7 @@ def check_place(component: Any) -> None:
     """`name`, `phase`, `axes`, `needs` and `plane` have values that a plan and the table of proofs understand."""
     from forge_core.features import Plane
     from forge_core.layout import SIZES
-    from forge_parallel.build.plan import Order
+    from forge_parallel.model.plan import Order
 
     transform = component.build()
     axes, needs = frozenset(transform.axes), frozenset(transform.needs)

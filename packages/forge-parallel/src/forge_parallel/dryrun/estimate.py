@@ -22,22 +22,19 @@ from forge_core.errors import PlanError
 from forge_core.layout import Layout
 from forge_core.protocols.model import ExpertDispatcher, LossTerms, Objective, Optimizer, Transform
 from forge_core.protocols.topology import Context
-from forge_parallel.build.chosen import apply
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Order, Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.dryrun.accelerators import Accelerator, FusedAttention
-from forge_parallel.dryrun.balanced_routing import evenly
-from forge_parallel.dryrun.fake_world import Weightless, fake_world
+from forge_parallel.dryrun.fake_world import Accelerator, FusedAttention, Weightless, evenly, fake_world
 from forge_parallel.dryrun.lower_bounds import Bound, bounds
-from forge_parallel.dryrun.memory_trace import GRADIENTS, Ledger, held
+from forge_parallel.dryrun.memory import GRADIENTS, Ledger, held
 from forge_parallel.dryrun.traffic import Flow, Traffic
-from forge_parallel.optim.settings import NO_SETTINGS, Settings
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Order, Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.groups import NO_SETTINGS, Settings
+from forge_parallel.optim.stages import apply
 from forge_parallel.placement.boxes import local_box
-from forge_parallel.placement.expert_stacks import stacks
-from forge_parallel.placement.shares import FLOAT8_MULTIPLE
+from forge_parallel.placement.shares import FLOAT8_MULTIPLE, stacks
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
 from forge_parallel.torch_private import detect_fake_mode
 

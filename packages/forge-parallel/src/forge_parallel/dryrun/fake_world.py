@@ -1,22 +1,33 @@
 """A world of any size in one process: collectives return at once and move nothing, and tensors have no memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import comb
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from forge_core.errors import LayoutError
+from forge_core.protocols.model import AttentionCore, ExpertDispatcher, PositionedTokens, Transform
+from forge_core.protocols.topology import Context
+from forge_parallel.model.plan import Order
+from forge_parallel.placement.collectives import Ranks
 from forge_parallel.torch_private import (
     GROUPED_MM,
     LOCAL_SCALAR,
     FakeTensor,
     FakeTensorMode,
+    attention_cudnn,
+    attention_math,
     fake_store,
     forget_meshes,
     tree_leaves,
 )
+from forge_parallel.transforms.expert.dispatchers import AllGatherDispatcher, AllToAllDispatcher, Route, Run
 
 aten = torch.ops.aten
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
@@ -91,3 +102,168 @@ def _counts(tensor: torch.Tensor) -> bool:
 def _integral(settings: Any) -> bool:
     dtype = settings.get("dtype")
     return dtype is None or not dtype.is_floating_point
+
+
+def chance(experts: int, count: int, top_k: int) -> float:
+    """That one of `top_k` of `experts` is among `count` certain ones."""
+    return 1 - comb(experts - count, top_k) / comb(experts, top_k)
+
+
+def evenly(dispatcher: ExpertDispatcher, experts: int) -> ExpertDispatcher:
+    """The dispatcher of a layer of `experts`, as it works under an even load."""
+    return _evenly(dispatcher, experts, experts, experts)
+
+
+def _evenly(dispatcher: ExpertDispatcher, experts: int, present: int, count: int) -> ExpertDispatcher:
+    """Of tokens that each have one of `present` experts, of which the dispatcher has `count`."""
+    if isinstance(dispatcher, AllToAllDispatcher):
+        share = count // dispatcher.ranks.size
+        inner = _evenly(dispatcher.inner, experts, share, share)
+        return replace(dispatcher, inner=inner, route=_EvenRoute(experts, present, share))
+    if isinstance(dispatcher, AllGatherDispatcher):
+        share = count // dispatcher.ranks.size if dispatcher.divided else count
+        return _AsMany(replace(dispatcher, inner=_evenly(dispatcher.inner, experts, present, share)))
+    return _EvenLoad(experts, present, dispatcher)
+
+
+def _slots(rows: int, experts: int, present: int, count: int, top_k: int) -> int:
+    """Slots of `count` experts, when `rows` tokens are all those with one of `present` experts."""
+    return round(rows / chance(experts, present, top_k) * top_k * count / experts)
+
+
+@dataclass(frozen=True)
+class _EvenRoute:
+    experts: int
+    present: int
+    share: int
+
+    def __call__(self, owners: Tensor, ranks: Ranks) -> Route:
+        (tokens, top_k), experts = owners.shape, self.experts
+        rows = round(tokens * chance(experts, self.share, top_k) / chance(experts, self.present, top_k))
+        counts = [[rows] * ranks.size, [_slots(tokens, experts, self.present, self.share, top_k)] * ranks.size]
+        return Route.of(owners, ranks, lambda _: (counts, counts))
+
+
+@dataclass(frozen=True)
+class _AsMany:
+    """Every rank brings as many tokens and slots as this one: what ranks tell each other cannot be read without memory."""
+
+    everyone: AllGatherDispatcher
+
+    def __call__(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        run: Run,
+        count: int,
+        slots: int | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """See `ExpertDispatcher`."""
+        numbers = [[number] * self.everyone.ranks.size for number in (len(x), -1 if slots is None else slots)]
+        return replace(self.everyone, read=lambda _: numbers)(x, experts, weights, run, count, slots, overlap_with)
+
+
+@dataclass(frozen=True)
+class _EvenLoad:
+    """The dispatcher of one process; experts are told numbers of tokens that the host can read."""
+
+    experts: int
+    present: int
+    local: ExpertDispatcher
+
+    def __call__(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        run: Run,
+        count: int,
+        slots: int | None = None,
+        overlap_with: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """See `ExpertDispatcher`."""
+        kept = _slots(len(x), self.experts, self.present, count, experts.shape[1]) if slots is None else slots
+
+        def run_evenly(rows: Tensor, _: Any) -> Tensor:
+            total = min(kept, len(rows))
+            return run(rows, _told([total // count + (expert < total % count) for expert in range(count)], rows.device))
+
+        return self.local(x, experts, weights, run_evenly, count, slots, overlap_with)
+
+
+def _told(numbers: list[int], device: torch.device) -> Tensor:
+    """Numbers of tokens where the experts' products look for them, which the host can read: those without memory as well."""
+    counts = torch.tensor(numbers, device=device)
+    if device.type != "cpu":
+        counts.tolist = lambda: numbers  # type: ignore[method-assign]
+    return counts
+
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A GPU by the name under which it is asked for, and its memory in bytes."""
+
+    name: str
+    memory: int
+
+
+ACCELERATORS = MappingProxyType(
+    {name: Accelerator(name, size * GIB) for name, size in {"a100": 80, "h100": 80, "h200": 141, "b200": 180}.items()}
+)
+"""As their vendor names them; the A100 is the larger one."""
+
+
+class Fused:
+    """In place of a block's own core: an operator of CUDA that tells shapes of output and log-sum-exp, and has no mask.
+
+    In fp32 without a mask, torch's fused kernels on CUDA do not take heads that share keys, and it writes the scores out.
+    In fp64 it has none at all.
+    """
+
+    def __init__(self, inner: AttentionCore) -> None:
+        self.capped = getattr(inner, "capped", False)
+
+    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> "Causal":
+        """Whether something besides the future is hidden."""
+        return Causal(documents is None and (window is None or window >= length))
+
+    def prepare_placed(self, queries: PositionedTokens, keys: PositionedTokens, window: int | None) -> "Causal":
+        """A list of blocks on a GPU, of less than a byte per 128 x 128 scores."""
+        return Causal(False)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: "Causal", scale: float, soft_cap: float | None = None) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, S, head_dim), v (B, kv_heads, S, width) -> (B, heads, T, width)."""
+        if q.dtype == torch.float64 or (
+            q.dtype == torch.float32 and shared.only and soft_cap is None and q.shape[1] != k.shape[1]
+        ):
+            return attention_math(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])[0]
+        return attention_cudnn(q, k, v, None, True, is_causal=True, scale=scale)[0]
+
+
+@dataclass(frozen=True)
+class Causal:
+    """What `Fused` prepares: `only` says that the future alone is hidden."""
+
+    only: bool
+
+
+@dataclass(frozen=True)
+class FusedAttention(Transform):
+    """Before all others: strategies that wrap a core then wrap that of a GPU."""
+
+    name: str = "fused_attention"
+    phase: int = min(Order) - 1
+    axes: frozenset[str] = frozenset()
+
+    def apply(self, part: nn.Module, context: Context) -> nn.Module:
+        for path in context.specs.blocks:
+            for module in part.get_submodule(path).modules():
+                core = getattr(module, "core", None)
+                if isinstance(core, AttentionCore):
+                    module.core = Fused(core)  # type: ignore[assignment]
+        return part

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.context.transform import ContextParallel
 from forge_parallel.dryrun.traffic import axis_of
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.shares import chunk
 from forge_parallel.placement.topology import SHARD_AND_CP
-from forge_parallel.tensor.transform import TensorParallel
+from forge_parallel.transforms.context.transform import ContextParallel
 from forge_parallel.transforms.recompute import Recompute
 from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
 
 DATA = ("dp_replicate", "dp_shard", SHARD_AND_CP)
 

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from forge_core.protocols.model import Transform
 from forge_core.protocols.topology import Context
-from forge_parallel.build.chosen import apply
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Order, Plan
-from forge_parallel.build.realize import Blueprint, realize
 from forge_parallel.dryrun.estimate import Workload
 from forge_parallel.dryrun.fake_world import Weightless, fake_world
-from forge_parallel.dryrun.memory_trace import held
+from forge_parallel.dryrun.memory import held
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.plan import Order, Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.stages import apply
 from forge_parallel.placement.topology import Topology
 from forge_parallel.torch_private import detect_fake_mode
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_parallel.foreign.example import Example, called_hollow, computed, example_for, hollow
+from forge_parallel.foreign.description import Example, called_hollow, computed, example_for, hollow
 from forge_parallel.foreign.forward import place
-from forge_parallel.foreign.recording import written
+from forge_parallel.foreign.weights import written
 from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
 
 

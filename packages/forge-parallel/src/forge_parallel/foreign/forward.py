@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.errors import PlanError
-from forge_parallel.foreign.dimensions import COPIES, VIEWS, is_elementwise, named_arguments
-from forge_parallel.foreign.example import computed
-from forge_parallel.foreign.known import must_be_known, must_be_known_experts
-from forge_parallel.tensor.rules import Role, Rules
+from forge_parallel.foreign.description import computed, must_be_known, must_be_known_experts
+from forge_parallel.foreign.tensor_trace import COPIES, VIEWS, is_elementwise, named_arguments
 from forge_parallel.torch_private import DisableTorchFunction, TorchDispatchMode, storage_key, tree_iter
+from forge_parallel.transforms.tensor.rules import Role, Rules
 
 CUT = {Role.ENTERING, Role.GATHERED, Role.ROW, Role.TABLE, Role.EXPERTS}
 """Roles that change what is split. Their modules' own operators are the layout's business."""

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from forge_core.layout import Layout
-from forge_parallel.foreign.example import Example
-from forge_parallel.foreign.lay_out import lay_out, refuse_axes
-from forge_parallel.foreign.parallelized import ParallelizedModule
+from forge_parallel.foreign.description import Example
+from forge_parallel.foreign.module import ParallelizedModule, lay_out, refuse_axes
 from forge_parallel.foreign.verification import verify_layout
 from forge_parallel.pipeline.definition import Pipeline
 

@@ -1,16 +1,15 @@
-"""One probe step of a foreign module against one process: what no static rule sees is found before a run, not after it.
+"""Random numbers that depend on where in a module they are drawn, so that two forms of it can be compared while it drops out."""
 
-Both sides compute from the same weights, on the same rows, in fp64 or else the widest format that the module's operators accept:
-grouped matrix products take no fp64, and those of CUDA only bf16. Compared are the initial values with what the constructors
-make, the loss, every gradient, and every buffer on every rank. Random numbers in forward depend on the place in the module and on
-the rows, and on the tp rank, as they do in a run.
-"""
-
+import hashlib
 import math
+import random
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +18,57 @@ from torch import Tensor, nn
 
 from forge_core.errors import PlanError
 from forge_core.layout import Layout
-from forge_parallel.build.plan import Order
-from forge_parallel.build.precision import DTYPES
-from forge_parallel.foreign.draws import Draws, random_numbers_kept
-from forge_parallel.foreign.example import Example, call, example_for, shares
-from forge_parallel.foreign.forked import fork_local
-from forge_parallel.foreign.lay_out import lay_out, prepare
-from forge_parallel.foreign.parallelized import ParallelizedModule
-from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.pipeline.split import BALANCED
+from forge_parallel.accelerator import random_states_kept
+from forge_parallel.foreign.description import Example, call, example_for, shares
+from forge_parallel.foreign.module import ParallelizedModule, lay_out, prepare
+from forge_parallel.launch.local_processes import fork_local
+from forge_parallel.model.parallel_model import DTYPES, gathered
+from forge_parallel.model.plan import Order
+from forge_parallel.pipeline.definition import BALANCED, Pipeline
 from forge_parallel.torch_private import tree_iter, tree_map_only
 from forge_parallel.transforms.shard import FullyShard
-from forge_parallel.verify.gather import gathered
+
+
+class Draws:
+    """Seeds every generator whenever a module is entered: by its path, the number of the share of rows, and `stream`.
+
+    Args:
+        seed: of all of them.
+        first: number of the share with which the first forward is called.
+        stream: ranks with different streams draw different numbers, as tp ranks do.
+    """
+
+    def __init__(self, seed: int, first: int, stream: int) -> None:
+        self._mark, self._share = f"{seed}/{stream}", first - 1
+
+    def attach(self, root: nn.Module) -> None:
+        """Hooks every module of `root`, one forward of which is one share."""
+        for path, part in root.named_modules():
+            part.register_forward_pre_hook(partial(self._enter, path))
+
+    def _enter(self, path: str, _: nn.Module, __: Any) -> None:
+        self._share += path == ""
+        digest = hashlib.blake2b(f"{self._mark}/{self._share}/{path}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Generators are afterwards as they were before."""
+    numpy = sys.modules.get("numpy")
+    python, theirs = random.getstate(), numpy.random.get_state() if numpy is not None else None  # type: ignore[attr-defined]
+    try:
+        with random_states_kept():
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(theirs)  # type: ignore[attr-defined]
+
 
 TOLERANCES = {"fp64": 1e-6, "fp32": 2**-12, "bf16": 2**-4}
 """Formats in which a probe step may compute, the widest first, with the largest accepted error relative to a tensor's largest

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from forge_core.errors import ForgeError, LayoutError
-from forge_parallel.launch.devices import Device, judged
 from forge_parallel.launch.environment import Launch
+from forge_parallel.launch.process_group import Device, judged
 from forge_parallel.launch.watch import PeerFailure
 
 STOPPED = 75

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from forge_parallel.launch import sights
+from forge_parallel.launch import hang_report
 
 SECONDS = 0.005
 """Between two looks; what is measured of a step is off by about as much."""
 
-_WAITS_FOR_DEVICE = "forge_parallel.step.reading"
+_WAITS_FOR_DEVICE = "forge_parallel.step.timing"
 """Where the host waits for its device, which may itself wait for others."""
 
 
@@ -62,4 +62,4 @@ class OwnTime:
 def _waits(frame: FrameType | None) -> bool:
     if frame is None:
         return False
-    return sights.is_waiting([frame]) or frame.f_globals.get("__name__", "") == _WAITS_FOR_DEVICE
+    return hang_report.is_waiting([frame]) or frame.f_globals.get("__name__", "") == _WAITS_FOR_DEVICE

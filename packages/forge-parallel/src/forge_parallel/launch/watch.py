@@ -31,9 +31,9 @@ from typing import Any, Protocol, TextIO
 import torch.distributed as dist
 
 from forge_core.errors import ForgeError
-from forge_parallel.launch import hang_report, sights
+from forge_parallel.launch import hang_report
 from forge_parallel.launch.environment import Launch, is_agents_store
-from forge_parallel.launch.sights import RankStatus, several
+from forge_parallel.launch.hang_report import RankStatus, several
 from forge_parallel.torch_private import default_store
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Watch:
         self._told, self._beat = 0.0, 0
         self._heard: dict[int, tuple[int, float]] = {}
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=sights.WATCHING, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=hang_report.WATCHING, daemon=True)
 
     @classmethod
     def open(cls, where: Launch, patience: float, timeout: float) -> "Watch":
@@ -233,7 +233,7 @@ class Watch:
         """What to say instead of `error`, which is a broken connection: the first cause, by name. Takes up to three seconds."""
         if self._store is None:
             return PeerFailure(f"a connection broke: {error}")
-        where = sights.place(list(sights.frames_of(error.__traceback__))[::-1])
+        where = hang_report.place(list(hang_report.frames_of(error.__traceback__))[::-1])
         try:
             note = self._known or self._cause()
         except RuntimeError:
@@ -261,7 +261,7 @@ class Watch:
         gone = [now.get(rank) or f"rank {rank} (never heard of)" for rank in unmoved]
         if gone:
             message = f"{several(gone)} ended without a word: killed, out of memory or stopped"
-        elif guilty := sights.late(now) if now else ():  # this rank has waited, and does not any more
+        elif guilty := hang_report.late(now) if now else ():  # this rank has waited, and does not any more
             return self._leave_note(f"{several(guilty)} did not come within {self.timeout:g} s", 5, hangs=True)
         else:
             message = "the connection to another rank broke though all are there: look at the network"
@@ -359,7 +359,7 @@ class Watch:
         return self._known
 
     def _story(self) -> str:
-        return f"{self._sight()}\n{sights.stacks_of_all_threads()}"
+        return f"{self._sight()}\n{hang_report.stacks_of_all_threads()}"
 
     def _wait_until_read(self) -> None:
         """Returns when every other rank has read the note, has stopped to give signs of life, or after ten seconds."""
@@ -413,7 +413,7 @@ class Watch:
         others = [rank for rank in range(self.size) if rank != self.rank]
         silent = [seen.get(rank) or f"rank {rank} (never heard of)" for rank in others if self._is_quiet(rank)]
         mine = self._sight()
-        found = sights.late({self.rank: mine, **seen}, silent)
+        found = hang_report.late({self.rank: mine, **seen}, silent)
         return [each for each in found if each != mine] if mine.waits else found
 
     def _is_quiet(self, rank: int) -> bool:
@@ -427,10 +427,12 @@ class Watch:
     def _sight(self) -> RankStatus:
         """Where the training thread is; `seconds` counts from when it was first seen there."""
         passed, doing, section, held = self.passed, self.doing, self.section, self._awake - self._entered
-        stack = list(sights.outwards(sys._current_frames().get(self._main)))
+        stack = list(hang_report.outwards(sys._current_frames().get(self._main)))
         mark = (passed, *((id(each), each.f_lasti) for each in stack[:1]))
         if mark != self._mark:
             self._mark, self._since, self._told = mark, self._awake, 0.0
-        limit = self.limits.of(section, self.timeout) if section and not sights.is_debugged(stack) else None
-        here = sights.place(stack), self._awake - self._since, sights.is_waiting(stack)
-        return RankStatus(self.rank, self._who, self._beat, passed, doing, *here, held, limit, sights.places(stack), self.calls)
+        limit = self.limits.of(section, self.timeout) if section and not hang_report.is_debugged(stack) else None
+        here = hang_report.place(stack), self._awake - self._since, hang_report.is_waiting(stack)
+        return RankStatus(
+            self.rank, self._who, self._beat, passed, doing, *here, held, limit, hang_report.places(stack), self.calls
+        )

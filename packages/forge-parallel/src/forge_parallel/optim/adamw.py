@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from forge_core.protocols.model import TrainableModel
-from forge_parallel.optim.decay import DECAYED
+from forge_parallel.optim.groups import DECAYED
 
 
 class AdamW:

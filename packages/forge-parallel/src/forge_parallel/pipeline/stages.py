@@ -4,18 +4,22 @@ A part is the model with everything else removed: modules of other stages become
 keeps its global name, and the part describes itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forge_core.errors import PlanError
 from forge_core.specs import Specs
-from forge_parallel.pipeline.definition import Pipeline
-from forge_parallel.pipeline.split import split
+from forge_parallel.pipeline.definition import Pipeline, split
+from forge_parallel.placement.boxes import local_box
 from forge_parallel.placement.shares import mtp_refusal
+from forge_parallel.placement.topology import Topology
 
 MULTIPLIED = frozenset({"matrix", "head", "router"})
 """Groups of tensors that every token is multiplied with. Looking up an embedding costs nothing."""
@@ -150,3 +154,184 @@ def _remove(part: nn.Module, path: str) -> None:
         parent._modules.pop(name)  # not `del`, which would number the modules of a list anew
     else:
         setattr(parent, name, None)
+
+
+Named = Mapping[str, torch.Tensor]
+"""Tensors of this rank by global name, copies included."""
+
+
+@torch.no_grad()
+def refresh(cut: StageSplit, tensors: Named, topology: Topology) -> None:
+    """Collective: gives every follower the value of its original; all ranks of pp enter."""
+    for one in cut.followers:
+        _move(
+            cut,
+            tensors,
+            topology,
+            (one.original_stage, one.copy_stage),
+            lambda name=one.original: _local(tensors[name]),
+            lambda value, name=one.copy: _local(tensors[name]).copy_(value),
+            one.copy,
+        )
+
+
+@torch.no_grad()
+def add_gradients(cut: StageSplit, tensors: Named, topology: Topology) -> None:
+    """Collective: adds every follower's gradient to that of its original, and clears it; all ranks of pp enter."""
+    for one in cut.followers:
+        _move(
+            cut,
+            tensors,
+            topology,
+            (one.copy_stage, one.original_stage),
+            lambda name=one.copy: _taken(tensors[name]),
+            lambda value, name=one.original: _add(tensors[name], value),
+            one.original,
+        )
+
+
+def check(cut: StageSplit, tensors: Named, shapes: Mapping[str, tuple[int, ...]], topology: Topology) -> None:
+    """Collective: compares where copies and originals are cut; all ranks of pp enter, and all see the same.
+
+    Raises:
+        PlanError: a transform laid them out differently.
+    """
+    for one in cut.followers:
+        boxes = torch.zeros(2, 3 * len(shapes[one.original]), dtype=torch.int64, device=topology.device)
+        for row, name, stage in ((0, one.copy, one.copy_stage), (1, one.original, one.original_stage)):
+            if stage in cut.local:
+                box = local_box(tensors[name])
+                boxes[row] = torch.tensor([*box.shape, *box.offset, *box.local.shape])
+        dist.all_reduce(boxes, group=topology.group("pp"))
+        if not torch.equal(boxes[0], boxes[1]):
+            raise PlanError(f"{one.copy} and {one.original} are tied, but a transform laid them out differently")
+
+
+def _move(
+    cut: StageSplit,
+    tensors: Named,
+    topology: Topology,
+    stages: tuple[int, int],
+    give: Callable[[], torch.Tensor],
+    take: Callable[[torch.Tensor], object],
+    like: str,
+) -> None:
+    """Brings `give()` from the first stage's rank to `take` on the second's, where it looks as the tensor `like`."""
+    source, target = (cut.placement[stage] for stage in stages)
+    if source == target:
+        if source == cut.rank:
+            take(give())
+        return
+    if cut.rank not in (source, target):
+        return
+    group, device = topology.group("pp"), topology.device
+    if cut.rank == source:
+        dist.send(give().contiguous().to(device), dist.get_global_rank(group, target), group)
+    else:
+        here = _local(tensors[like])
+        value = torch.empty_like(here, memory_format=torch.contiguous_format, device=device)
+        dist.recv(value, dist.get_global_rank(group, source), group)
+        take(value.to(here.device))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _taken(tensor: torch.Tensor) -> torch.Tensor:
+    """The local gradient, which the tensor loses; zeros where there is none."""
+    gradient, tensor.grad = tensor.grad, None
+    return torch.zeros_like(_local(tensor)) if gradient is None else _local(gradient)
+
+
+def _add(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if not tensor.requires_grad:
+        return
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    _local(tensor.grad).add_(value)
+
+
+class StagedModel(nn.Module):
+    """What a rank calls in the place of the whole model, with a cache: each stage takes the stream of the one before, and logits
+    come to all ranks.
+
+    Every rank of a pipeline makes the same calls. Stages wait for each other: text is made token by token, so there is nothing to
+    run meanwhile. It stays usable as long as its model does, inside `ParallelModel.inference(whole_sequences=True)`.
+
+    Args:
+        parts: of this rank, in order.
+        cut: which stages they are.
+        topology: where this rank is.
+        compute: dtype of the stream between stages.
+        needs: what parts want to be told of a batch, as in `Specs.needs`.
+
+    Raises:
+        PlanError: the parts have no `new_cache`, `shape` and `cache_limit`, which generation needs.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], cut: StageSplit, topology: Topology, compute: torch.dtype, needs: Collection[str]
+    ) -> None:
+        super().__init__()
+        first: Any = parts[0]
+        if missing := [name for name in ("new_cache", "shape", "cache_limit") if not hasattr(first, name)]:
+            raise PlanError(
+                f"{type(first).__name__} has no {', '.join(missing)}, so it cannot generate; see forge_models.decoder"
+            )
+        self.parts = nn.ModuleDict({str(stage): part for stage, part in zip(cut.local, parts, strict=True)})
+        self.shape = first.shape
+        self.compute, self.device, self.needs = compute, topology.device, needs
+        self.placement, self.rank, self.group = cut.placement, cut.rank, topology.group("pp")
+        self.cache_limit = self._least([part.cache_limit for part in self._own().values()])
+
+    def new_cache(self, batch: int, capacity: int) -> dict[int, Any]:
+        """An empty cache for each part: `batch` rows of up to `capacity` tokens."""
+        return {stage: part.new_cache(batch, capacity) for stage, part in self._own().items()}
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, *, positions: Tensor | None, cache: dict[int, Any], at: Tensor | None = None) -> Tensor:
+        """Collective over a pipeline: logits (B, T, vocab) of the tokens (B, T) that follow those in the cache, on every rank.
+
+        Args:
+            tokens: the same on all ranks.
+            positions: (B, T); None = the cache's next ones.
+            cache: from `new_cache`; it is extended.
+            at: (B,) index of the one token per row whose logits are wanted, which are then (B, 1, vocab).
+        """
+        own, last = self._own(), len(self.placement) - 1
+        stream, logits = (
+            tokens,
+            self._room((tokens.shape[0], tokens.shape[1] if at is None else 1, self.shape.vocab_size), wide=True),
+        )
+        for stage, rank in enumerate(self.placement):
+            if rank == self.rank:
+                given = {"tokens": tokens} if stage > 0 and "tokens" in self.needs else {}
+                given |= {"at": at} if stage == last else {}
+                stream = own[stage](stream, positions=positions, cache=cache[stage], **given)
+            if stage == last:
+                if rank == self.rank:
+                    logits.copy_(stream)
+            elif (there := self.placement[stage + 1]) != rank:
+                if rank == self.rank:
+                    dist.send(stream.contiguous(), group=self.group, group_dst=there)
+                elif there == self.rank:
+                    stream = self._room((*tokens.shape, self.shape.dim))
+                    dist.recv(stream, group=self.group, group_src=rank)
+        dist.broadcast(logits, group=self.group, group_src=self.placement[-1])
+        return logits
+
+    def _own(self) -> dict[int, Any]:
+        return {int(stage): part for stage, part in self.parts.items()}
+
+    def _room(self, shape: tuple[int, ...], wide: bool = False) -> Tensor:
+        dtype = torch.promote_types(self.compute, torch.float32) if wide else self.compute
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _least(self, limits: list[int | None]) -> int | None:
+        """Collective over a pipeline: the smallest limit of any stage, so that all ranks refuse the same texts."""
+        none = torch.iinfo(torch.int64).max
+        mine = min((limit for limit in limits if limit is not None), default=none)
+        found = torch.full((), mine, dtype=torch.int64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self.group)
+        return None if int(found) == none else int(found)

@@ -6,7 +6,8 @@ A function `..._refusal` returns why it cannot be done, with the keys to change;
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from forge_core.specs import Dim, Matrix
+from forge_core.layout import Layout
+from forge_core.specs import Dim, Matrix, Specs
 
 CUT: frozenset[Dim] = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 """Logical dimensions that are cut over tp ranks."""
@@ -130,3 +131,14 @@ def float8_experts_refusal(experts: Mapping[str, Matrix], etp: int) -> str | Non
 def collapsed(paths: Iterable[str]) -> tuple[str, ...]:
     """Paths with `*` for their numbers, each once: as patterns they match all that were given."""
     return tuple(dict.fromkeys(".".join("*" if step.isdecimal() else step for step in path.split(".")) for path in paths))
+
+
+def stacks(specs: Specs) -> tuple[str, ...]:
+    """Paths of the modules whose parameters are stacked experts, in the order of the model."""
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name, spec in specs.tensors.items() if "expert" in spec.dims))
+
+
+def apart(specs: Specs, layout: Layout) -> tuple[str, ...]:
+    """The stacks that are sharded separately from their block: where tensor parallel ranks, or those that share
+    experts, see different tokens. Elsewhere experts are sharded with the block that they are in."""
+    return stacks(specs) if layout.tp * layout.ep * layout.etp > 1 else ()

@@ -12,14 +12,22 @@ import torch
 
 from forge_core.batch import Batch
 from forge_core.protocols.model import LossTerms, Objective, Observer
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.pipeline.runner import Agree, PipelineRunner
-from forge_parallel.step.loss_by_source import shares, sources_of, sums_by_source
-from forge_parallel.step.phases import StepTimer
-from forge_parallel.step.reading import DeferredRead
-from forge_parallel.step.reduce import reports, squared_grad_norm, valid_tokens, world_sum
-from forge_parallel.step.step_statistics import begin, finish, observers
-from forge_parallel.step.strategies import after_backward, before_micro_batch, local_batch, refresh
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.pipeline import stages
+from forge_parallel.step.pipeline import Agree, PipelineRunner
+from forge_parallel.step.reduce import (
+    begin,
+    finish,
+    observers,
+    reports,
+    shares,
+    sources_of,
+    squared_grad_norm,
+    sums_by_source,
+    valid_tokens,
+    world_sum,
+)
+from forge_parallel.step.timing import DeferredRead, StepTimer
 
 
 @dataclass(frozen=True)
@@ -209,3 +217,33 @@ class Step:
 
 def _sum(terms: Sequence[LossTerms], take: Callable[[LossTerms], torch.Tensor]) -> torch.Tensor:
     return torch.stack([take(term).double() for term in terms]).sum()
+
+
+def refresh(model: ParallelModel) -> None:
+    """Collective: gives tied copies on other pipeline stages the value of their originals; before a step or an evaluation."""
+    if model.cut is not None:
+        stages.refresh(model.cut, model.everything, model.topology)
+
+
+def local_batch(model: ParallelModel, batch: Batch, mtp_depth: int = 0) -> Batch:
+    """This rank's share of what its data rank read, on the device; with labels of `mtp_depth` tokens beyond the next one."""
+    batch = batch.to(str(model.topology.device)).with_mtp_targets(mtp_depth)
+    for transform in model.plan.transforms:
+        batch = transform.local_batch(batch, model.contexts[0])
+    return batch
+
+
+def before_micro_batch(model: ParallelModel, last: bool) -> None:
+    """Tells every strategy that a micro-batch begins, and whether it is the step's last one."""
+    for transform in model.plan.transforms:
+        for part in model.parts:
+            transform.before_micro_batch(part, last)
+
+
+def after_backward(model: ParallelModel) -> None:
+    """Collective: tells every strategy that the step's last backward is over: gradients are complete afterwards."""
+    for transform in reversed(model.plan.transforms):
+        for part, context in zip(model.parts, model.contexts, strict=True):
+            transform.after_backward(part, context)
+    if model.cut is not None:
+        stages.add_gradients(model.cut, model.everything, model.topology)

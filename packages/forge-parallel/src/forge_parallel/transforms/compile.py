@@ -8,7 +8,7 @@ from annotated_types import Gt, Le
 from forge_core.component import FREE, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Order
+from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,8 +44,8 @@ class Compile(Component, Transform):
         Raises:
             PlanError: this process cannot compile for its accelerator.
         """
-        from forge_parallel.transforms.compiled import compile_blocks, compile_loss_heads
-        from forge_parallel.transforms.compiler import require_compiler
+        from forge_parallel.accelerator import require_compiler
+        from forge_parallel.transforms.compilation import compile_blocks, compile_loss_heads
 
         require_compiler(context.topology.device, "transforms.compile")
         compile_loss_heads(part, context)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard as Cut
 from forge_core.errors import PlanError
 from forge_core.specs import Specs
 from forge_parallel.launch.process_group import alone
-from forge_parallel.placement.expert_stacks import apart
+from forge_parallel.placement.shares import apart
 from forge_parallel.torch_private import base_of, before_backward, end_forward, expect_views_from_units, in_backward, tree_iter
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from annotated_types import Gt
 from forge_core.component import FREE, Component
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Order
+from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,7 +50,7 @@ class Recompute(Component, Transform):
 
     def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
         """Wraps every n-th block of `part` in place."""
-        from forge_parallel.transforms.checkpointed import checkpoint_blocks
+        from forge_parallel.transforms.checkpointing import checkpoint_blocks
 
         checkpoint_blocks(part, context, keep=None if self.policy == "full" else tuple(self.keep), every=self.every)
         return part

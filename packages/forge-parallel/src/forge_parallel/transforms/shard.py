@@ -7,7 +7,7 @@ from forge_core.component import LAYOUT, Component
 from forge_core.errors import PlanError
 from forge_core.features import Feature, Neutral
 from forge_core.protocols.model import Transform
-from forge_parallel.build.plan import Order
+from forge_parallel.model.plan import Order
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from torch import nn
 
 from forge_core.layout import Layout
 from forge_core.specs import Dim, Specs
-from forge_parallel.build.precision import DTYPES
+from forge_parallel.model.parallel_model import DTYPES
 from forge_parallel.pipeline.definition import Pipeline
 from forge_parallel.pipeline.schedules import Action
 from forge_parallel.pipeline.stages import StageSplit

@@ -17,17 +17,15 @@ from torch import nn
 from forge_core.batch import IGNORE, Batch, Sources
 from forge_core.errors import ForgeError
 from forge_core.protocols.model import Objective, Optimizer
-from forge_parallel.build.chosen import apply, settings_of
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.plan import Plan
-from forge_parallel.build.realize import Blueprint, realize
-from forge_parallel.optim.settings import Group, Settings
-from forge_parallel.optim.stages.resolve import Stage
+from forge_parallel.model.parallel_model import ParallelModel, gathered
+from forge_parallel.model.plan import Plan
+from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.groups import Group, Settings
+from forge_parallel.optim.stages import Stage, apply, settings_of
 from forge_parallel.placement.topology import Topology
-from forge_parallel.step.clipping import clip_grad_norm
+from forge_parallel.step.reduce import clip_grad_norm
 from forge_parallel.step.step import Step
-from forge_parallel.verify.gather import gathered
-from forge_parallel.verify.tolerance import TOLERANCE, within
+from forge_parallel.verify.proofs import TOLERANCE, within
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_parallel import accelerator
-from forge_parallel.launch.spawn import spawn_local
+from forge_parallel.launch.local_processes import spawn_local
 from forge_train.doctor.step import Check, Settings, Skip
 from forge_train.doctor.steps.measure import device, fastest, wait
 

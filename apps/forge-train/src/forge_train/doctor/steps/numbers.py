@@ -8,11 +8,11 @@ from forge_core.layout import Layout
 from forge_core.protocols.model import Optimizer
 from forge_core.registry import Registry
 from forge_parallel.accelerator import float8_fault
-from forge_parallel.build.initial_weights import fill
-from forge_parallel.build.parallel_model import ParallelModel
+from forge_parallel.model.initial_weights import fill
+from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.placement.boxes import local_box
 from forge_parallel.verify.parity import Case, Measurement, compare, measure
-from forge_parallel.verify.tolerance import TOLERANCE
+from forge_parallel.verify.proofs import TOLERANCE
 from forge_train.doctor.step import Check, Settings
 from forge_train.doctor.steps.measure import device
 from forge_train.recipe.load import load

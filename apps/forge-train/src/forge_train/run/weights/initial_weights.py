@@ -12,9 +12,9 @@ from forge_core.component import fields_of
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
-from forge_parallel.build.initial_weights import fill
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.realize import initialize
+from forge_parallel.model.initial_weights import fill
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import initialize
 from forge_parallel.placement.boxes import local_box
 from forge_train.recipe.from_hf import IGNORE, KEY
 from forge_train.recipe.schema import Job

@@ -12,8 +12,8 @@ import torch
 from forge_core.errors import ForgeError
 from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
-from forge_parallel.build.parallel_model import ParallelModel
-from forge_parallel.build.realize import initialize
+from forge_parallel.model.parallel_model import ParallelModel
+from forge_parallel.model.realize import initialize
 from forge_train.inference.open import open_weights
 from forge_train.recipe.schema import Start
 

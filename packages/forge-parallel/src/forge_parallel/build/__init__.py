@@ -1,1 +1,0 @@
-"""From a description of a model to a sharded one: plan, realize, initial weights."""

@@ -1,1 +1,0 @@
-"""Expert parallelism: tokens travel to the ranks that hold their experts."""

@@ -1,0 +1,189 @@
+"""The only public road to a trainable model: blueprint -> plan -> realized parameters.
+
+The order is in the types: transforms are applied to the blueprint on the meta device, in the plan's order, and only then
+is memory allocated and every tensor filled exactly once. No call can apply a strategy later.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forge_core.errors import PlanError
+from forge_core.specs import Specs, TensorSpec
+from forge_parallel.model.initial_weights import fill
+from forge_parallel.model.parallel_model import DTYPES, Context, ParallelModel
+from forge_parallel.model.plan import Plan
+from forge_parallel.pipeline import stages
+from forge_parallel.pipeline.stages import StageSplit
+from forge_parallel.placement.boxes import local_box
+from forge_parallel.placement.shares import stacks
+from forge_parallel.placement.topology import Topology
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model on the meta device together with its own description."""
+
+    module: nn.Module
+    specs: Specs
+
+    @classmethod
+    def of(cls, build: Callable[[], nn.Module]) -> "Blueprint":
+        """Calls `build` on the meta device.
+
+        Raises:
+            PlanError: the model has no `specs()`, a tensor has none or a wrong number of dims, or memory was allocated.
+        """
+        with torch.device("meta"):
+            module = build()
+        if not callable(getattr(module, "specs", None)):
+            raise PlanError(f"{type(module).__name__} does not describe itself: give it specs() -> forge_core.specs.Specs")
+        specs = module.specs()  # type: ignore[operator]
+        _agree(module, specs)
+        return cls(module, specs)
+
+
+def _agree(module: nn.Module, specs: Specs) -> None:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if off_meta := sorted(name for name, tensor in tensors.items() if not tensor.is_meta):
+        raise PlanError(f"the builder allocated memory for {', '.join(off_meta)}; create tensors without a device")
+    if missing := sorted(tensors.keys() - specs.tensors.keys()):
+        raise PlanError(
+            f"{type(module).__name__}.specs() leaves out {', '.join(missing)}; give each a TensorSpec in Specs.tensors"
+        )
+    if unknown := sorted(specs.tensors.keys() - tensors.keys()):
+        raise PlanError(f"specs name tensors that the model does not have: {', '.join(unknown)}; remove them")
+    for name, tensor in tensors.items():
+        if len(specs.tensors[name].dims) != tensor.dim():
+            raise PlanError(f"{name} has {tensor.dim()} dimensions, but its spec names {len(specs.tensors[name].dims)}")
+        spec = specs.tensors[name]
+        if spec.fused and sum(spec.fused) != (rows := tensor.shape[spec.stacked]):
+            raise PlanError(f"{name} has {rows} rows, but its spec fuses matrices of {' + '.join(map(str, spec.fused))}")
+    if (ties := _ties(module)) != dict(specs.ties):
+        raise PlanError(f"the model shares tensors {ties}, but its specs say {dict(specs.ties)}")
+    paths = dict(module.named_modules())
+    if lost := sorted(path for path in specs.blocks if path not in paths):
+        raise PlanError(f"specs name blocks that the model does not have: {', '.join(lost)}; remove them")
+
+
+def _ties(module: nn.Module) -> dict[str, str]:
+    """Name of each repeated parameter -> the name under which it appears first."""
+    first: dict[int, str] = {}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+
+
+def _tie(part: nn.Module, specs: Specs) -> None:
+    """Shares tied parameters again: `to_empty` gives every module slot separate memory."""
+    for copy, original in specs.ties.items():
+        path, _, slot = copy.rpartition(".")
+        module, _, name = original.rpartition(".")
+        part.get_submodule(path)._parameters[slot] = part.get_submodule(module)._parameters[name]
+
+
+def _allocate(part: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Gives every tensor of `part` memory where it belongs."""
+    part.to_empty(device=parameters)
+    if parameters != buffers:
+        for module in part.modules():
+            for slot, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[slot] = torch.empty_like(buffer, device=buffers)
+
+
+def _experts_are_kept(part: nn.Module, specs: Specs, topology: Topology) -> None:
+    """Experts of ranks that see different tokens have gradients that some transform must sum."""
+    layout = topology.layout
+    for path in stacks(specs) if layout.efsdp * layout.ep * layout.etp > 1 else ():
+        for name, parameter in part.get_submodule(path).named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                raise PlanError(f"no transform sums the gradients of {path}.{name} over ranks; add [transforms.shard]")
+
+
+Restore = Callable[[ParallelModel], None]
+"""Fills every tensor of a model from elsewhere, such as a checkpoint."""
+
+
+def realize(
+    blueprint: Blueprint,
+    plan: Plan,
+    topology: Topology,
+    source: int | Restore,
+    compute: str = "fp32",
+    state: str = "fp32",
+    average: bool = False,
+) -> ParallelModel:
+    """Applies the plan, allocates memory and fills it.
+
+    Args:
+        blueprint: consumed; its module becomes the model's part, or is cut into parts where the plan has a pipeline.
+        plan: made for the layout of `topology`.
+        topology: this rank's place.
+        source: a seed for initial weights, or a function that restores them.
+        compute: `bf16`, `fp32` or `fp64`: precision of forward and backward.
+        state: `fp32` or `fp64`: precision of parameters, gradients and optimizer state.
+        average: average gradients over data ranks, for a loop that takes a mean on each of them, instead of summing them.
+
+    Raises:
+        PlanError: the plan is for another layout, or a tensor would be left unfilled.
+    """
+    if plan.layout != topology.layout:
+        raise PlanError(f"the plan is for layout {plan.layout}, the topology for {topology.layout}")
+    whole = blueprint.module.to(DTYPES[state])
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    described, cut = [(whole, blueprint.specs)], None
+    if plan.pipeline is not None:
+        cut = StageSplit.of(whole, blueprint.specs, plan.pipeline, plan.layout.pp, topology.coordinates["pp"])
+        described = [cut.part(whole, stage) for stage in cut.local]
+        for part, specs in described:
+            _agree(part, specs)
+    if stacks(blueprint.specs):
+        topology.open_for_experts()
+    held_on = topology.device
+    for transform in plan.transforms:
+        held_on = transform.parameter_device(held_on)
+    parts, contexts = [], []
+    for part, specs in described:
+        context = Context(specs, topology, DTYPES[compute], DTYPES[state], blueprint.specs, average)
+        for transform in plan.transforms:
+            part = transform.apply(part, context)
+        _experts_are_kept(part, specs, topology)
+        _allocate(part, held_on, topology.device)
+        _tie(part, specs)
+        parts.append(part)
+        contexts.append(context)
+    model = ParallelModel(tuple(parts), tuple(contexts), blueprint.specs, shapes, plan, topology, DTYPES[compute], cut)
+    if cut is not None:
+        stages.check(cut, model.everything, shapes, topology)
+    if isinstance(source, int):
+        initialize(model, source)
+    else:
+        source(model)
+    if cut is not None:
+        stages.refresh(cut, model.everything, topology)
+    return model
+
+
+def initialize(model: ParallelModel, seed: int) -> None:
+    """Fills every parameter and buffer exactly once from its spec."""
+    with torch.no_grad():
+        for name, tensor in _all_tensors(model):
+            fill(local_box(tensor), _spec(model, name), name, seed, model.topology.device)
+
+
+def _all_tensors(model: ParallelModel) -> list[tuple[str, torch.Tensor]]:
+    """Non-persistent buffers too: they are garbage after `to_empty` like everything else."""
+    copies = model.cut.copies if model.cut is not None else frozenset()
+    every = (named for part in model.parts for named in (*part.named_parameters(), *part.named_buffers()))
+    return [(name, tensor) for name, tensor in every if name not in copies]
+
+
+def _spec(model: ParallelModel, name: str) -> TensorSpec:
+    if name not in model.specs.tensors:
+        raise PlanError(
+            f"a transform has added {name}, which is not in the model's specs(); transforms keep the names of tensors"
+        )
+    return model.specs.tensors[name]

@@ -1,1 +1,0 @@
-"""Moments of optimizers in eight bits."""

@@ -1,0 +1,230 @@
+"""Optimizers."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from forge_core.component import FREE, IDENTITY, Component
+from forge_core.errors import PlanError
+from forge_core.layout import Layout
+from forge_parallel.optim.groups import NO_SETTINGS, Settings, with_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from forge_core.protocols.model import LaidOutModel, Optimizer, TrainableModel
+    from forge_parallel.model.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Component):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019); torch's fused kernel."""
+
+    key_class: ClassVar = FREE
+
+    lr: Annotated[float, Gt(0)] = 3e-4
+    """Peak learning rate; the schedule multiplies it."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
+    shards: ClassVar[str] = "elementwise"
+    width_rule: ClassVar[str] = "adam"
+
+    def build(self, model: "TrainableModel") -> "Optimizer":
+        import torch
+
+        from forge_parallel.optim import adamw, elementwise
+
+        low = {tensor.dtype for _, tensor, _ in model.trainable()} == {torch.bfloat16}
+        made = elementwise.adamw_bf16 if low else adamw.AdamW
+        return made(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bit(Component):
+    """AdamW whose moments have eight bits (Dettmers et al., 2021; torchao): about two bytes an element instead of eight. Needs
+    `pip install "forge-parallel[adamw8bit]"`.
+    """
+
+    key_class: ClassVar = FREE
+
+    lr: Annotated[float, Gt(0)] = 3e-4
+    """Peak learning rate; the schedule multiplies it."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled decay of matrices and of an untied output head; embeddings, norms and biases are never decayed."""
+    block: Annotated[int, Gt(1), IDENTITY] = 256
+    """Elements of a row, the last dimension, that share a scale. A layout that cuts a block is refused."""
+    smallest: Annotated[int, Ge(0), IDENTITY] = 4096
+    """Parameters of fewer elements keep exact moments, as do norms and biases."""
+    shards: ClassVar[str] = "blocks"
+    states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
+    width_rule: ClassVar[str] = "adam"
+
+    def build(self, model: "TrainableModel") -> "Optimizer":
+        from forge_parallel.optim.adamw8bit import adamw8bit
+
+        return adamw8bit(
+            model,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            block=self.block,
+            smallest=self.smallest,
+        )
+
+    @classmethod
+    def examples(cls, folder: "Path") -> "Iterable[AdamW8bit]":
+        """As it is, which leaves small tensors exact, and so that they have blocks."""
+        return cls(), cls(block=4, smallest=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Component):
+    """The sign of an interpolated momentum (Chen et al., 2023): half the state of AdamW, and every element moves by the rate."""
+
+    key_class: ClassVar = FREE
+
+    lr: Annotated[float, Gt(0)] = 1e-4
+    """Peak learning rate; the schedule multiplies it. The paper takes a third to a tenth of AdamW's."""
+    betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.99)
+    """How much of the momentum is in the direction of a step, and how much of it is kept."""
+    weight_decay: Annotated[float, Ge(0)] = 0.3
+    """Decoupled decay of matrices and of an untied output head. The paper takes three to ten times AdamW's."""
+    shards: ClassVar[str] = "elementwise"
+    width_rule: ClassVar[str] = "adam"
+
+    def build(self, model: "TrainableModel") -> "Optimizer":
+        from forge_parallel.optim.elementwise import lion
+
+        return lion(model, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFreeAdamW(Component):
+    """AdamW that trains at one point and evaluates the mean of all (Defazio et al., 2024); needs no schedule but a warm-up.
+
+    Evaluations, samples, checkpoints and what is exported from them have the averaged weights.
+    """
+
+    key_class: ClassVar = FREE
+
+    lr: Annotated[float, Gt(0)] = 2.5e-3
+    """Learning rate after the warm-up. It stays; the paper takes one to ten times that of AdamW with a schedule."""
+    betas: tuple[Annotated[float, Gt(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.999)
+    """How near to the mean gradients are taken, and the decay of the running mean of squared gradients."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decay of matrices and of an untied output head, taken at the point where gradients are."""
+    shards: ClassVar[str] = "elementwise"
+    width_rule: ClassVar[str] = "adam"
+    decays_by_itself: ClassVar[bool] = True
+
+    def build(self, model: "TrainableModel") -> "Optimizer":
+        from forge_parallel.optim.schedule_free import ScheduleFree
+
+        return ScheduleFree(model, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Component):
+    """Momentum of hidden matrices, orthogonalized by Newton-Schulz (Jordan et al., 2024); AdamW for embeddings, head, routers,
+    norms and biases. Every matrix is orthogonalized once over all ranks."""
+
+    key_class: ClassVar = FREE
+
+    lr: Annotated[float, Gt(0)] = 0.02
+    """Peak learning rate of matrices; the schedule multiplies it. With scale = "match_rms_adamw" take that of AdamW."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay of the running mean of the gradient."""
+    nesterov: bool = True
+    """Look ahead: orthogonalize the mean of gradient and momentum."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decoupled decay of matrices, of routers and of an untied output head; embeddings, norms and biases are never decayed."""
+    scale: Literal["original", "match_rms_adamw"] = "original"
+    """Factor of the rate for a matrix: `original` is sqrt(max(1, rows / columns)) (Jordan et al., 2024), `match_rms_adamw`
+    0.2 sqrt(max(rows, columns)), after which rates of AdamW fit (Liu et al., 2025)."""
+    newton_schulz_steps: Annotated[int, Gt(0), Lt(100)] = 5
+    """Iterations of the orthogonalization."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Format in which matrices travel and are orthogonalized; parameters of fp64 stay in fp64."""
+    adamw_lr: Annotated[float, Gt(0)] = 3e-4
+    """Peak learning rate of all that is not a hidden matrix."""
+    adamw_betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95)
+    """Decay of AdamW's running means of gradient and squared gradient."""
+    adamw_eps: Annotated[float, Gt(0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
+    shards: ClassVar[str] = "gathers"
+    states: ClassVar[frozenset[str]] = frozenset({"fp32", "fp64"})
+
+    def build(self, model: "LaidOutModel") -> "Optimizer":
+        from forge_parallel.model.parallel_model import DTYPES
+        from forge_parallel.optim import muon
+
+        return muon.Muon(
+            model,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            scale=self.scale,
+            steps=self.newton_schulz_steps,
+            precision=DTYPES[self.precision],
+            adamw_lr=self.adamw_lr,
+            adamw_betas=self.adamw_betas,
+            adamw_eps=self.adamw_eps,
+        )
+
+
+WAYS = ("elementwise", "blocks", "gathers")
+PROVEN = ("blocks", "gathers")
+"""Of these, features on several ranks."""
+
+
+def split(layout: Layout) -> bool:
+    """Whether ranks hold different parameters: everywhere but on replicas of a whole model."""
+    return layout.world > layout.dp_replicate
+
+
+def sharding_fault(component: Any, layout: Layout) -> str | None:
+    """Why the optimizer of a component cannot be used in a layout; None when it can."""
+    way = getattr(component, "shards", None)
+    if way in WAYS or not split(layout):
+        return None
+    said = "does not say" if way is None else f"says {way!r} of"
+    return (
+        f"{type(component).__name__} {said} how it treats parts of parameters, which ranks hold in layout {layout}; "
+        "an optimizer that computes norms or matrices of parts is wrong there"
+    )
+
+
+HINT = (
+    "in its component set `shards: ClassVar[str] = 'elementwise'` if each element is updated by itself (test it with "
+    "forge_core.conformance.conforms), or 'gathers' if it exchanges what it needs, as by forge_parallel's WholeMatrices; or use "
+    "one process"
+)
+
+
+def build_optimizer(component: Any, model: "ParallelModel", settings: Settings = NO_SETTINGS) -> "Optimizer":
+    """The optimizer of a component, for a model that is laid out, with `settings` for some of its parameters.
+
+    Raises:
+        PlanError: the layout splits parameters, and the component does not say how it treats parts; or it has not what is set.
+    """
+    if why := sharding_fault(component, model.topology.layout):
+        raise PlanError(f"optimizer: {why}; {HINT}")
+    if settings.stages:
+        from forge_parallel.optim.stages import StagedOptimizer
+
+        return StagedOptimizer(component, model, settings.stages)
+    return with_settings(component, model, settings)

@@ -1,1 +1,0 @@
-"""Stages of training: what is trained and how, as a function of the step."""

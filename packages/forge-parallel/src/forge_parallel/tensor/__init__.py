@@ -1,1 +1,0 @@
-"""Tensor parallelism: rules over logical dimensions, the modules that they make, and the loss over a split vocabulary."""

@@ -1,0 +1,151 @@
+"""Every rank gathers the keys and values of the whole row, and attends to them from its own queries (Llama 3, 2024, 3.3.2)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_core.batch import Batch, MTPTargets
+from forge_core.errors import ForgeError, PlanError
+from forge_core.protocols.model import AttentionCore, PositionedCore, PositionedTokens
+from forge_parallel.accelerator import flex_fault
+from forge_parallel.placement.collectives import GatherWide, Ranks
+from forge_parallel.placement.shares import ring_refusal, ulysses_refusal, whole_rows_refusal
+from forge_parallel.transforms.context.ring import RingAttention
+from forge_parallel.transforms.context.row_order import SequenceOrder
+from forge_parallel.transforms.context.rows import (
+    Alone,
+    attend_alone,
+    gathered_documents,
+    gathered_places,
+    held,
+    held_places,
+    prepare_alone,
+)
+from forge_parallel.transforms.context.ulysses import UlyssesAttention
+
+if TYPE_CHECKING:
+    from forge_core.protocols.topology import Context
+
+
+@dataclass(frozen=True, eq=False)
+class AllGatherAttention:
+    """Leaves the softmax to the model's own core, which is told at which places queries and keys lie.
+
+    For R ranks, rows of S places, kv_heads heads of head_dim + width numbers and B rows, a rank receives
+    (R - 1) / R * B * S * kv_heads * (head_dim + width) numbers per layer in the forward and as many in the backward, and
+    keeps the gathered keys and values, R / (R - 1) of that, in between.
+
+    Attributes:
+        inner: the model's own core.
+        order: which places each rank holds.
+        ranks: the group that shares a row.
+    """
+
+    inner: PositionedCore
+    order: SequenceOrder
+    ranks: Ranks
+
+    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Any:
+        """What `inner` needs for the T = `length` queries of this rank against the keys of all ranks."""
+        order, where = self.order, torch.device(device)
+        whole = gathered_documents(documents, self.ranks)
+        queries = PositionedTokens(held_places(order, self.ranks.rank, length * order.ranks, where), documents)
+        keys = PositionedTokens(gathered_places(order, length * order.ranks, where), whole)
+        return self.inner.prepare_placed(queries, keys, window)
+
+    def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:
+        """For calls with a cache, which are not split."""
+        return prepare_alone(self.inner, slots, extent, window)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Any, scale: float, soft_cap: float | None = None) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width)."""
+        capped = () if soft_cap is None else (soft_cap,)
+        if isinstance(shared, Alone):
+            return attend_alone(self.inner, q, k, v, shared, scale, *capped)
+        joined = torch.cat((k.movedim(2, 0), v.movedim(2, 0)), dim=-1)
+        whole = GatherWide.apply(joined, self.ranks).movedim(0, 2)
+        k, v = whole.split([k.shape[-1], v.shape[-1]], dim=-1)
+        return self.inner(q, k, v, shared, scale, *capped)
+
+
+def replace_cores(part: nn.Module, context: "Context", kind: str, order: SequenceOrder) -> None:
+    """Replaces `core` in the modules of each block of `part` that have one.
+
+    Raises:
+        PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
+            core or the number of heads asks for.
+    """
+    if why := whole_rows_refusal(context.specs.whole_rows):
+        raise PlanError(why)
+    replaced = _replacement(context, kind, order)
+    for path in context.specs.blocks:
+        modules = part.get_submodule(path).named_modules(prefix=path)
+        found = {name: module for name, module in modules if isinstance(getattr(module, "core", None), AttentionCore)}
+        if not found:
+            raise PlanError(f"parallel.cp: {path} has no attention core to replace; set parallel.cp = 1")
+        for name, module in found.items():
+            module.core = replaced(name, module.core)  # type: ignore[assignment]
+
+
+def _replacement(context: "Context", kind: str, order: SequenceOrder) -> Callable[[str, Any], Any]:
+    topology, layout = context.topology, context.topology.layout
+    ranks = Ranks.of(topology.group("cp"))
+    if kind == "ulysses":
+        if why := ulysses_refusal(context.specs.units.get("heads", 0), layout.cp, layout.tp):
+            raise PlanError(why)
+        return lambda _, core: UlyssesAttention(core, ranks)
+    if kind == "ring":
+        if why := flex_fault(topology.device):
+            raise PlanError(f"transforms.context.kind = 'ring': {why}; use 'all_gather' or 'ulysses'")
+        return lambda name, core: RingAttention(_uncapped(name, core), order, ranks)
+    return lambda name, core: AllGatherAttention(_placed(name, core), order, ranks)
+
+
+def cut_rows(batch: Batch, order: SequenceOrder, rank: int, kind: str) -> Batch:
+    """The places of each row that `rank` holds, with their positions.
+
+    Raises:
+        ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
+    """
+    ranks, (rows, length) = order.ranks, batch.tokens.shape
+    if length % order.pieces:
+        raise ForgeError(
+            f"rows of {length} tokens cannot be cut for parallel.cp = {ranks}, transforms.context.kind = {kind!r}; "
+            f"data.sequence_length must be a multiple of {order.pieces}"
+        )
+    if batch.extras:
+        fields = ", ".join(sorted(batch.extras))
+        raise ForgeError(f"parallel.cp = {ranks} cannot cut {fields} of the batch along rows; set parallel.cp = 1")
+
+    def cut(tensor: Tensor) -> Tensor:
+        return held(order, rank, tensor)
+
+    positions = batch.positions
+    if positions is None:
+        places = held_places(order, rank, length, batch.tokens.device)
+        positions = places.to(torch.int32).expand(rows, -1)
+    else:
+        positions = cut(positions)
+    documents = None if batch.documents is None else cut(batch.documents)
+    mtp_targets = None if batch.mtp_targets is None else MTPTargets(*map(cut, batch.mtp_targets))
+    token_mask = None if batch.token_mask is None else cut(batch.token_mask)
+    kept = replace(batch, positions=positions, documents=documents, mtp_targets=mtp_targets, token_mask=token_mask)
+    return replace(kept, tokens=cut(batch.tokens), labels=cut(batch.labels))
+
+
+def _placed(name: str, core: Any) -> PositionedCore:
+    if not isinstance(core, PositionedCore):
+        raise PlanError(
+            f"transforms.context.kind = 'all_gather': {name}.core, a {type(core).__name__}, does not take positions of keys "
+            "belong (it has no prepare_placed); use 'ulysses' or 'ring'"
+        )
+    return core
+
+
+def _uncapped(name: str, core: Any) -> AttentionCore:
+    if why := ring_refusal(f"{name}.core", getattr(core, "capped", False)):
+        raise PlanError(why)
+    return core

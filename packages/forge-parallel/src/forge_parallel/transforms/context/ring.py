@@ -1,0 +1,258 @@
+"""Keys and values travel around the ranks, each of which attends to one block at a time (Liu et al., 2023).
+
+The places of a row are dealt in the balanced order: two pieces a rank. Against the keys of an earlier rank only their first
+piece is seen, by all queries; against those of a later rank all are seen, by the second piece of the queries. So every step
+but the first is half a square without a mask, on every rank (to deal places for balance is Brandon et al.'s idea, 2023).
+
+Both passes are one operator to a compiler and to recomputation: what travels is never kept, and never travels twice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge_core.protocols.model import AttentionCore, PositionedTokens
+from forge_parallel.placement.collectives import Ranks
+from forge_parallel.torch_private import resolve_process_group
+from forge_parallel.transforms.context import flash_cpu, flex_blocks
+from forge_parallel.transforms.context.row_order import SequenceOrder
+from forge_parallel.transforms.context.rows import Alone, attend_alone, gathered_documents, held_places, prepare_alone
+
+
+class Masks(NamedTuple):
+    """What all layers share for a batch.
+
+    Attributes:
+        tensors: of the masks of all steps, one after the other.
+        counts: how many of them belong to each step; 0 = nothing is masked (on the first step: causal), -1 = nothing is seen.
+    """
+
+    tensors: list[Tensor]
+    counts: list[int]
+
+
+class RingStep(NamedTuple):
+    """Which queries of a rank see which of the keys that it holds at a step, as slices of its T places."""
+
+    rows: slice
+    columns: slice
+    source: int
+
+
+def steps(rank: int, ranks: int, length: int) -> Iterator[RingStep]:
+    """What `rank` of `ranks`, each with `length` places, does while the keys of every rank pass by."""
+    for index in range(ranks):
+        source = (rank - index) % ranks
+        rows = slice(length // 2, length) if source > rank else slice(0, length)
+        columns = slice(0, length // 2) if source < rank else slice(0, length)
+        yield RingStep(rows, columns, source)
+
+
+@dataclass(frozen=True, eq=False)
+class RingAttention:
+    """Online softmax over the blocks that pass by.
+
+    For R ranks, rows of S places, B rows, n = B * S / R * kv_heads * (head_dim + width), a rank receives (R - 1) * n numbers
+    per layer in the forward, in the backward again and as many more for the gradients, in at least fp32; it keeps nothing
+    but its own q, k, v, output and one number per query and head. While one block is worked on, the next one is on its way.
+
+    Soft caps are not offered: calls do not take one.
+
+    Attributes:
+        inner: the model's own core, for calls with a cache.
+        order: which places each rank holds; balanced.
+        ranks: the group that shares a row.
+    """
+
+    inner: AttentionCore
+    order: SequenceOrder
+    ranks: Ranks
+
+    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: Any) -> Masks:
+        """Masks of this rank's T = `length` queries against each block."""
+        where, rank, ranks = torch.device(device), self.ranks.rank, self.ranks.size
+        kernel = _kernel(where)
+        whole = gathered_documents(documents, self.ranks)
+        if window is not None and window >= ranks * length:
+            window = None
+        held = [
+            PositionedTokens(held_places(self.order, one, ranks * length, where), _share(whole, one, length))
+            for one in range(ranks)
+        ]
+        tensors: list[Tensor] = []
+        counts = []
+        for step in steps(rank, ranks, length):
+            own = step.source == rank
+            # So far apart are the nearest two pieces; on its own places a rank's query sees itself.
+            apart = (abs(step.source - rank) - 1) * (length // 2) + 1
+            if window is not None and apart >= window:
+                counts.append(-1)
+            elif whole is None and window is None and not (own and kernel.CAUSAL_IS_A_MASK):
+                counts.append(0)
+            else:
+                made = kernel.mask_between(_cut(held[rank], step.rows), _cut(held[step.source], step.columns), window)
+                tensors += made
+                counts.append(len(made))
+        return Masks(tensors, counts)
+
+    def prepare_cached(self, slots: Tensor, extent: int, window: int | None) -> Alone:
+        """For calls with a cache, which are not split."""
+        return prepare_alone(self.inner, slots, extent, window)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, shared: Masks | Alone, scale: float) -> Tensor:
+        """q (B, heads, T, head_dim), k (B, kv_heads, T, head_dim), v (B, kv_heads, T, width) -> (B, heads, T, width)."""
+        if isinstance(shared, Alone):
+            return attend_alone(self.inner, q, k, v, shared, scale)
+        ranks = self.ranks
+        return attend(q, k, v, shared.tensors, shared.counts, scale, ranks.rank, ranks.size, ranks.name)[0]
+
+
+def _kernel(device: torch.device) -> Any:
+    """The module whose functions attend to one block: `mask_between`, `forward` and `backward`."""
+    return flash_cpu if device.type == "cpu" else flex_blocks
+
+
+def _share(documents: Tensor | None, rank: int, length: int) -> Tensor | None:
+    return None if documents is None else documents[:, rank * length : (rank + 1) * length]
+
+
+def _cut(held: PositionedTokens, span: slice) -> PositionedTokens:
+    return PositionedTokens(held.places[span], None if held.documents is None else held.documents[:, span])
+
+
+def _split(masks: list[Tensor], counts: list[int]) -> list[list[Tensor] | None]:
+    """The tensors of each step; None where nothing is seen."""
+    rest = iter(masks)
+    return [None if count < 0 else [next(rest) for _ in range(count)] for count in counts]
+
+
+class _Journey:
+    """A tensor on its way to the next rank, and another one on its way from the previous rank into the same shape."""
+
+    def __init__(self, tensor: Tensor, rank: int, ranks: int, group: str) -> None:
+        self.sent, self.received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        members: Any = resolve_process_group(group)  # type: ignore[arg-type]
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self.sent, group=members, group_peer=(rank + 1) % ranks),
+                dist.P2POp(dist.irecv, self.received, group=members, group_peer=(rank - 1) % ranks),
+            ]
+        )
+
+    def end(self) -> Tensor:
+        """What has arrived."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@torch.library.custom_op("forge_parallel::ring_attention", mutates_args=())
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, masks: list[Tensor], counts: list[int], scale: float, rank: int, ranks: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """(B, heads, T, width), and the log-sum-exp of each query's scores over all keys, (B, heads, T), at least fp32."""
+    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=_wide(q.dtype))
+    sums = q.new_full(q.shape[:3], float("-inf"), dtype=_wide(q.dtype))
+    held = torch.cat((k, v), dim=-1)
+    for index, (step, mask) in enumerate(zip(steps(rank, ranks, q.shape[2]), _split(masks, counts), strict=True)):
+        journey = None if index == ranks - 1 else _Journey(held, rank, ranks, group)
+        keys, values = held[:, :, step.columns].split([k.shape[-1], v.shape[-1]], dim=-1)
+        part = None if mask is None else _kernel(q.device).forward(q[:, :, step.rows], keys, values, mask, index == 0, scale)
+        if part is not None:
+            _merge(out[:, :, step.rows], sums[:, :, step.rows], *part)
+        if journey is not None:
+            held = journey.end()
+    return out.to(q.dtype), sums
+
+
+def _merge(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
+    """Adds, in place, what a further block gives: softmax over both is their mean, weighted by the sums of exponentials.
+
+    The first block holds each query's own key, so `sums` is finite once something has been merged.
+    """
+    total = torch.logaddexp(sums, part_sums)
+    out.mul_((sums - total).exp_().unsqueeze(-1)).add_(part * (part_sums - total).exp_().unsqueeze(-1))
+    sums.copy_(total)
+
+
+@torch.library.custom_op("forge_parallel::ring_attention_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    masks: list[Tensor],
+    counts: list[int],
+    scale: float,
+    rank: int,
+    ranks: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of keys and values travel with them from the next rank on and come home at the end, where
+    this rank's own share waits for them."""
+    grad = grad.contiguous()
+    dq = torch.zeros_like(q, dtype=_wide(q.dtype), memory_format=torch.contiguous_format)
+    held = torch.cat((k, v), dim=-1)
+    collected = torch.zeros_like(held, dtype=_wide(k.dtype))
+    collecting: _Journey | None = None
+    own: tuple[Tensor, ...] | None = None
+    for index, (step, mask) in enumerate(zip(steps(rank, ranks, q.shape[2]), _split(masks, counts), strict=True)):
+        journey = None if index == ranks - 1 else _Journey(held, rank, ranks, group)
+        keys, values = held[:, :, step.columns].split([k.shape[-1], v.shape[-1]], dim=-1)
+        rows = step.rows
+        part = None
+        if mask is not None:
+            mine = grad[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], sums[:, :, rows]
+            part = _kernel(q.device).backward(*mine, mask, index == 0, scale)
+        if part is not None:
+            dq[:, :, rows] += part[0]
+        if index == 0:
+            own = None if part is None else part[1:]
+        else:
+            if collecting is not None:
+                collected = collecting.end()
+            if part is not None:
+                collected[:, :, step.columns] += torch.cat(part[1:], dim=-1)
+            collecting = _Journey(collected, rank, ranks, group)
+        if journey is not None:
+            held = journey.end()
+    if collecting is not None:
+        collected = collecting.end()
+    if own is not None:
+        collected += torch.cat(own, dim=-1)
+    dk, dv = collected.to(k.dtype).split([k.shape[-1], v.shape[-1]], dim=-1)
+    return dq.to(q.dtype), dk.contiguous(), dv.contiguous()
+
+
+@attend.register_fake
+def _(q: Tensor, _k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+
+
+@attend_backward.register_fake
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, masks, ctx.counts, *ctx.where = inputs
+    ctx.save_for_backward(q, k, v, *output, *masks)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, sums, *masks = ctx.saved_tensors
+    grads = attend_backward(grad, q, k, v, out, sums, masks, ctx.counts, *ctx.where)
+    return *grads, [None] * len(masks), None, *([None] * len(ctx.where))
+
+
+attend.register_autograd(_differentiate, setup_context=_keep)

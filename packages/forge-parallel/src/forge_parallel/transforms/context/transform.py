@@ -1,0 +1,76 @@
+"""Context parallelism: what a recipe chooses. See `context.cores`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from forge_core.component import LAYOUT, Component
+from forge_core.features import Feature
+from forge_core.protocols.model import Transform
+from forge_parallel.model.plan import Order
+from forge_parallel.transforms.context.row_order import SequenceOrder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from forge_core.batch import Batch
+    from forge_core.protocols.topology import Context
+
+Kind = Literal["all_gather", "ring", "ulysses"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel(Component, Transform):
+    """Splits each row over `parallel.cp` ranks: for sequences too long for one device.
+
+    `parallel.cp` has to divide `data.sequence_length`, twice except for `ulysses`, so that causal work is the same on every rank.
+    """
+
+    name = "context"
+    phase = Order.CONTEXT
+    axes = frozenset({"cp"})
+    needs = frozenset({"shard"})
+    key_class: ClassVar = LAYOUT
+
+    kind: Annotated[
+        Kind,
+        Feature("cp_all_gather", when="all_gather", axis="cp"),
+        Feature("cp_ring", when="ring", axis="cp"),
+        Feature("cp_ulysses", when="ulysses", axis="cp"),
+    ] = "all_gather"
+    """How attention sees the whole row. `all_gather` gathers keys and values, which is little with grouped key-value heads;
+    `ring` passes them around while it works and never holds more than two blocks; `ulysses` exchanges heads for places, and
+    `parallel.cp` has to divide the heads."""
+
+    def build(self) -> "ContextParallel":
+        return self
+
+    def order(self, ranks: int) -> SequenceOrder:
+        """Which places each rank holds. Ulysses works on whole rows, which need no balance."""
+        return SequenceOrder(ranks, balanced=self.kind != "ulysses")
+
+    def apply(self, part: "nn.Module", context: "Context") -> "nn.Module":
+        """Replaces `core` in the modules of each block of `part` that have one. On one rank of `cp` it does nothing.
+
+        Raises:
+            PlanError: a block has no attention core, the model needs whole rows elsewhere, or this kind cannot do what a
+                core or the number of heads asks for.
+        """
+        ranks = context.topology.layout.cp
+        if ranks > 1:
+            from forge_parallel.transforms.context.cores import replace_cores
+
+            replace_cores(part, context, self.kind, self.order(ranks))
+        return part
+
+    def local_batch(self, batch: "Batch", context: "Context") -> "Batch":
+        """This rank's places of each row. Positions are made explicit: they no longer follow from the index.
+
+        Raises:
+            ForgeError: the length cannot be cut, or there are further inputs, of which nothing is known.
+        """
+        ranks = context.topology.layout.cp
+        if ranks == 1:
+            return batch
+        from forge_parallel.transforms.context.cores import cut_rows
+
+        return cut_rows(batch, self.order(ranks), context.topology.coordinates["cp"], self.kind)

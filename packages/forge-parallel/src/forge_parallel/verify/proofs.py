@@ -1,0 +1,298 @@
+"""Which features a job uses in a layout: what `forge_parallel.verify.proofs` then has to know together.
+
+A feature is declared where its option is (`forge_core.features`). Besides options, these are features: each component of
+the model that names one (`feature`), each transform, each pipeline schedule, each optimizer whose update of an element depends on
+others, gradient accumulation, and each part of the model or the objective that another package brings. What another package
+brings is named after it (`forge_lionize:clip`), so it can never pass for something of ours.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import sha256
+from importlib import import_module
+from itertools import combinations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from forge_core.component import Component, fields_of
+from forge_core.durable_files import replace_file
+from forge_core.errors import BrokenPlugin, ForgeError
+from forge_core.features import Use, interact, used
+from forge_core.layout import Layout
+from forge_core.protocols.job import Job
+from forge_core.registry import Registry
+from forge_parallel.model.plan import default_transforms
+from forge_parallel.optim.optimizers import PROVEN
+from forge_parallel.sections import Parallel, Precision
+from forge_parallel.transforms.context.transform import ContextParallel
+from forge_parallel.transforms.expert.transform import ExpertParallel
+from forge_parallel.transforms.shard import FullyShard
+from forge_parallel.transforms.tensor.transform import TensorParallel
+
+DEFAULTS = MappingProxyType(
+    {"shard": FullyShard(), "tensor": TensorParallel(), "context": ContextParallel(), "expert": ExpertParallel()}
+)
+"""What an axis larger than 1 pulls in when the recipe names nothing."""
+
+OURS = frozenset(f"forge_{name}" for name in ("core", "parallel", "models", "data", "ckpt", "vlm", "train"))
+"""Packages whose parts are proven by the tests of this repository."""
+
+
+class ParallelJob(Job, Protocol):
+    """A recipe whose `[parallel]` and `[precision]` are this package's."""
+
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def precision(self) -> Precision: ...
+
+
+def features(job: ParallelJob, layout: Layout) -> list[Use]:
+    """What a job, or any object with its sections, uses in a layout; each feature once."""
+    sizes = layout.sizes()
+    found = used(Parallel, sizes, sizes, "parallel")
+    found += _options(job.precision, "precision", sizes, Precision)
+    for name, transform in job.transforms.items():
+        if name not in DEFAULTS:  # those are features of their axes
+            found.append(_of(type(transform), Use(name, getattr(transform, "plane", "layout"), f"[transforms.{name}]")))
+    for key, component in strategies(job, layout).items():
+        found += _options(component, key, sizes)
+    if layout.pp > 1:
+        schedule = job.parallel.pipeline.schedule
+        name = schedule.build().name
+        found.append(_of(type(schedule), Use(f"pp_{name}", "layout", f"parallel.pipeline.schedule = {{name = '{name}'}}")))
+    if job.train.global_batch > job.train.micro_batch * layout.data:
+        found.append(Use("accumulate", "layout", "train.global_batch larger than one micro-batch per data rank"))
+    optimizer = getattr(job, "optimizer", None)
+    if layout.world > 1 and getattr(optimizer, "shards", None) in PROVEN:
+        name = type(optimizer).__name__.lower()
+        found.append(_of(type(optimizer), Use(name, "optimizer", f"optimizer.name = {name!r}")))
+    groups = getattr(getattr(job, "parameters", None), "groups", ())
+    found += [use for index, group in enumerate(groups) for use in _options(group, f"parameters.groups.{index}", sizes)]
+    stages = getattr(job.train, "stages", ())
+    found += [use for index, stage in enumerate(stages) for use in _options(stage, f"train.stages.{index}", sizes)]
+    found += _options(job.model, "model", sizes)
+    found += _options(getattr(job, "objective", None), "objective", sizes)
+    found += _named(job.model, "model")
+    if layout.world > 1:
+        for section in ("model", "objective"):
+            found += _brought(getattr(job, section, None), section)
+    return list({use.name: use for use in found}.values())
+
+
+def strategies(job: ParallelJob, layout: Layout) -> dict[str, Any]:
+    """By key: the transforms that a job switches on or its axes pull in, and its pipeline's schedule."""
+    pulled = {name: DEFAULTS[name] for name in default_transforms(layout, job.transforms) if name in DEFAULTS}
+    options = {f"transforms.{name}": component for name, component in {**pulled, **job.transforms}.items()}
+    return options | ({"parallel.pipeline.schedule": job.parallel.pipeline.schedule} if layout.pp > 1 else {})
+
+
+def origin(cls: type) -> str:
+    """The package that defines a class; of a plugin file its name."""
+    root = cls.__module__.partition(".")[0]
+    if root.startswith("forge_file_"):
+        return Path(getattr(sys.modules.get(root), "__file__", None) or root).name
+    return root
+
+
+def is_ours(name: str) -> bool:
+    """Whether a feature is one of this repository's, by its name."""
+    return ":" not in name
+
+
+def _of(cls: type, use: Use) -> Use:
+    """What a class brings, named after its package where that is a plugin's."""
+    package = origin(cls)
+    if package in OURS:
+        return use
+    return use._replace(name=f"{package}:{use.name}", module=cls.__module__.partition(".")[0])
+
+
+def _options(instance: Any, key: str, sizes: Mapping[str, int], cls: type | None = None) -> list[Use]:
+    cls = cls or type(instance)
+    values = {info.name: getattr(instance, info.name) for info in (fields_of(cls) if dataclasses.is_dataclass(cls) else ())}
+    return [_of(cls, use) for use in used(cls, values, sizes, key)]
+
+
+def _named(part: Any, key: str) -> Iterator[Use]:
+    """Components of a model that are features themselves: those with a `feature`, its name."""
+    for info in fields_of(type(part)) if dataclasses.is_dataclass(part) else ():
+        inner = getattr(part, info.name)
+        if isinstance(inner, Component) and (name := getattr(inner, "feature", "")):
+            yield _of(type(inner), Use(name, "model", f"{key}.{info.name} of {type(inner).__name__}"))
+        if isinstance(inner, Component):
+            yield from _named(inner, f"{key}.{info.name}")
+
+
+def _brought(part: Any, key: str) -> Iterator[Use]:
+    """Parts of other packages, in a component and all below it."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return
+    if isinstance(part, Component) and origin(type(part)) not in OURS:
+        yield _of(type(part), Use(type(part).__name__, "model", f"{key} of {origin(type(part))}"))
+    for info in fields_of(type(part)):
+        yield from _brought(getattr(part, info.name), f"{key}.{info.name}")
+
+
+TESTS = MappingProxyType(
+    {
+        "fast": "tests/parallel/compositions/test_compositions.py::test_a_run_equals_one_process",
+        "slow": "tests/parallel/compositions/test_compositions.py::test_the_remaining_pairs_equal_one_process",
+        "large": "tests/parallel/compositions/test_compositions.py::test_three_axes_and_more_equal_one_process",
+        "fusions": "tests/vlm/test_layouts.py::test_a_fusion_equals_one_process",
+        "fusions_slow": "tests/vlm/test_layouts.py::test_the_remaining_fusions_equal_one_process",
+    }
+)
+"""Kind of row -> the test that runs its rows. Fast and slow ones take at most four ranks, but for pairs that need eight."""
+
+
+@cache
+def rows() -> MappingProxyType[str, tuple[frozenset[str], ...]]:
+    """Kind of row -> the features of each of its runs. Runs of the kind `gpu` prove nothing: they do not run on every change."""
+    read = json.loads(Path(__file__).with_name("rows.json").read_text())
+    return MappingProxyType({kind: tuple(frozenset(row.split()) for row in runs) for kind, runs in read.items()})
+
+
+def is_proven(features: Collection[str]) -> bool:
+    """Whether a test runs these together: one feature, or several."""
+    together = frozenset(features)
+    return any(together <= row for kind in TESTS for row in rows()[kind])
+
+
+def unproven(uses: Iterable[Use], brought: Collection[frozenset[str]] = ()) -> list[tuple[Use, ...]]:
+    """Features, or pairs of proven ones that interact, that no test proves; sorted by name.
+
+    Args:
+        uses: of a job in a layout.
+        brought: features that receipts prove together, where a plugin brings one of them.
+    """
+
+    def proven(*uses: Use) -> bool:
+        names = frozenset(use.name for use in uses)
+        return is_proven(names) or (any(not is_ours(name) for name in names) and any(names <= row for row in brought))
+
+    ordered = sorted(uses, key=lambda use: use.name)
+    alone = [(use,) for use in ordered if not proven(use)]
+    known = [use for use in ordered if (use,) not in alone]
+    return [*alone, *(pair for pair in combinations(known, 2) if _meet(*pair) and not proven(*pair))]
+
+
+def _meet(one: Use, other: Use) -> bool:
+    """Whether a pair has to be proven. Of a plugin only what it does in layouts: the rest is what it does on one process."""
+    ours = is_ours(one.name) and is_ours(other.name)
+    return interact(one.plane, other.plane) and (ours or "layout" in (one.plane, other.plane))
+
+
+GROUP = "forge.proofs"
+FORGE = ("forge_core", "forge_models", "forge_parallel")
+"""Packages in which numbers are made."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One layout that gave the numbers of one process.
+
+    Attributes:
+        features: names of all that was used together.
+        layout: as text, such as `dp2tp2`.
+        mode: format of the numbers, such as `fp64`.
+        tolerance: largest accepted relative error, for people to read: `within` knows it.
+        errors: what was measured, by name.
+        digests: package or plugin file -> digest of its code.
+        versions: of torch and Forge, for people to read.
+    """
+
+    features: tuple[str, ...]
+    layout: str
+    mode: str
+    tolerance: float
+    errors: Mapping[str, float]
+    digests: Mapping[str, str]
+    versions: Mapping[str, str]
+
+    def holds(self, now: Mapping[str, str]) -> bool:
+        """Whether its numbers are within tolerance, and of code that is still the same: `now` is what `digests` says of a job."""
+        return not self.changed(now) and within(self.errors, self.mode)
+
+    def changed(self, now: Mapping[str, str]) -> list[str]:
+        """Packages whose code is not what was measured, of which the receipt says no digest, or that the job does not use."""
+        brought = {name.partition(":")[0] for name in self.features if ":" in name}
+        needed = {*FORGE, *brought, *self.digests}
+        return sorted(name for name in needed if name not in self.digests or now.get(name) != self.digests[name])
+
+
+def write(receipt: Receipt, folder: Path) -> Path:
+    """Writes a receipt; one of the same features, layout and mode is replaced."""
+    what = sha256(json.dumps([sorted(receipt.features), receipt.mode]).encode()).hexdigest()[:8]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{receipt.layout}-{receipt.mode}-{what}.json"
+    replace_file(file, (json.dumps(asdict(receipt), indent=2, sort_keys=True) + "\n").encode())
+    return file
+
+
+def read(folder: Path) -> list[Receipt]:
+    """The receipts in a folder.
+
+    Raises:
+        ForgeError: the folder does not exist, or a file in it is not a receipt.
+    """
+    if not folder.is_dir():
+        raise ForgeError(f"folder {folder} of parallel.proofs does not exist; record receipts with forge-train parity --record")
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            said = json.loads(file.read_text())
+            found.append(Receipt(**{**said, "features": tuple(said["features"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ForgeError(f"{file} is not a receipt of forge-train parity --record: {error}") from error
+    return found
+
+
+def offered(folders: Iterable[Path], registry: Registry) -> list[Receipt]:
+    """Receipts in these folders, and those that installed plugins offer; a plugin that cannot be loaded proves nothing."""
+    brought = []
+    for entry in registry.of(GROUP):
+        with suppress(BrokenPlugin):
+            brought.append(Path(registry.load_entry(entry)))
+    return [receipt for folder in (*folders, *brought) for receipt in read(folder)]
+
+
+def digests(uses: Iterable[Use]) -> dict[str, str]:
+    """Name of each package of Forge, and of each plugin that brings one of these features -> digest of its Python sources."""
+    modules = {name: {name} for name in FORGE}
+    for use in uses:
+        if use.module:  # two files of one name are measured together
+            modules.setdefault(use.name.partition(":")[0], set()).add(use.module)
+    return {name: _digest(found) for name, found in modules.items()}
+
+
+def _digest(modules: set[str]) -> str:
+    files = [file for name in sorted(modules) for file in _sources(import_module(name))]
+    return sha256(b"".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _sources(module: Any) -> list[Path]:
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    alone = getattr(module, "__file__", None)
+    return sorted(file for folder in folders for file in folder.rglob("*.py")) or ([Path(alone)] if alone else [])
+
+
+TOLERANCE = MappingProxyType({"fp64": 1e-10, "fp32": 2e-6, "bf16": 2**-6})
+"""Largest accepted error relative to the largest element of the tensor, by the format of the state. Gradients that are kept
+in bf16 are rounded once a micro-batch, by 2^-9 each time, so that format can only be held to a few of these; its loss is
+held to fp32's."""
+
+
+def within(errors: Mapping[str, float], state: str) -> bool:
+    """Whether `loss`, `norm`, `gradients` and, in fp64, `weights` are close enough; what is absent or unknown is not."""
+    limit = TOLERANCE.get(state, -1.0)
+    compared = ("norm", "gradients", *(["weights"] if state == "fp64" else []))
+    loss = errors.get("loss", math.inf) <= min(limit, TOLERANCE["fp32"])
+    return loss and all(errors.get(name, math.inf) <= limit for name in compared)
