@@ -170,8 +170,9 @@ def prompt_of(text: str, images: Sequence[str]) -> list[Words | Picture]:
 def chat_prompt_of(turns: Sequence[Turn], images: Sequence[str], chat: Chat) -> list[Words | Picture]:
     """The parts of a conversation, and of the opening of the assistant's turn, as `parts_of` gives those of a record.
 
-    Images stand at the markers of the first turn. Without any, they stand before its content where the template writes images
-    itself; otherwise before all text, as those of a record do. In any other text a marker is text.
+    A content may be a list of pieces, which name their own images. `images` stand at the markers of the first turn. Without any,
+    they stand before its content where the template writes images itself; otherwise before all text, as those of a record do. In
+    any other text a marker is text.
 
     Raises:
         Broken: the first turn has other markers than images, or some text is not valid Unicode.
@@ -179,11 +180,14 @@ def chat_prompt_of(turns: Sequence[Turn], images: Sequence[str], chat: Chat) -> 
     """
     first, *rest = turns
     content: Any = first.content
-    if images and MARKER not in content and chat.takes_pieces:
+    if images and chat.takes_pieces and isinstance(content, str) and MARKER not in content:
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": content}]
     hidden = _unused(turns)
-    made = [replace(first, content=content if images else content.replace(MARKER, hidden))]
-    made += [replace(turn, content=turn.content.replace(MARKER, hidden)) for turn in rest]
+    made = [
+        replace(turn, content=turn.content.replace(MARKER, hidden)) if isinstance(turn.content, str) else turn
+        for turn in (rest if images else turns)
+    ]
+    made = [replace(first, content=content), *made] if images else made
     pictures = [[_picture(each)] for each in images]
     found = _conversation(made, pictures, "the prompt", lambda shown: chat.prompt_spans(shown), chat)
     return [replace(each, text=each.text.replace(hidden, MARKER)) if isinstance(each, Words) else each for each in found]

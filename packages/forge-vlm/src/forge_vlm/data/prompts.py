@@ -55,11 +55,11 @@ class Prompts:
             DataError: a file cannot be read, or is not an image.
         """
         self._tokenizer, self._chat, self._inputs = tokenizer, chat, inputs
-        self._files = {name: _content(name) for name in images}
+        self._files: dict[str, bytes] = {}
         self._images = tuple(images)
         if inputs is not None:
-            for name, content in self._files.items():
-                decode(content, inputs.channels, name)
+            for name in images:
+                decode(self._content(name), inputs.channels, name)
 
     def text(self, text: str) -> Prompt:
         """A text that the model continues.
@@ -70,7 +70,7 @@ class Prompts:
         return self._prompt(lambda: prompt_of(text, self._images), bare=True)
 
     def conversation(self, turns: Sequence[Turn]) -> Prompt:
-        """Turns and the opening of the assistant's; the images are those of the first turn.
+        """Turns and the opening of the assistant's. The images are those of the first turn; a content of pieces names others.
 
         Raises:
             DataError: see `text`; or the chat template refuses the turns.
@@ -86,19 +86,25 @@ class Prompts:
                 ids, _ = self._tokenizer.encode_pieces([(part.text, part.trusted) for part in parts if isinstance(part, Words)])
                 found = [*(self._tokenizer.prefix if bare else ()), *ids.tolist()]
                 return Prompt(found, found, {})
-            document = encode(parts, self._tokenizer, self._inputs, self._files.__getitem__, bare, closed=False)
+            document = encode(parts, self._tokenizer, self._inputs, self._content, bare, closed=False)
         except Broken as cause:
             action = f"; write {MARKER} once for each --image, or leave it out" if MARKER in str(cause) else ""
             raise DataError(f"the prompt {cause}{action}") from cause
         ids = document.ids.tolist()
         return Prompt(ids, [index for index in ids if index != self._inputs.placeholder], self._pixels(document.references))
 
+    def _content(self, name: str) -> bytes:
+        """Of an image file, which is read once."""
+        if name not in self._files:
+            self._files[name] = _content(name)
+        return self._files[name]
+
     def _pixels(self, references: Sequence[str]) -> "Mapping[str, Tensor]":
         from forge_data.loading.items.load import stacked
 
         inputs = self._inputs
         assert inputs is not None
-        images = [decode(self._files[name], inputs.channels, name) for name in references]
+        images = [decode(self._content(name), inputs.channels, name) for name in references]
         return stacked(EXTRAS, [[inputs.pixels(image) for image in images]])
 
 
