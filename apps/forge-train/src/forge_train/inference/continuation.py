@@ -59,7 +59,7 @@ class Continuation:
         """The continuation of `text` in pieces, which joined are what `together` returns; `before` are turns of the chat."""
         from forge_models.generation.text import NewText, Pieces
 
-        (prompt, words, inputs), new = self._prompt(text, before), list[int]()
+        (prompt, words, inputs), new = self._shown(text, before), list[int]()
         pieces = Pieces(NewText(self.tokenizer.decode, words), self.stops, self._broken)
         self.tokens = 0
         for token in self._new(prompt, *([inputs] if inputs else [])):
@@ -80,7 +80,7 @@ class Continuation:
         from forge_models.generation.text import NewText, before_stop
 
         model: Any = self.model
-        prompts = [self._prompt(text)[0] for text in texts]
+        prompts = [self._prompt(text) for text in texts]
         rows = generate(
             model,
             prompts,
@@ -97,7 +97,10 @@ class Continuation:
         added = [NewText(self.tokenizer.decode, prompt)(row) for prompt, row in zip(prompts, kept, strict=True)]
         return [before_stop(text, self.stops) for text in added]
 
-    def _prompt(self, text: str, before: "Sequence[Turn]" = ()) -> "Prompt":
+    def _prompt(self, text: str) -> list[int]:
+        return self._shown(text)[0]
+
+    def _shown(self, text: str, before: "Sequence[Turn]" = ()) -> "Prompt":
         if self.chat is not None:
             from forge_vlm.data.chat import Turn
             from forge_vlm.data.prompts import Prompts
@@ -122,9 +125,10 @@ class Continuation:
             for made in speculate(model, [prompt], tally=self.drafts, **limits):
                 yield from made[0]
             return
-        device = next(model.parameters()).device
-        given = {name: value.to(device) for name, value in (inputs or {}).items()}
-        for step in stream(model, [prompt], self.sampling, agree=self.agree, inputs=given, **limits):
+        if inputs:
+            device = next(model.parameters()).device
+            limits["inputs"] = {name: value.to(device) for name, value in inputs.items()}
+        for step in stream(model, [prompt], self.sampling, agree=self.agree, **limits):
             if step[0] is None:
                 return
             yield step[0]
