@@ -13,6 +13,7 @@ from forge_core.protocols.data import Tokenizer
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.sentencepiece import KIND as SENTENCEPIECE_KIND
+from forge_data.tokenizers.tiktoken import TiktokenTokenizer
 from forge_models.hf.reader import GENERATION
 from forge_train.inference.chat import chat_for
 from forge_train.inference.forge_weights import ForgeWeights, job_of
@@ -65,11 +66,11 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
         report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} ids are padding")
 
 
-def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
+def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: Callable[[str], None] = lambda _: None) -> bool:
     """Writes into `folder` what belongs to the tokenizer of a run's data, as transformers reads it: its files, the chat template
     of the weights that the run started from or of its data, and the settings of generation.
 
-    Returns whether the tokenizer has such files; encodings of tiktoken have none. Other weights bring their own.
+    Returns whether the tokenizer has such files; `report` is told why one has none. Other weights bring their own.
     """
     if weights.facts.tokenizer is not None or not isinstance(weights, ForgeWeights) or not _is_of_run(weights):
         return False
@@ -79,6 +80,12 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
         return False  # the run's data are elsewhere by now, or it was trained on numbers
     content = json.loads(tokenizer.dump())
     kind = content.get("type")
+    if isinstance(tokenizer, TiktokenTokenizer):
+        try:
+            content = json.loads(tokenizer.as_json())
+        except DataError as cause:
+            report(f"no tokenizer was written: {cause}; give the folder of one with --tokenizer")
+            return False
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if kind == ByteTokenizer.kind:
