@@ -18,7 +18,7 @@ from forge_vlm.data.documents import Fields, parts_of
 from forge_vlm.data.prepare import encode
 from forge_vlm.data.prompts import Prompts, image_inputs
 from forge_vlm.hf import processors as written
-from models.hf.command_line import run
+from models.hf.command_line import run as command
 from train.runs import train
 from vlm.data.templates import IMAGES
 from vlm.encoders.test_published import CASES as TOWERS
@@ -134,7 +134,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
     (folder / "r.toml").write_text(recipe)
     train(folder / "r.toml", [f"--job.dir={folder / 'run'}"])
-    assert run("convert", "--to", "hf", "--family", "llava", folder / "run", folder / "out") == 0
+    assert command("convert", "--to", "hf", "--family", "llava", folder / "run", folder / "out") == 0
     return folder
 
 
@@ -180,9 +180,11 @@ def test_text_with_images_and_without_turns(place: Path) -> None:
     processor = transformers.AutoProcessor.from_pretrained(place / "out", backend="pil")
     made = processor(images=[Image.open(place / "a.png")], text="The <image> sat")
     assert made["input_ids"][0] == document.ids[:-1].tolist()
+    prompts = Prompts(coder, None, [str(place / "a.png")], image_inputs(weights))
+    assert prompts.text("The <image> sat").ids == made["input_ids"][0]
 
 
-def test_an_export_is_continued_by_forge_as_its_run_is(place: Path) -> None:
+def test_an_export_is_continued_by_forge_as_its_run_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = (open_weights(place / name, Registry()) for name in ("run", "out"))
     prompts = []
     for weights in (run, out):
@@ -191,6 +193,12 @@ def test_an_export_is_continued_by_forge_as_its_run_is(place: Path) -> None:
         document = encode(parts, coder, image_inputs(weights), lambda name: read(f"{place}/{name}"), bare=False)
         prompts.append((document.ids.tolist(), document.learned.tolist()))
     assert prompts[0] == prompts[1]
+    texts = []
+    for name in ("run", "out"):
+        given = ["--prompt", "An </s> on the mat?", "--chat", "--image", place / "a.png", "--image", place / "b.png"]
+        assert command("generate", place / name, *given, "--temperature", 0, "--max-tokens", 6, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] != ""
 
 
 def folder_of(place: Path, model: Any, *, added: tuple[str, ...] = (), template: str | None = None) -> Path:
