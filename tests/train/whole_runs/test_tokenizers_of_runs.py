@@ -18,7 +18,7 @@ from forge_data.components.tokenizers import Bpe, Bytes, SentencePiece, Tiktoken
 from forge_models.generation.sampling import Sampling
 from forge_train.inference.continuation import Continuation
 from forge_train.inference.open import load_model, open_weights
-from forge_train.inference.tokenizer import tokenizer_for
+from forge_train.inference.tokenizer import tokenizer_for, write_tokenizer
 from forge_train.run.directory import SAMPLES
 from train.runs import TINY, train
 
@@ -111,3 +111,21 @@ def test_a_run_samples_and_generates(components: dict[str, Any], tmp_path: Path,
     ends = frozenset(() if found.eos is None else (found.eos,))
     text = "".join(Continuation(load_model(held), found, Sampling(temperature=0.0), max_tokens=6, ends=ends)("the cat"))
     assert text == sample["text"]
+    if kind == "tiktoken":
+        exported(held, found, tmp_path)
+
+
+def exported(held: Any, coder: Tokenizer, folder: Path) -> None:
+    """The tokenizer of the run's export gives its ids; one that cannot be converted is named, and not written."""
+    import transformers
+
+    said: list[str] = []
+    assert write_tokenizer(held, folder / "out", Registry(), said.append) and not said
+    theirs = transformers.AutoTokenizer.from_pretrained(folder / "out")
+    for text in ("the cat\n\n  sat 1234567", "<|endoftext|> caté 日本", "  \t the<|endoftext|>\r\n"):
+        assert theirs.encode(text, split_special_tokens=True) == coder.encode(text).tolist()
+    assert theirs.eos_token_id == coder.eos and theirs.encode("a<|endoftext|>")[-1] == coder.eos
+    held.meta["config"]["data"]["tokenizer"]["pattern"] = "(?s).+"
+    assert not write_tokenizer(held, folder / "none", Registry(), said.append)
+    assert len(said) == 1 and "'small' cannot be converted to a tokenizer.json: its pattern has '(?s)'" in said[0]
+    assert not (folder / "none").exists()

@@ -1,6 +1,6 @@
 """Continues a text with a model, token by token."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,17 @@ from forge_models.generation.speculation import Tally
 
 if TYPE_CHECKING:
     from forge_vlm.data.chat import Chat, Turn
+    from forge_vlm.data.prompts import Prompts
+
+    Prompt = tuple[list[int], list[int], Mapping[str, torch.Tensor]]
+    """Ids, those of them that are text, and what the model takes besides, as `forge_vlm.data.prompts.Prompt` has them."""
 
 
 class Continuation:
     """Continues a text, piece by piece; what cannot be shown yet is held back.
 
-    With a chat template, a text is what the user says, and the continuation is the answer.
+    With a chat template, a text is what the user says, and the continuation is the answer. `illustrated` makes prompts with
+    images; it has the template, too.
 
     Bytes of an unfinished character and beginnings of a stop string stay inside until they are decided. Where several ranks hold
     the model, each of them continues the same texts, and `agree` makes their tokens those of one.
@@ -37,11 +42,12 @@ class Continuation:
         speculate: bool = False,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
         chat: "Chat | None" = None,
+        illustrated: "Prompts | None" = None,
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.max_tokens, self.prefill, self.agree = max_tokens, prefill, agree
         self.stops, self.ends = tuple(stops), ends
-        self.chat = chat
+        self.chat, self._illustrated = chat, illustrated
         self.tokens = 0
         self.drafts = Tally() if speculate else None
         if speculate and (sampling.temperature != 0 or sampling.repetition_penalty != 1):
@@ -53,10 +59,10 @@ class Continuation:
         """The continuation of `text` in pieces, which joined are what `together` returns; `before` are turns of the chat."""
         from forge_models.generation.text import NewText, Pieces
 
-        prompt, new = self._prompt(text, before), list[int]()
-        pieces = Pieces(NewText(self.tokenizer.decode, prompt), self.stops, self._broken)
+        (prompt, words, inputs), new = self._shown(text, before), list[int]()
+        pieces = Pieces(NewText(self.tokenizer.decode, words), self.stops, self._broken)
         self.tokens = 0
-        for token in self._new(prompt):
+        for token in self._new(prompt, *([inputs] if inputs else [])):
             self.tokens += 1
             if token in self.ends:
                 break
@@ -91,19 +97,24 @@ class Continuation:
         added = [NewText(self.tokenizer.decode, prompt)(row) for prompt, row in zip(prompts, kept, strict=True)]
         return [before_stop(text, self.stops) for text in added]
 
-    def _prompt(self, text: str, before: "Sequence[Turn]" = ()) -> list[int]:
+    def _prompt(self, text: str) -> list[int]:
+        return self._shown(text)[0]
+
+    def _shown(self, text: str, before: "Sequence[Turn]" = ()) -> "Prompt":
         if self.chat is not None:
             from forge_vlm.data.chat import Turn
+            from forge_vlm.data.prompts import Prompts
 
-            # The template writes the control tokens, what the user says never does.
-            pieces = self.chat.prompt_pieces([*before, Turn("user", text)])
-            return [int(token) for token in self.tokenizer.encode_pieces(pieces)[0]]
-        prompt = [*self.tokenizer.prefix, *map(int, self.tokenizer.encode(text))]
-        if not prompt and self.tokenizer.eos is not None:
-            prompt = [self.tokenizer.eos]  # documents follow the end of another
-        return prompt
+            made = self._illustrated or Prompts(self.tokenizer, self.chat)
+            return made.conversation([*before, Turn("user", text)])
+        if self._illustrated is not None:
+            return self._illustrated.text(text)
+        ids = [*self.tokenizer.prefix, *map(int, self.tokenizer.encode(text))]
+        if not ids and self.tokenizer.eos is not None:
+            ids = [self.tokenizer.eos]  # documents follow the end of another
+        return ids, ids, {}
 
-    def _new(self, prompt: list[int]) -> Iterator[int]:
+    def _new(self, prompt: list[int], inputs: Mapping[str, torch.Tensor] | None = None) -> Iterator[int]:
         """The tokens behind a prompt."""
         from forge_models.generation.generate import stream
         from forge_models.generation.speculation import speculate
@@ -114,6 +125,9 @@ class Continuation:
             for made in speculate(model, [prompt], tally=self.drafts, **limits):
                 yield from made[0]
             return
+        if inputs:
+            device = next(model.parameters()).device
+            limits["inputs"] = {name: value.to(device) for name, value in inputs.items()}
         for step in stream(model, [prompt], self.sampling, agree=self.agree, **limits):
             if step[0] is None:
                 return

@@ -3,6 +3,7 @@
 import json
 from base64 import b64decode
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from forge_core.protocols.weights import Weights
 from forge_core.registry import Registry
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.sentencepiece import KIND as SENTENCEPIECE_KIND
+from forge_data.tokenizers.tiktoken import TiktokenTokenizer
 from forge_models.hf.reader import GENERATION
+from forge_train.inference.chat import chat_for
 from forge_train.inference.forge_weights import ForgeWeights, job_of
 from forge_train.run.directory import run_directory
 
@@ -63,11 +66,11 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights, report: Callable[[st
         report(f"the tokenizer has {ids} ids; the last {rows - ids} of the model's {rows} ids are padding")
 
 
-def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
-    """Writes into `folder` what belongs to the tokenizer of a run's data, as transformers reads it: its files, and the chat
-    template and the settings of generation of the weights that the run started from.
+def write_tokenizer(weights: Weights, folder: Path, registry: Registry, report: Callable[[str], None] = lambda _: None) -> bool:
+    """Writes into `folder` what belongs to the tokenizer of a run's data, as transformers reads it: its files, the chat template
+    of the weights that the run started from or of its data, and the settings of generation.
 
-    Returns whether the tokenizer has such files; encodings of tiktoken have none. Other weights bring their own.
+    Returns whether the tokenizer has such files; `report` is told why one has none. Other weights bring their own.
     """
     if weights.facts.tokenizer is not None or not isinstance(weights, ForgeWeights) or not _is_of_run(weights):
         return False
@@ -77,6 +80,12 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
         return False  # the run's data are elsewhere by now, or it was trained on numbers
     content = json.loads(tokenizer.dump())
     kind = content.get("type")
+    if isinstance(tokenizer, TiktokenTokenizer):
+        try:
+            content = json.loads(tokenizer.as_json())
+        except DataError as cause:
+            report(f"no tokenizer was written: {cause}; give the folder of one with --tokenizer")
+            return False
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if kind == ByteTokenizer.kind:
@@ -108,6 +117,9 @@ def write_tokenizer(weights: Weights, folder: Path, registry: Registry) -> bool:
         settings |= named | {key: text for key, text in given.items() if text is not None}
     if (template := weights.meta.get("chat_template")) is not None:
         settings["chat_template"] = template
+    else:
+        with suppress(DataError):  # the data have none, or several
+            settings["chat_template"] = chat_for(weights, tokenizer).template
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
     if (generation := weights.meta.get("generation")) is not None:
         (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")

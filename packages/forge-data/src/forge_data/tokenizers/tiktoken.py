@@ -65,6 +65,17 @@ class TiktokenTokenizer:
         left_out = set(self._parts[2].values())
         return self._encoding.decode([index for index in ids if index not in left_out])
 
+    def as_json(self) -> bytes:
+        """The content of a `tokenizer.json` that gives the same ids.
+
+        Raises:
+            DataError: there is none; see `forge_data.tokenizers.tiktoken_json.as_json`.
+        """
+        from forge_data.tokenizers.tiktoken_json import as_json
+
+        pattern, ranks, special, _ = self._parts
+        return as_json(self.name, pattern, ranks, special)
+
     def dump(self) -> bytes:
         """Everything as JSON: pattern, ranks in their order, special tokens."""
         pattern, ranks, special, eos = self._parts

@@ -145,13 +145,17 @@ class Chat:
 
     def prompt_pieces(self, turns: Sequence[Turn], tools: Any = None) -> list[tuple[str, bool]]:
         """`prompt` as (text, trusted) pieces, which a tokenizer's `encode_pieces` takes."""
+        return [(span.text, span.trusted) for span in self.prompt_spans(turns, tools)]
+
+    def prompt_spans(self, turns: Sequence[Turn], tools: Any = None) -> list[Span]:
+        """`prompt` as spans, of which nothing is learned."""
         whole = self._text(turns, tools, opening=True)
-        pieces, start = [], 0
+        spans, start = [], 0
         for trusted, same in groupby(whole.flags, key=lambda flag: bool(flag & TRUSTED)):
             stop = start + sum(1 for _ in same)
-            pieces.append((str.__str__(whole)[start:stop], trusted))
+            spans.append(Span(str.__str__(whole)[start:stop], False, trusted))
             start = stop
-        return pieces
+        return spans
 
     @cached_property
     def takes_pieces(self) -> bool:

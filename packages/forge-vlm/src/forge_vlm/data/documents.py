@@ -144,40 +144,74 @@ def parts_of(record: "Mapping[str, Any] | Broken", fields: Fields, chat: Chat) -
     if not isinstance(record, Mapping):
         raise Broken("is not a record")
     images = _references(record.get(fields.images), fields.images)
-    tokens = False
     if is_conversation(record, fields):
-        words, images, tokens = _conversation(record, fields, chat, images)
+        turns = _turns(record[fields.messages], fields.messages)
+        tools = record.get("tools")
+        found = _conversation(turns, images, fields.messages, lambda made: chat.spans(made, _listed(tools)), chat)
     else:
         text = record.get(fields.text)
         if not isinstance(text, str):
             raise Broken(f"has neither turns in {fields.messages!r} nor text in {fields.text!r}")
-        words = [Words(text)]
-    if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
-        raise Broken(f"has text that {fault}")
-    if tokens:
-        found = [*map(_token, images), *words]
-    else:
-        if images and not any(MARKER in each.text for each in words):
-            words = [Words(MARKER * len(images), learned=False), *words]
-        found = list(_placed(words, images))
+        found = _illustrated([Words(text)], images)
     if not any(isinstance(part, Words) and part.learned for part in found):
         raise Broken("has no text to learn")
     return found
 
 
+def prompt_of(text: str, images: Sequence[str]) -> list[Words | Picture]:
+    """The parts of a text that a model continues, as `parts_of` gives those of a record with this text and these images.
+
+    Raises:
+        Broken: the text has other markers than images, or is not valid Unicode.
+    """
+    return _illustrated([Words(text)] if text else [], [[_picture(each)] for each in images])
+
+
+def chat_prompt_of(turns: Sequence[Turn], images: Sequence[str], chat: Chat) -> list[Words | Picture]:
+    """The parts of a conversation, and of the opening of the assistant's turn, as `parts_of` gives those of a record.
+
+    A content may be a list of pieces, which name their own images. `images` stand at the markers of the first turn. Without any,
+    they stand before its content where the template writes images itself; otherwise before all text, as those of a record do. In
+    any other text a marker is text.
+
+    Raises:
+        Broken: the first turn has other markers than images, or some text is not valid Unicode.
+        DataError: the chat template refuses the turns.
+    """
+    first, *rest = turns
+    content: Any = first.content
+    if images and chat.takes_pieces and isinstance(content, str) and MARKER not in content:
+        content = [*({"type": "image"} for _ in images), {"type": "text", "text": content}]
+    hidden = _unused(turns)
+    made = [
+        replace(turn, content=turn.content.replace(MARKER, hidden)) if isinstance(turn.content, str) else turn
+        for turn in (rest if images else turns)
+    ]
+    made = [replace(first, content=content), *made] if images else made
+    pictures = [[_picture(each)] for each in images]
+    found = _conversation(made, pictures, "the prompt", lambda shown: chat.prompt_spans(shown), chat)
+    return [replace(each, text=each.text.replace(hidden, MARKER)) if isinstance(each, Words) else each for each in found]
+
+
 def _conversation(
-    record: Mapping[str, Any], fields: Fields, chat: Chat, images: Sequence[Parts]
-) -> tuple[list[Words], list[Parts], bool]:
-    """The words of a conversation, its images as they stand in it, and whether the template wrote a token of its own for each."""
+    turns: Sequence[Turn],
+    images: Sequence[Parts],
+    field: str,
+    written: Callable[[list[Turn]], Sequence[tuple[str, bool, bool]]],
+    chat: Chat,
+) -> list[Words | Picture]:
+    """The parts of a conversation. `written`: the text of turns by the chat template, as (text, learned, trusted)."""
     left = iter(images)
     placed: list[Parts] = []
-    turns = []
-    for turn in _turns(record[fields.messages], fields.messages):
+    made = []
+    hidden = _unused(turns) if _marks_by_pieces(turns, images, field) else MARKER
+    for turn in turns:
         content = turn.content
         if isinstance(content, list):
-            pieces = [_piece(piece, fields.messages) for piece in content]
+            pieces = [_piece(piece, field) for piece in content]
             for own in (each for each in pieces if isinstance(each, Picture)):
                 placed += [[own]] if own.reference else islice(left, 1)
+            pieces = [each if isinstance(each, Picture) else each.replace(MARKER, hidden) for each in pieces]
             if chat.takes_pieces:
                 content = [{"type": "image"} if isinstance(each, Picture) else {"type": "text", "text": each} for each in pieces]
             else:
@@ -186,11 +220,45 @@ def _conversation(
             placed += islice(left, content.count(MARKER))
             if chat.takes_pieces and not chat.takes_text:
                 content = _as_pieces(content)
-        turns.append(replace(turn, content=content))
-    tools = record.get("tools")
-    words = [Words(*span) for span in chat.spans(turns, tools if isinstance(tools, list) else None)]
+        made.append(replace(turn, content=content))
+    words = [Words(*span) for span in written(made)]
     tokens = bool(placed) and not any(MARKER in each.text for each in words)
-    return words, [*placed, *left], tokens
+    found = _illustrated(words, [*placed, *left], tokens)
+    return [replace(each, text=each.text.replace(hidden, MARKER)) if isinstance(each, Words) else each for each in found]
+
+
+def _marks_by_pieces(turns: Sequence[Turn], images: Sequence[Parts], field: str) -> bool:
+    """Whether contents have pieces that are images, and these and markers in contents of text place every image: then a marker
+    in a piece of text is text."""
+    pieces = [_piece(piece, field) for turn in turns if isinstance(turn.content, list) for piece in turn.content]
+    pictures = [each for each in pieces if isinstance(each, Picture)]
+    markers = sum(turn.content.count(MARKER) for turn in turns if isinstance(turn.content, str))
+    return bool(pictures) and len(images) <= markers + sum(not each.reference for each in pictures)
+
+
+def _unused(turns: Sequence[Turn]) -> str:
+    """A character for private use that no turn has."""
+    text = str([turn.message() for turn in turns])  # which shows such characters escaped
+    return next(each for each in map(chr, range(0xE000, 0xF900)) if repr(each)[1:-1] not in text)
+
+
+def _illustrated(words: Sequence[Words], images: Sequence[Parts], tokens: bool = False) -> list[Words | Picture]:
+    """Words with their images. `tokens`: the template wrote a token of its own for each of them.
+
+    Raises:
+        Broken: there are other markers than images, or text that is not valid Unicode.
+    """
+    if fault := next((fault for each in words if (fault := text_of(each.text)[1])), ""):
+        raise Broken(f"has text that {fault}")
+    if tokens:
+        return [*map(_token, images), *words]
+    if images and not any(MARKER in each.text for each in words):
+        words = [Words(MARKER * len(images), learned=False), *words]
+    return list(_placed(words, images))
+
+
+def _listed(value: Any) -> list[Any] | None:
+    return value if isinstance(value, list) else None
 
 
 def _as_pieces(text: str) -> list[dict[str, str]]:

@@ -131,6 +131,7 @@ def encode(
     inputs: ImageInputs,
     fetch: Callable[[str], bytes] | None,
     bare: bool = True,
+    closed: bool = True,
 ) -> Encoded:
     """A document's tokens: its text, encoded as one text, and some placeholders for each tile of an image.
 
@@ -143,6 +144,7 @@ def encode(
         fetch: reads an image; without it each image is as short as an image can be.
         bare: whether the text lacks special tokens, so that it gets the tokenizer's own around it. Other text gets the end of the
             document only where it does not end with it.
+        closed: whether the document ends; one that a model continues does not.
 
     Raises:
         Broken: an image cannot be decoded, or is too long, or text holds the placeholder.
@@ -152,8 +154,8 @@ def encode(
     ids, learned, before = _text_of(parts, tokenizer, inputs.placeholder)
     prefix, suffix = (tokenizer.prefix, tokenizer.suffix) if bare else ((), ())
     ended = not bare and bool(len(ids)) and ids[-1] == tokenizer.eos and len(ids) not in before
-    closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])]
-    last = next(part.learned for part in reversed(parts) if isinstance(part, Words))
+    closing = [*suffix, *([] if tokenizer.eos is None or ended else [tokenizer.eos])] if closed else []
+    last = next((part.learned for part in reversed(parts) if isinstance(part, Words)), False)
     sizes = [sum(counts) for _, _, counts in pictures]
     # Placeholders before id n of the text stand where so many ids do, and those of earlier images.
     starts = np.array(before, dtype=np.int64) + np.cumsum([0, *sizes], dtype=np.int64)[:-1] + len(prefix)

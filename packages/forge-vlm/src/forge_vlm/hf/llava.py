@@ -19,11 +19,11 @@ from forge_models.hf.family import Family, config_of, decoder_of
 from forge_models.hf.ignorable import ANY, Allowed
 from forge_models.hf.names import DERIVED, Place
 from forge_models.hf.reader import Placed, facts_in, family_of
-from forge_models.hf.writer import added_token, special_tokens, write_folder, write_json
+from forge_models.hf.writer import special_tokens, write_folder, write_json
 from forge_vlm.components.adapters import MLP, Linear
 from forge_vlm.components.fusions import JointDecoder, MoMa
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import texts, towers
+from forge_vlm.hf import processors, texts, towers
 from forge_vlm.images.processing import FILE
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Of keys that are absent, as in transformers."""
-PROCESSOR = "processor_config.json"
 IGNORES: Mapping[str, Allowed] = {
     **dict.fromkeys(("image_seq_length", "ignore_index", "vocab_size", "hidden_size", "initializer_range"), ANY),
 }
@@ -88,8 +87,8 @@ class Llava:
 
         def texts_of(folder: Path) -> None:
             write_json(folder / FILE, towers.preprocessor_of(model.vision.processing))
-            if token := added_token(folder, model.placeholder):
-                write_json(folder / PROCESSOR, _processor(model, config, token))
+            assert model.placeholder is not None, "LLaVA has an encoder"
+            processors.write(folder, model.placeholder, lambda token: _processor(model, config, token))
 
         write_folder(
             path,

@@ -31,7 +31,7 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import ViT
 from forge_vlm.components.fusions import CrossAttention
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import texts
+from forge_vlm.hf import processors, texts
 from forge_vlm.hf.standalone import folder as standalone
 from forge_vlm.hf.standalone import plain, shapes
 
@@ -133,7 +133,7 @@ class Mllama:
             max_shard_bytes=max_shard_bytes,
             usage=USAGE,
             required=("bos_token_id",),
-            texts=lambda folder: _write_vision(folder / VISION, weights, model),
+            texts=lambda folder: _write_others(folder, weights, model),
         )
 
     def reference(self, path: Path, tokens: "Tensor", extras: "Mapping[str, Tensor]" = NO_EXTRAS) -> "Tensor | str":
@@ -248,6 +248,12 @@ def _places(model: VLM) -> dict[str, Place]:
             place = replace(place, fused=(0, 0, model.vocab_size + MORE_ROWS))
         found[name] = place
     return found
+
+
+def _write_others(folder: Path, weights: Weights, model: VLM) -> None:
+    _write_vision(folder / VISION, weights, model)
+    why = f"the processor of Mllama cuts images for another tower, and that of this model is code of ours in {VISION}/"
+    processors.tell(folder, processors.NONE.format(why=why))
 
 
 def _write_vision(folder: Path, weights: Weights, model: VLM) -> None:

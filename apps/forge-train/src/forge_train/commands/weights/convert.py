@@ -77,7 +77,7 @@ def convert(
     converted = origin if dtype is None else Cast(origin, DTYPES[dtype])
     notes = [*origin.facts.notes, f"{source}: {compared(reader, place, origin)}"]
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer is None and write_tokenizer(origin, Path(folder), registry):
+        if tokenizer is None and write_tokenizer(origin, Path(folder), registry, notes.append):
             converted.facts = replace(converted.facts, tokenizer=Path(folder))
         writer.write(target, converted)
     try:

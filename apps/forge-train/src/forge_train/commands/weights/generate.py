@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from forge_core.registry import Registry
     from forge_parallel.launch.environment import Launch
     from forge_train.inference.continuation import Continuation
+    from forge_vlm.data.chat import Chat
+    from forge_vlm.data.prompts import Prompts
 
 
 def generate(
@@ -37,7 +39,10 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that already occurred become less likely.")] = 1.0,
     chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's turn, by the chat template of the weights.")] = False,
     template: Annotated[str | None, typer.Option(help="Chat template to use instead: a name, a file or a folder.")] = None,
-    image: Annotated[Path | None, typer.Option(help="Not offered yet: the command gives models text only.", hidden=True)] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="An image file of the prompt, which has <image> in its place; may be given several times."),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End where the continuation has this text; may be given several times.")
     ] = None,
@@ -51,6 +56,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """Continue text with the newest checkpoint of a run, token by token as it is made.
+
+    A model that takes images is shown those of --image, each where the prompt has <image>. Without that all stand before the
+    prompt; with --chat, where the chat template has no place for images, before the whole conversation.
 
     Runs as one process, or under torchrun on any layout for a model that is too large for one: --parallel.tp=2. The tokens are
     the same.
@@ -70,12 +78,11 @@ def generate(
     note: Callable[[str], None] = console.note if first else lambda _: None
 
     def continued() -> None:
-        if image is not None:
-            raise ForgeError(
-                "--image: this command gives models text only; hook `answers` lets a run answer held-out images, and an export "
-                "is asked with the processor of transformers"
-            )
         texts = _texts(where.size, prompt, file, prompts, speculate)
+        if image and (prompts is not None or speculate):
+            raise ForgeError(
+                f"--image belongs to one prompt, token by token; leave {'--prompts' if prompts else '--speculate'} out"
+            )
         sampling = Sampling(
             repetition_penalty=repetition_penalty,
             temperature=temperature,
@@ -90,6 +97,7 @@ def generate(
         coder = tokenizer_for(opened, tokenizer, registry, note)
         check_tokenizer(coder, opened, note)
         talk = chat_for(opened, coder, template) if chat or template is not None else None
+        illustrated = _illustrated(opened, coder, talk, image, note) if image else None
         with _model(opened, context.args, where, registry) as (model, agree):
             begun = Continuation(
                 model,
@@ -102,11 +110,12 @@ def generate(
                 speculate=speculate,
                 agree=agree,
                 chat=talk,
+                illustrated=illustrated,
             )
             if texts is None and file is None and not as_json and sys.stdin.isatty():
                 _converse(begun)
                 return
-            answer: dict[str, Any] = {"checkpoint": opened.facts.origin}
+            answer: dict[str, Any] = {"checkpoint": opened.facts.origin} | ({"images": image} if image else {})
             if prompts is None:
                 text = sys.stdin.read() if texts is None else texts[0]
                 made = _shown("" if talk else text, begun(text), quiet=as_json or not first)
@@ -189,6 +198,18 @@ def _ends(weights: "Weights", coder: "Tokenizer") -> frozenset[int]:
     if named is None:
         return frozenset(() if coder.eos is None else (coder.eos,))
     return frozenset(named) if isinstance(named, list) else frozenset((named,))
+
+
+def _illustrated(
+    weights: "Weights", coder: "Tokenizer", chat: "Chat | None", images: Sequence[str], note: Callable[[str], None]
+) -> "Prompts":
+    """Prompts with images, as the sources of the run behind the weights make documents."""
+    from forge_vlm.data.prompts import Prompts, image_inputs
+
+    inputs = image_inputs(weights)
+    if "data" not in weights.facts.recipe and inputs.native is None:
+        note("these weights do not record how images are cut into tiles; each is shown as one tile")
+    return Prompts(coder, chat, images, inputs)
 
 
 def _content(file: Path) -> str:

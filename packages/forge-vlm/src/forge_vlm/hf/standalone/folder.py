@@ -22,7 +22,7 @@ from forge_vlm.components.adapters import MLP
 from forge_vlm.components.encoders import Published, ViT
 from forge_vlm.components.fusions import JointDecoder, MixtureOfTransformers
 from forge_vlm.components.model import VLM
-from forge_vlm.hf import towers
+from forge_vlm.hf import processors, towers
 from forge_vlm.hf.standalone import plain, shapes
 from forge_vlm.images.processing import FILE
 
@@ -137,6 +137,10 @@ def _texts(folder: Path, model: VLM) -> None:
     """The code, and settings of generation by which the placeholder of images is never chosen."""
     write_code(folder, model)
     if model.placeholder is not None:
+        why = (
+            f"transformers has no processor for {MODEL_TYPE}, whose code is in the folder; `modeling_forge` takes ids and pixels"
+        )
+        processors.tell(folder, processors.NONE.format(why=why))
         settings = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
         never = settings.get("suppress_tokens") or []
         write_json(folder / GENERATION, settings | {"suppress_tokens": sorted({*never, model.placeholder})})

@@ -1,0 +1,160 @@
+"""Prompts with images: their ids and pixels are those that a source of training makes of a record with the same content."""
+
+from collections.abc import Callable, Mapping, Sequence
+from mimetypes import guess_type
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forge_core.errors import DataError
+from forge_core.protocols.convert import Weights
+from forge_core.protocols.data import Tokenizer
+from forge_vlm.data.chat import Chat, Turn
+from forge_vlm.data.documents import MARKER, Broken, Picture, Words, chat_prompt_of, prompt_of
+from forge_vlm.data.inputs import ImageInputs, SeesImages, inputs_of
+from forge_vlm.data.prepare import encode
+from forge_vlm.data.store import EXTRAS
+from forge_vlm.images.decoding import decode
+from forge_vlm.images.tiling import Tiling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Prompt(NamedTuple):
+    """What a model continues.
+
+    Attributes:
+        ids: of the text and of the placeholders of images.
+        text_ids: of the text alone, which a tokenizer can decode.
+        inputs: what the model takes besides ids: `images` (tiles, ...) float32 and `image_rows` (1, tiles) int64; empty without
+            images.
+    """
+
+    ids: list[int]
+    text_ids: list[int]
+    inputs: "Mapping[str, Tensor]"
+
+
+class Prompts:
+    """Makes prompts that show the same images.
+
+    Where an image stands the text has `<image>`; see `forge_vlm.data.documents.chat_prompt_of` for text without it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat: Chat | None, images: Sequence[str] = (), inputs: ImageInputs | None = None
+    ) -> None:
+        """
+        Args:
+            tokenizer: of the model.
+            chat: the template by which turns are written.
+            images: paths of files.
+            inputs: what the model takes of an image; see `image_inputs`.
+
+        Raises:
+            DataError: a file cannot be read, or is not an image.
+        """
+        self._tokenizer, self._chat, self._inputs = tokenizer, chat, inputs
+        self._files: dict[str, bytes] = {}
+        self._images = tuple(images)
+        if inputs is not None:
+            for name in images:
+                decode(self._content(name), inputs.channels, name)
+
+    def text(self, text: str) -> Prompt:
+        """A text that the model continues.
+
+        Raises:
+            DataError: it has other markers than images, or an image has more parts than the model takes.
+        """
+        return self._prompt(lambda: prompt_of(text, self._images), bare=True)
+
+    def conversation(self, turns: Sequence[Turn]) -> Prompt:
+        """Turns and the opening of the assistant's. The images are those of the first turn; a content of pieces names others.
+
+        Raises:
+            DataError: see `text`; or the chat template refuses the turns.
+        """
+        chat = self._chat
+        assert chat is not None, "without a template there are no turns"
+        return self._prompt(lambda: chat_prompt_of(turns, self._images, chat), bare=False)
+
+    def _prompt(self, made: Callable[[], list[Words | Picture]], bare: bool) -> Prompt:
+        try:
+            parts = made()
+            if self._inputs is None:
+                ids, _ = self._tokenizer.encode_pieces([(part.text, part.trusted) for part in parts if isinstance(part, Words)])
+                found = [*(self._tokenizer.prefix if bare else ()), *ids.tolist()]
+                return Prompt(found, found, {})
+            document = encode(parts, self._tokenizer, self._inputs, self._content, bare, closed=False)
+        except Broken as cause:
+            action = f"; write {MARKER} once for each --image, or leave it out" if MARKER in str(cause) else ""
+            raise DataError(f"the prompt {cause}{action}") from cause
+        ids = document.ids.tolist()
+        return Prompt(ids, [index for index in ids if index != self._inputs.placeholder], self._pixels(document.references))
+
+    def _content(self, name: str) -> bytes:
+        """Of an image file, which is read once."""
+        if name not in self._files:
+            self._files[name] = _content(name)
+        return self._files[name]
+
+    def _pixels(self, references: Sequence[str]) -> "Mapping[str, Tensor]":
+        from forge_data.loading.items.load import stacked
+
+        inputs = self._inputs
+        assert inputs is not None
+        images = [decode(self._content(name), inputs.channels, name) for name in references]
+        return stacked(EXTRAS, [[inputs.pixels(image) for image in images]])
+
+
+def image_inputs(weights: Weights) -> ImageInputs:
+    """What the model of stored weights takes of an image; a run's sources say how images are cut.
+
+    Raises:
+        DataError: it takes no images, or its sources cut them in several ways.
+    """
+    model, origin = weights.model, weights.facts.origin
+    if not isinstance(model, SeesImages):
+        raise DataError(f"--image: the model of {origin} takes text only; leave --image out, or name a model with images")
+    if model.placeholder is None:
+        raise DataError(f"--image: images of {origin} are tokens (images = 'tokens'), which no image file is; leave --image out")
+    tilings = _tilings(weights)
+    if len(tilings) > 1:
+        names = ", ".join(sorted(f"{tiling.name!r}" for tiling in tilings))
+        raise DataError(
+            f"--image: the sources of {origin} cut images in several ways ({names}), and which one holds for this image is not "
+            "known; hook `answers` asks with that of each source"
+        )
+    tiling = tilings[0] if tilings else Tiling()
+    return inputs_of(model, "--image", tiling, placeholder=None, per_image=None, size=None)
+
+
+def _tilings(weights: Weights) -> list[Tiling]:
+    """How the sources of the run behind weights cut images, each way once."""
+    data = weights.facts.recipe.get("data")
+    sources = data.get("sources") or () if isinstance(data, Mapping) else ()
+    found: list[Tiling] = []
+    for source in sources:
+        table = source.get("tiling") if isinstance(source, Mapping) else None
+        if isinstance(table, Mapping):
+            grids = table.get("grids")
+            given: dict[str, Any] = {**table} | ({"grids": tuple(map(tuple, grids))} if grids else {})
+            found += [tiling] if (tiling := Tiling(**given)) not in found else []
+    return found
+
+
+def _content(name: str) -> bytes:
+    """The content of an image file.
+
+    Raises:
+        DataError: it cannot be read, or is a video.
+    """
+    if "://" in name:
+        raise DataError(f"--image {name}: images are read from files; download it and give the file")
+    if (guess_type(name)[0] or "").startswith("video/"):
+        raise DataError(f"--image {name} is a video; save some of its frames as images and give each by --image")
+    try:
+        return Path(name).read_bytes()
+    except (OSError, ValueError) as cause:
+        raise DataError(f"--image {name} cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
