@@ -82,12 +82,22 @@ class TrainingStream:
         """
         sample, timeline = sample_of(cursor), self.order.timeline
         step = timeline.steps_in(sample)
-        differences = refuse_other(cursor, self.order.identity_at(step), self.data.changed)
+        differences = refuse_other(cursor, self.order.identity_at(step), self.data.changed, self._advice())
         for difference in differences:
             _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
         if timeline.first_of(step) != sample:
             raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
         return self._steps_from(step, self._positions(cursor, step, bool(differences)))
+
+    def _advice(self) -> str:
+        """What to do where an older Forge began the run: it read documents without what their tokenizer's own rule adds."""
+        coder: Any = self.tokenizer
+        if not getattr(self.data.tokenizer, "add_special_tokens", False) or not (coder.prefix or coder.suffix):
+            return ""
+        return (
+            "If an older Forge began this run, its documents lack what the tokenizer puts around a text, such as a BOS: "
+            "data.tokenizer.add_special_tokens = false goes on without it"
+        )
 
     def lr_scale(self, step: int) -> float:
         """Factor of the phases on the learning rate of a step."""
