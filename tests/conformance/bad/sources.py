@@ -1,6 +1,7 @@
 """Sources that answer one question in two ways, or whose order depends on more than seed and step."""
 
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -75,6 +76,36 @@ class Documents:
         return (np.full(number % 5 + 2, number + 40 * shard) for number in range(start, 40))
 
 
+def distinct(shard):
+    return [np.array([number, shard, 3]) for number in range(3 if shard else 40)]
+
+
+def again(shard, start=0):
+    """A short shard that begins again until it is as long as the other: its documents are read thirteen times."""
+    return iter([distinct(shard)[number % len(distinct(shard))] for number in range(start, 39)])
+
+
+def in_both(shard, start=0):
+    """Shard 1 begins with a document of shard 0."""
+    return iter(([distinct(0)[7]] * shard + distinct(shard))[start:])
+
+
+def dealt():
+    """Every second call of a shard leaves out its last documents."""
+    calls = []
+
+    def stream(shard, start=0):
+        calls.append(shard)
+        own = distinct(shard)
+        return iter(own[start : len(own) if calls.count(shard) % 2 else 2])
+
+    return stream
+
+
+def endless(shard, start=0):
+    return (np.array([number % 200, shard]) for number in count(start))
+
+
 def consumed():
     """An iterator that can be read once."""
     left = iter(list(Documents().stream(0)))
@@ -142,6 +173,14 @@ BAD = {
         (Part(make=lambda context: Documents(max_id=7)), "but max_id is 7"),
         (Part(make=lambda context: Documents(stream=consumed())), "does not go on"),
         (Part(make=lambda context: Documents(stream=lambda shard, start=0: Documents().stream(shard))), "does not go on"),
+        (Part(make=lambda context: Documents(stream=endless)), "more than 10,000 documents: it does not end"),
+    ],
+    "check_even": [
+        (Part(make=lambda context: Documents(stream=again)), "one document 13 times, and another one 1 times"),
+        (Part(make=lambda context: Documents(stream=in_both)), "one document 2 times, and another one 1 times"),
+        (Part(make=lambda context: Documents(stream=endless)), "it does not end"),
+        (Part(make=lambda context: Documents(stream=lambda shard, start=0: iter(()))), "no document with a token"),
+        (Part(make=lambda context: Documents(stream=dealt())), "two epochs are not each document twice"),
     ],
     "check_items": [
         (with_items(items_before=lambda tokens: np.searchsorted(PLACES, tokens) + 1), "does not ascend from 0"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.steps import steps_of
 from forge_core.protocols.data import SourceComponent, SourceContext
-from forge_data.packing.streamed import Streamed
+from forge_data.packing.streamed import Documents, Streamed
 from forge_data.section import Data
 
 
@@ -165,3 +165,27 @@ def test_trials_b1_samples_that_were_passed_are_not_cut() -> None:
     stream.skip_to(5)
     with pytest.raises(AssertionError, match="sample 4 of uneven was cut before"):
         stream.cut(np.array([4]), 4)
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    """One window holds an epoch here, so only the number of the epoch can tell the orders apart."""
+    documents = Documents(Uneven(documents=(5, 7, 4)).build(None), None, 1, 100, True)  # type: ignore[arg-type]
+    states, orders = [], []
+    for _ in range(4):
+        state, window = documents.next()
+        states.append(state["epoch"])
+        orders.append([int(ids[0]) for _, ids in window])
+    assert states == [0, 1, 2, 3]
+    assert all(sorted(order) == list(range(1, 17)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+@pytest.mark.parametrize(("readers", "buffer", "most"), [(None, 3, 3), (6, 3, 3), (2, 5, 2), (None, 100, 8)])
+def test_no_more_shards_are_open_than_documents_lie_in_a_window(readers: int | None, buffer: int, most: int) -> None:
+    """Others would stay open and not be read from until those before them have ended."""
+    documents = Documents(Uneven(documents=(9,) * 8).build(None), readers, 1, buffer, True)  # type: ignore[arg-type]
+    for _ in range(4):
+        assert len(documents.state()["readers"]) == documents.state()["opened"] == most
+        documents.next()
+        if buffer > 9 * 8:
+            break

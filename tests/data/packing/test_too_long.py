@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from data.steps import rows_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
+from forge_data.checks import packing_keeps_documents
 from forge_data.components.sources import Jsonl, Tokens
 from forge_data.components.tokenizers import Bytes
 from forge_data.loading.loader import evaluation, open_stream
@@ -129,3 +131,34 @@ def test_trials_b8_long_documents_are_counted_over_portions(
         opened(recipe(corpus, too_long="error"), tmp_path)
     (described,) = opened(recipe(corpus, too_long="skip"), tmp_path).describe()["sources"]
     assert described["packing"]["left_out"] == 2 and described["rows"] == 4
+
+
+@pytest.mark.parametrize("how", ["error", "skip", "truncate"])
+def test_too_long_is_refused_where_every_document_may_be_cut(corpus: Path, tmp_path: Path, how: str) -> None:
+    """Rows of `concatenate` have no document that is too long for them, so none would be left out, cut or refused."""
+    said = (
+        rf"'mine': too_long = '{how}' has no effect with packing = 'concatenate'.*; remove it, or set data.packing = 'best_fit'"
+    )
+    with pytest.raises(DataError, match=said):
+        opened(recipe(corpus, "concatenate", too_long=how), tmp_path)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "a text"}) + "\n")
+    stream = Jsonl(path=str(tmp_path / "d.jsonl"), too_long=how, stream=True, label="mine")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=said):
+        opened(Data(sequence_length=LENGTH, sources=[stream], tokenizer=Bytes()), tmp_path)
+    held: Any = {"mine": Tokens(path=str(corpus), eos=EOS, too_long=how)}  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=said):
+        evaluation(Data(sequence_length=LENGTH, evaluation=held), workspace=tmp_path / "work")
+    assert opened(recipe(corpus, "concatenate"), tmp_path).describe()["sources"][0]["rows"] == (sum(LENGTHS) - 1) // LENGTH
+
+
+@pytest.mark.parametrize("how", ["error", "skip", "truncate"])
+@pytest.mark.parametrize("key", ["sources.0", "evaluation.held"])
+def test_check_refuses_too_long_where_it_has_no_effect(how: Any, key: str) -> None:
+    other, own = Tokens(path="x"), Tokens(path="x", too_long=how)
+    first, held = (own, other) if key == "sources.0" else (other, own)
+    data = Data(sequence_length=LENGTH, sources=[first], evaluation={"held": held})
+    (fault,) = packing_keeps_documents(SimpleNamespace(data=data), None)  # type: ignore[arg-type]
+    assert fault.key == f"data.{key}.too_long" and "has no effect with data.packing = 'concatenate'" in str(fault)
+    for packing in ("pad", "best_fit"):
+        job: Any = SimpleNamespace(data=dataclasses.replace(data, packing=packing))
+        assert not list(packing_keeps_documents(job, None))  # type: ignore[arg-type]

@@ -150,3 +150,59 @@ def test_a_run_over_a_stream_resumes_anywhere_on_other_ranks(tmp_path: Path, wri
     after, _ = steps_of(data, 4, batch=4, ranks=1, micro=2, cursor=json.loads(json.dumps(cursor)), workspace=tmp_path / "w")
     assert before + after == whole
     assert np.ptp([len(step) for step in whole]) == 0
+
+
+BROKEN_STREAMS = [["fine", 7, "also", None] * 3, ["fine", "also", ["list"]]]
+
+
+def as_broken_files(folder: Path, write: str) -> RecordComponent:
+    """Two files with six and one broken records."""
+    for number, values in enumerate(BROKEN_STREAMS):
+        lines = "".join(json.dumps({"text": value if isinstance(value, str) else None}) + "\n" for value in values)
+        (folder / f"train-{number}.jsonl").write_text(lines)
+    return Jsonl(path=str(folder)) if write == "jsonl" else HuggingFace(path=str(folder))
+
+
+@pytest.mark.parametrize("write", ["jsonl", "huggingface"])
+def test_trials_b8_a_stream_counts_and_names_each_record_that_it_skips_once(tmp_path: Path, write: str) -> None:
+    component = changed(as_broken_files(tmp_path, write), stream=True, skip=7)
+    said: list[str] = []
+    source: Any = component.build(SourceContext(Path("unused"), ByteTokenizer(), 16, said.append))
+    for _ in range(3):  # epochs
+        assert [len(list(source.stream(shard))) for shard in range(2)] == [6, 2]
+    assert len(list(source.stream(0, 4))) == 2  # as a resume reads it
+    assert [int(message.split()[0]) for message in said] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(f"of {source.name} left out so far: " in message and "'text' is missing or null" in message for message in said)
+    places = [message.split("so far: ")[1] for message in said]
+    assert len(set(places)) == 7 and ("line 2" in places[0] if write == "jsonl" else "shard 0, row 1" in places[0])
+
+
+@pytest.mark.parametrize("write", ["jsonl", "huggingface"])
+def test_trials_b8_skip_bounds_all_shards_of_a_stream_together(tmp_path: Path, write: str) -> None:
+    source = built(changed(as_broken_files(tmp_path, write), stream=True, skip=6), ByteTokenizer())
+    assert len(list(source.stream(0))) == 6
+    with pytest.raises(DataError, match=r"it is broken record 7, and `skip` allows 6\n  before it: "):
+        list(source.stream(1))
+
+
+def test_trials_b8_of_many_skipped_records_the_number_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("nothing\n" * 250 + '{"text": "fine"}\n')
+    said: list[str] = []
+    component = Jsonl(path=str(tmp_path), stream=True, skip=250)
+    source: Any = component.build(SourceContext(Path("unused"), ByteTokenizer(), 16, said.append))
+    assert len(list(source.stream(0))) == 1
+    assert [int(message.split()[0]) for message in said] == [*range(1, 11), *range(20, 100, 10), 100, 200]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_trials_b8_a_run_is_told_what_a_stream_skips(tmp_path: Path, workers: int) -> None:
+    component = changed(as_broken_files(tmp_path, "jsonl"), stream=True, skip=7)
+    data = Data(sequence_length=16, sources=[component], tokenizer=Bytes(), loader_workers=workers)
+    said: list[str] = []
+    stream = open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=4, micro_batch=2, report=said.append)
+    assert said == []
+    reading = iter(stream.from_cursor(stream.start()))
+    for _ in range(4):
+        next(reading)
+    reading.close()  # type: ignore[attr-defined]
+    assert [int(message.split()[0]) for message in said] == [1, 2, 3, 4, 5, 6, 7]

@@ -3,17 +3,22 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from data.tokenizers.kinds import KINDS, content, fast
+from forge_core.errors import Caution, DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Text
+from forge_data.checks import tokenizer_fits
+from forge_data.components.sources import Store, Text
 from forge_data.components.tokenizers import Bpe
+from forge_data.loading.loader import open_stream
 from forge_data.preparation import parts
 from forge_data.preparation.prepare import prepared, tokenize
 from forge_data.preparation.streamed_text import StreamedRecords
+from forge_data.section import Data
 from forge_data.sources.records.text import text_files
 from forge_data.store.manifest import MANIFEST
 from forge_data.store.reader import StoreSource, open_store
@@ -126,3 +131,55 @@ def test_trials_a3_long_documents_have_the_ids_of_the_whole(kinds: dict[str, Any
             cut = list(parts.pieces(text, getattr(tokenizer, "parting", None)))
             assert "".join(cut) == text and (len(cut) > 10) == (name in ("byte_level", "bytes"))
             assert parts.encode([text], tokenizer).ids.tolist() == whole.ids.tolist(), name
+
+
+@pytest.fixture
+def ruled(kinds: Any, tmp_path: Path) -> Any:
+    """A recipe's tokenizer whose own rule puts a BOS before a text."""
+    name = next(name for name, (_, tokenizer) in kinds.items() if tokenizer.prefix)
+    (tmp_path / "tokenizer.json").write_bytes(kinds[name][1].dump())
+    return Bpe(path=str(tmp_path / "tokenizer.json"), eos="</s>")
+
+
+def test_check_warns_of_stores_without_what_stands_around_a_text(ruled: Any, corpus: Any, tmp_path: Path) -> None:
+    """A store that an older Forge wrote has no key `add_special_tokens`, and no BOS."""
+    context = SourceContext(tmp_path, None, 16, lambda _: None)
+    for name, tokenizer in (("old", replace(ruled, add_special_tokens=False)), ("new", ruled)):
+        tokenize(corpus, tokenizer.build(context), tmp_path / name, source=name, report=lambda _: None, processes=False)
+    assert "add_special_tokens" not in json.loads((tmp_path / "old" / MANIFEST).read_text())["tokenizer"]
+
+    def cautions(**more: Any) -> list[Any]:
+        job: Any = SimpleNamespace(data=Data(sequence_length=16, **more), model=None)
+        return list(tokenizer_fits(job, None))  # type: ignore[arg-type]
+
+    old, new = Store(path=str(tmp_path / "old")), Store(path=str(tmp_path / "new"))
+    found = cautions(sources=[new, old], evaluation={"held": old}, tokenizer=ruled)
+    assert [one.key for one in found] == ["data.sources.1.path", "data.evaluation.held.path"]
+    assert all(isinstance(one, Caution) for one in found)
+    prefix = list(ruled.build(context).prefix)
+    assert f"(ids [{prefix[0]}" in str(found[0]) and "add_special_tokens = false" in str(found[0])
+    assert cautions(sources=[new], tokenizer=ruled) == []
+    assert cautions(sources=[old], tokenizer=replace(ruled, add_special_tokens=False)) == []
+    assert cautions(sources=[old]) == []  # the store's own tokenizer says the same
+    (tmp_path / "old" / MANIFEST).write_text("{")
+    assert cautions(sources=[old], tokenizer=ruled) == []  # opening it says so
+
+
+def test_a_resume_of_a_run_without_bos_names_the_way_to_go_on(ruled: Any, corpus: Any, tmp_path: Path) -> None:
+    source = Text(path=str(tmp_path / "*.txt"))
+
+    def opened(tokenizer: Any, length: int = 4) -> Any:
+        data = Data(sequence_length=length, sources=[source], tokenizer=tokenizer)
+        return open_stream(data, workspace=tmp_path / "w", seed=0, global_batch=1, micro_batch=1)
+
+    bare = replace(ruled, add_special_tokens=False)
+    cursor = opened(bare).start()
+    with pytest.raises(DataError, match=r"fingerprint was .*older Forge .*data\.tokenizer\.add_special_tokens = false goes on"):
+        opened(ruled).from_cursor(cursor)
+    next(iter(opened(bare).from_cursor(cursor)))
+    with pytest.raises(DataError) as refused:  # not where nothing but another setting differs
+        opened(ruled, length=5).from_cursor(opened(ruled).start())
+    assert "older Forge" not in str(refused.value)
+    with pytest.raises(DataError) as refused:
+        opened(bare).from_cursor(opened(ruled).start())
+    assert "older Forge" not in str(refused.value)

@@ -169,3 +169,32 @@ def test_of_two_processes_with_one_rank_the_newer_one_counts(store: dist.Store) 
     time.sleep(0.1)
     assert len({rank.end() for rank in ranks}) == 1
     assert "another process came as rank 1" in str(older.end())
+
+
+def test_rank_0_takes_no_rank_that_its_world_lacks_nor_the_farewell_of_one_that_was_replaced() -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch
+    import torch.distributed as dist
+
+    from forge_parallel.launch.devices import Device
+    from forge_parallel.launch.meeting import Attendant, _Host
+
+    def attendant(rank: int, **more: Any) -> Attendant:
+        return Attendant(rank, 2, "", "", "here", 7, Device.of("here", torch.device("cpu")), **more)
+
+    def host() -> Any:
+        wait: Any = SimpleNamespace(hurry=lambda seconds: None, where=SimpleNamespace(address="here", port=1))
+        return _Host(dist.HashStore(), attendant(0), wait, outlives=False)
+
+    for rank in (2, -1, 0):
+        one = host()
+        one.welcome(attendant(rank))
+        assert one.fault is not None and "was started for a world of 2" in one.fault[0]
+    one = host()
+    one.welcome(attendant(1, number="second"))
+    one.welcome(attendant(1, number="first", left="it was stopped", code=75))
+    assert one.fault is None
+    one.welcome(attendant(1, number="second", left="it was stopped", code=75))
+    assert one.fault is not None and "has left: it was stopped" in one.fault[0] and one.fault[1] == 75

@@ -1,5 +1,6 @@
 """What would fail in a hook at the end of a run, and can be known before it begins, is refused there."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,3 +116,37 @@ def test_trials_c1_tasks_that_generate_more_than_the_model_takes_are_refused(
         return
     with pytest.raises(ForgeError, match=r"hook 'tasks': task '\w+' asks for \d+ new tokens, and the model takes 64"):
         hook.check(run_of(64))
+
+
+def test_every_image_of_an_evaluated_set_is_looked_for_at_the_start(tmp_path: Path) -> None:
+    """A store that is there already is not prepared again, so nothing else would look at them before step `every`."""
+    pytest.importorskip("forge_vlm")
+    from PIL import Image
+
+    from forge_core.protocols.data import SourceContext
+    from forge_train.hooks.evaluation.evaluate import EvaluateHook
+    from forge_vlm.components.sources import ImageJsonl
+
+    lines = [{"text": f"number {number}", "image": f"{number}.png"} for number in range(14)]
+    for line in lines:
+        Image.new("RGB", (8, 8), (len(line["text"]), 0, 0)).save(tmp_path / line["image"])
+    (tmp_path / "records.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    component = ImageJsonl(path=str(tmp_path / "records.jsonl"), placeholder=300, per_image=2, size=8, skip=14)
+
+    def checked(at: Path) -> None:
+        source = component.build(SourceContext(at, ByteTokenizer(), 64, lambda _: None))
+        EvaluateHook().check(run_of(64, evaluations={"words": SimpleNamespace(), "pets": SimpleNamespace(source=source)}))
+
+    checked(tmp_path / "w")
+    (tmp_path / "3.png").unlink()
+    with pytest.raises(
+        DataError, match=r"'evaluate': held-out set 'pets' has 1 images that are missing: 3\.png; put .*image_jsonl-"
+    ):
+        checked(tmp_path / "w")
+    for number in range(12):
+        (tmp_path / f"{number}.png").unlink(missing_ok=True)
+    with pytest.raises(
+        DataError, match=r"has 12 images that are missing: 0\.png, .* 9\.png and 2 others; put them back, or remove "
+    ):
+        checked(tmp_path / "w")
+    checked(tmp_path / "anew")

@@ -48,25 +48,29 @@ NOT_HEARD = ("logits", "mtp.")
 """Not made where a loss is asked for."""
 
 
-def rows(number: int, packed_rows: bool) -> Batch:
-    """Four rows of 16 tokens."""
+def rows(number: int, packed_rows: bool | str) -> Batch:
+    """Four rows of 16 tokens. With "mask" documents are ignored, and only a mask tells the padding."""
     generator = torch.Generator().manual_seed(number)
     tokens, labels = (torch.randint(0, 37, (4, 16), generator=generator) for _ in range(2))
-    documents = None
-    if packed_rows:
+    documents = token_mask = None
+    if packed_rows == "mask":
+        token_mask = torch.arange(16) < torch.tensor([11, 16, 3, 12])[:, None]
+    elif packed_rows:
         documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16, [0] * 12 + [PADDING] * 4, [0] * 3 + [1] * 3 + [2] * 10])
-    return Batch(tokens, labels, documents=documents, samples=tuple(100 * number + row for row in (7, 3, 9, 1)))
+    samples = tuple(100 * number + row for row in (7, 3, 9, 1))
+    return Batch(tokens, labels, documents=documents, samples=samples, token_mask=token_mask)
 
 
 def share(batch: Batch, rank: int, ranks: int) -> Batch:
     size = len(batch.tokens) // ranks
     mine = slice(rank * size, (rank + 1) * size)
     documents = None if batch.documents is None else batch.documents[mine]
-    return Batch(batch.tokens[mine], batch.labels[mine], documents=documents, samples=batch.samples[mine])
+    token_mask = None if batch.token_mask is None else batch.token_mask[mine]
+    return Batch(batch.tokens[mine], batch.labels[mine], documents=documents, samples=batch.samples[mine], token_mask=token_mask)
 
 
 def gathered(
-    model: str, layout: str, selection: str, packed_rows: bool, train: bool, kind: Any, schedule: str = "1f1b"
+    model: str, layout: str, selection: str, packed_rows: bool | str, train: bool, kind: Any, schedule: str = "1f1b"
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, float, float]:
     """What every rank has in the end; the loss with it and, before, without."""
     at = Layout.parse(layout)
@@ -94,7 +98,7 @@ def names_of(component: Decoder) -> list[str]:
         return list(taps(component.build()))
 
 
-def expected(model: str, selection: str, packed_rows: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def expected(model: str, selection: str, packed_rows: bool | str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """`capture` on one process, in the order of sample numbers and places."""
     at = Layout.parse("1")
     laid_out = realize(Blueprint.of(MODELS[model].build), Plan.of([], at), Topology.of(at, CPU), 3, "fp64", "fp64")
@@ -107,7 +111,7 @@ def expected(model: str, selection: str, packed_rows: bool) -> tuple[dict[str, t
     for number in range(2):
         batch = rows(number, packed_rows)
         with torch.no_grad(), capture(laid_out.part, **options) as seen:
-            laid_out.part(batch.tokens, documents=batch.documents)
+            laid_out.part(batch.tokens, documents=batch.documents, token_mask=batch.token_mask)
         where = seen.tokens[0]
         tokens.append(torch.stack([torch.tensor(batch.samples)[where[:, 0]], where[:, 1]], 1))
         for name, value in seen.items():
@@ -129,13 +133,15 @@ CASES = [
     *(("dense", "tp2", selection, False, "all_gather") for selection in ("heads", "places", "last", "slice")),
     *(("dense", layout, "last", True, "all_gather") for layout in ("dp2", "pp2tp2", "cp2")),
     *(("dense", "cp2tp2", selection, False, "ring") for selection in ("heads", "places", "last", "slice")),
+    *(("dense", layout, "last", "mask", "all_gather") for layout in ("1", "cp2", "pp2", "dp2tp2")),
+    *(("dense", layout, "all", "mask", "all_gather") for layout in ("1", "cp2")),
 ]
-FAST = (CASES[2], CASES[3], CASES[7], CASES[14], CASES[18], CASES[-5], CASES[-4])
+FAST = (CASES[2], CASES[3], CASES[7], CASES[14], CASES[18], CASES[-11], CASES[-10], *CASES[-6:-3], CASES[-2])
 
 
 @pytest.mark.parametrize(("model", "layout", "selection", "packed_rows", "kind"), fast(*FAST, of=CASES))
 def test_ranks_give_what_one_process_has(
-    world: World, model: str, layout: str, selection: str, packed_rows: bool, kind: str
+    world: World, model: str, layout: str, selection: str, packed_rows: bool | str, kind: str
 ) -> None:
     values, tokens = expected(model, selection, packed_rows)
     size = Layout.parse(layout).world

@@ -19,6 +19,7 @@ from forge_parallel.step.reduce import begin
 from forge_parallel.transforms.context.cores import cut_rows
 from forge_parallel.transforms.context.row_order import SequenceOrder
 from forge_train.run.loop import fit
+from forge_train.scaling.runs import gather
 from forge_train.speed.utilization import keys_met
 from models.conftest import fill
 from train.runs import TINY, prepared, train
@@ -199,3 +200,25 @@ def test_trials_c2_keys_met_are_those_of_tokens(corpus: Path, tmp_path: Path, do
     (batches,) = steps_of(data(corpus, "pad", documents=documents), tmp_path, 1)
     keys = sum(length * (length + 1) / 2 for length in LENGTHS[:4])
     assert keys_met(batches, LENGTH, None) == pytest.approx(keys / sum(LENGTHS[:4]))
+
+
+@pytest.mark.parametrize("packing", ["pad", "best_fit", "concatenate"])
+def test_trials_c2_the_tokens_of_a_law_are_no_padding(corpus: Path, tmp_path: Path, packing: str) -> None:
+    """D of runs over one and a half epochs: what the documents of their rows hold, summed by hand from the ids that they read."""
+    tables = '[[hooks]]\nname = "log"\nevery = 1\n[[trackers]]\nname = "jsonl"\n'
+    path = recipe_of(corpus, tmp_path / "law.toml", tables)
+    path.write_text(path.read_text().replace('packing = "pad"', f'packing = "{packing}"'))
+    steps, held = (2, 3, 4), {}
+    for last in steps:
+        where = tmp_path / f"run-{last}"
+        found = train(path, [f"--job.dir={where}", f"--job.name=run-{last}", f"--train.max_steps={last}", "--schedule.warmup=0"])
+        rows = [row for step in found["samples"] for row in step]
+        ids = [np.frombuffer(bytes.fromhex(row), dtype=np.int64) for row in rows]
+        assert all(len(row) == LENGTH for row in ids) and len(ids) == 8 * last
+        held[f"run-{last}"] = sum(int((row != 0).sum()) for row in ids)  # no document has the id 0, which pads
+    given = gather([tmp_path / f"run-{last}" for last in steps], metric="loss")
+    assert {run.name: run.tokens for run in given.runs} == held
+    padded = [held[f"run-{last}"] < 8 * last * LENGTH for last in steps]
+    assert padded == [packing != "concatenate"] * 3
+    if packing == "pad":
+        assert list(held.values()) == [sum(LENGTHS[row % len(LENGTHS)] for row in range(8 * last)) for last in steps]

@@ -96,3 +96,40 @@ def test_templates_come_by_name_from_a_file_and_from_a_tokenizer(tmp_path: Path)
         chat_of(str(tmp_path / "broken.json"))
     with pytest.raises(DataError, match=r"neither a file nor one of plain, chatml, llama3"):
         chat_of("chatmi")
+
+
+QWEN3_LIKE = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}BEGIN"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
+    "END{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Reasoning is written after the last question only, as Qwen3's template does it."""
+UNMARKED = QWEN3_LIKE.replace("BEGIN", "").replace("END", "")
+WITH_MARKS = QWEN3_LIKE.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+
+
+def test_a_template_that_drops_earlier_reasoning_is_refused_with_what_to_do() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    reasons = {1: "a greeting", 3: "nothing comes to mind"}
+    messages = [
+        {"role": turn.role, "content": turn.content} | ({"reasoning_content": reasons[at]} if at in reasons else {})
+        for at, turn in enumerate(TALK)
+    ]
+    turns = [
+        Turn(turn.role, turn.content, {"reasoning_content": reasons[at]} if at in reasons else {}) for at, turn in enumerate(TALK)
+    ]
+    for given in (turns, TALK):
+        with pytest.raises(
+            DataError, match=r"turn 2 \(assistant\) .* mark them in the template by {% generation %}.* earlier answers, or end"
+        ):
+            Chat(UNMARKED).render(given)
+    marked = Chat(WITH_MARKS)
+    (whole,), (spans,) = render_jinja_template([messages], chat_template=WITH_MARKS, return_assistant_tokens_mask=True)
+    assert "".join(text for text, _ in marked.render(turns)) == whole and "a greeting" not in whole
+    assert learned(marked, turns) == [whole[start:stop] for start, stop in spans]
+    (first,), _ = render_jinja_template([messages[:2]], chat_template=UNMARKED)
+    assert "".join(text for text, _ in Chat(UNMARKED).render(turns[:2])) == first
+    assert learned(Chat(UNMARKED), turns[:2]) == ["<think>\na greeting\n</think>\n\nHello!<|im_end|>\n"]

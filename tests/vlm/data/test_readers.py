@@ -389,3 +389,25 @@ def test_packets_without_a_frame_that_is_shown_are_not_counted(tmp_path: Path) -
     assert times == [number / 10 for number in range(12) if number != 5]
     shown = [np.asarray(Image.open(BytesIO(examples.fetch(reference)))).mean() for _, reference in record["image"].frames]
     assert np.abs(np.array(shown) - [20 * number for number in range(12) if number != 5]).max() < 12
+
+
+@pytest.mark.parametrize("kind", [ImageJsonl, VideoFrames, VideoCsv])
+def test_which_files_of_images_are_missing_is_known_without_reading_them(tmp_path: Path, kind: Any) -> None:
+    source = opened(next(iter(kind.examples(tmp_path))), tmp_path / "w")
+    names = {source.reference(image) for image in range(len(source._ends))}
+    assert len(names) > 1 and source.missing() == []
+    first = min(file for file in tmp_path.rglob("*") if file.suffix in (".png", ".jpg", ".mp4") and "w" not in file.parts)
+    first.unlink()
+    gone = source.missing()
+    assert sorted(gone) == sorted(name for name in names if str(first).endswith(f"/{Path(name.partition('#')[0])}"))
+    assert 0 < len(gone) < len(names)
+    with pytest.raises(DataError, match=first.name):
+        source._fetch(gone[0])
+
+
+def test_a_missing_shard_is_other_data(tmp_path: Path) -> None:
+    """Records of a tar are its images: without it there are others, so a store has nothing to look for."""
+    component = next(iter(ImageWebdataset.examples(tmp_path)))
+    before = opened(component, tmp_path / "w")
+    min(tmp_path.rglob("*.tar")).unlink()
+    assert opened(component, tmp_path / "w").path != before.path

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from forge_core.errors import Fault, MissingFile, RecipeWarning
+from forge_core.errors import DataError, Fault, ForgeError, MissingFile, RecipeWarning
 from forge_core.layout import Layout
-from forge_core.protocols.data import TextComponent
+from forge_core.protocols.data import SourceContext, TextComponent
 from forge_core.protocols.job import Job
 from forge_data.components import sources, tokenizers
 from forge_data.order.phases import batch_faults, faults_of
 from forge_data.order.source_keys import too_long_of, weight_of
 from forge_data.section import Data
+from forge_data.store.manifest import read_manifest
 
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 """Ids of tiktoken's own encodings, one more than the largest."""
@@ -74,7 +75,8 @@ def packing_keeps_documents(job: DataJob, layout: Layout) -> Iterator[Fault]:  #
 
 
 def tokenizer_fits(job: DataJob, layout: Layout) -> Iterator[Fault]:  # noqa: ARG001 (every check is given both)
-    """Every id that text and sources have is one of the model's."""
+    """Every id that text and sources have is one of the model's, and documents of stores have around them what others have."""
+    yield from _bare_stores(job.data)
     rows, tokenizer = getattr(job.model, "vocab_size", None), job.data.tokenizer
     if not isinstance(rows, int):
         return
@@ -105,6 +107,46 @@ def phases_fit(job: DataJob, layout: Layout) -> list[Fault]:
     return found
 
 
+def _bare_stores(data: Data) -> Iterator[Caution]:
+    """Stores whose documents lack what the recipe's tokenizer puts around a text, as those of an older Forge do."""
+    component: Any = data.tokenizer
+    path = getattr(component, "path", None)
+    if not getattr(component, "add_special_tokens", False) or not isinstance(path, str) or not _small(Path(path)):
+        return
+    named = {f"data.sources.{index}": source for index, source in enumerate(data.sources)}
+    named |= {f"data.evaluation.{name}": source for name, source in data.evaluation.items()}
+    bare = [(key, source.path) for key, source in named.items() if isinstance(source, sources.Store) and _is_bare(source.path)]
+    if not bare:
+        return
+    try:
+        tokenizer = component.build(SourceContext(Path(), None, data.sequence_length, lambda _: None))
+    except ForgeError:  # opening it says what is wrong with it
+        return
+    around = [*tokenizer.prefix, *tokenizer.suffix]
+    for key, store in bare if around else ():
+        message = (
+            f"the documents of {store!r} were made without what this tokenizer puts around a text (ids {around}): they begin "
+            "otherwise than prompts and documents of text"
+        )
+        hint = "prepare the store again, or set data.tokenizer.add_special_tokens = false"
+        yield RecipeWarning(f"{key}.path", message, hint=hint)
+
+
+def _is_bare(path: str) -> bool:
+    try:
+        entry = read_manifest(Path(path)).tokenizer
+    except DataError:  # opening it says what is wrong with it
+        return False
+    return entry is not None and not entry.add_special_tokens
+
+
+def _small(file: Path) -> bool:
+    try:
+        return file.stat().st_size <= READABLE
+    except OSError:
+        return False
+
+
 def ids_of(tokenizer: Any) -> int | None:
     """How many ids a tokenizer will have; None where that is known only when it is made, or its library is asked."""
     if isinstance(tokenizer, tokenizers.Bytes):
@@ -118,9 +160,9 @@ def ids_of(tokenizer: Any) -> int | None:
 
 def _ids_in(file: Path) -> int | None:
     """One more than the largest id of a `tokenizer.json`."""
+    if not _small(file):
+        return None
     try:
-        if file.stat().st_size > READABLE:
-            return None
         content = json.loads(file.read_bytes())
         ids = [*content["model"]["vocab"].values(), *(token["id"] for token in content.get("added_tokens", ()))]
         return max(ids) + 1

@@ -15,8 +15,9 @@ WORDS = ("gradient", "layer", "naïve", "Größe", "token", "日本", "of", "the
 
 
 def texts() -> list[str]:
-    """Documents of different lengths, not only ASCII."""
-    return [" ".join(WORDS[(number * 7 + at * at) % len(WORDS)] for at in range(number % 9 + 1)) for number in range(40)]
+    """Documents of different lengths, not only ASCII; each differs from the others by its number."""
+    words = [" ".join(WORDS[(number * 7 + at * at) % len(WORDS)] for at in range(number % 9 + 1)) for number in range(40)]
+    return [f"{text} {number}" for number, text in enumerate(words)]
 
 
 def documents() -> list[np.ndarray]:

@@ -95,7 +95,9 @@ class _Local:
         if "attention" in self.statistics and name.endswith(".attention.k"):
             assert self.queries is not None
             kept = {f"blocks.{layer}.attention.q": self.queries, f"blocks.{layer}.attention.k": x}
-            scores = AttentionScores({layer: rule_of(part, layer)}, kept, self.given.get("documents"))
+            scores = AttentionScores(
+                {layer: rule_of(part, layer)}, kept, self.given.get("documents"), self.given.get("token_mask")
+            )
             entropy = scores.entropy(layer, queries=self.places)
             largest = scores.max_logit(layer, queries=self.places).amax()
             known = entropy[entropy.isfinite()]  # padding has none

@@ -138,12 +138,13 @@ class Shares:
             x: Tensor = args[0] if args else given["x"]
             if given.get("cache") is not None:
                 raise InterpError("a forward with a cache is not gathered from ranks, nor edited there; run rows as a whole")
-            positions, documents = given.get("positions"), given.get("documents")
+            positions, documents, token_mask = given.get("positions"), given.get("documents"), given.get("token_mask")
             cut = x.dim() == 3 and positions is not None  # the stream of an earlier stage may be cut along the sequence
             length = positions.shape[-1] if cut and positions is not None else x.shape[1]
             forward, self.counts[number] = self.counts[number], self.counts[number] + 1
             places = self._places(length)
-            wanted = self._wanted(places, length * self.cp, documents, len(x))
+            real = token_mask if documents is None else documents != PADDING
+            wanted = self._wanted(places, length * self.cp, real, len(x))
             self.running = _Running(self._rows(forward, len(x)), places, wanted)
 
         return note
@@ -166,13 +167,12 @@ class Shares:
             return torch.arange(length)
         return torch.cat([torch.arange(one.start, one.stop) for one in self.order.spans(self.cp_rank, length * self.cp)])
 
-    def _wanted(self, places: Tensor, length: int, documents: Tensor | None, rows: int) -> Tensor:
-        allowed = torch.ones(rows, len(places), dtype=torch.bool)
-        if documents is not None:
-            allowed = documents.cpu() != PADDING
+    def _wanted(self, places: Tensor, length: int, real: Tensor | None, rows: int) -> Tensor:
+        """(B, T) bool: the tokens that are meant. `real` (B, T) is False for padding; None = there is none."""
+        allowed = torch.ones(rows, len(places), dtype=torch.bool) if real is None else real.cpu()
         positions = self.positions
         if positions == "last":
-            return allowed & (places == self._ends(places, allowed, documents is not None)[:, None])
+            return allowed & (places == self._ends(places, allowed, real is not None)[:, None])
         if isinstance(positions, str):
             return allowed
         if isinstance(positions, slice):

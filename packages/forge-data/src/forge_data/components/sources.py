@@ -102,7 +102,8 @@ class RecordComponent(SourceComponent):
     held_out: Fraction = 0.05
     """Fraction of records in the split `held_out`."""
     skip: Annotated[int, Ge(0)] = 0
-    """Number of broken records that may be skipped; one more is an error."""
+    """Number of broken records that may be skipped; one more is an error. The log of a run, or a file next to the prepared store,
+    names those that are skipped."""
     stream: bool = False
     """Read and tokenize records in their order while the run goes on, instead of preparing a store first."""
 
@@ -128,7 +129,7 @@ class RecordComponent(SourceComponent):
         """The documents in their order, file by file."""
         from forge_data.preparation.streamed_text import StreamedRecords
 
-        return StreamedRecords(self.records(), context.tokenizer, self.eos)
+        return StreamedRecords(self.records(), context.tokenizer, self.eos, context.report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +232,7 @@ class HuggingFace(RecordComponent):
         """The documents in their order, shard by shard of the dataset, which is not downloaded as a whole."""
         from forge_data.preparation.streamed_text import StreamedDataset
 
-        return StreamedDataset(self._streamed_texts(), context.tokenizer, self.eos)
+        return StreamedDataset(self._streamed_texts(), context.tokenizer, self.eos, context.report)
 
     def _streamed_texts(self) -> "DatasetTexts":
         from forge_data.preparation.streamed_text import DatasetTexts

@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 LENGTH, ROWS, STEPS = 16, 4, 6
+MOST = 10_000
+"""Documents of a shard of an example at most. One that never ends has no epochs."""
 
 
 def check_tokens(component: Any) -> None:
@@ -76,13 +78,46 @@ def check_stream(component: Any) -> None:
             return
         assert source.shards > 0, f"shards is {source.shards}"
         for shard in range(source.shards):
-            whole = list(source.stream(shard))
+            whole = _documents(source, shard)
             for ids in whole:
                 _in_range(source, ids)
             for start in range(len(whole) + 1):
                 rest = list(source.stream(shard, start))
                 same = len(rest) == len(whole) - start and all(map(np.array_equal, rest, whole[start:]))
                 assert same, f"stream({shard}, {start}) does not go on as stream({shard}) does after {start} documents"
+
+
+def check_even(component: Any) -> None:
+    """An epoch of a stream has each of its documents as often as every other. Those of an example differ from each other.
+
+    A shard that begins again to be as long as the others, or a document in some of several shards, would be learned more often.
+    """
+    from collections import Counter
+
+    from forge_data.packing.streamed import Documents
+
+    with _opened(component) as source:
+        if not hasattr(source, "stream"):
+            return
+        shards = [_documents(source, shard) for shard in range(source.shards)]
+        once = Counter(ids.tobytes() for documents in shards for ids in documents if len(ids))
+        assert once, "an example of a stream has no document with a token"
+        most, least = max(once.values()), min(once.values())
+        assert most == least, f"an epoch has one document {most} times, and another one {least} times"
+        reader, read = Documents(source, 4, 1, 8, True), Counter[bytes]()
+        while sum(read.values()) < 2 * sum(once.values()):
+            _, window = reader.next()
+            read.update(ids.tobytes() for _, ids in window)
+        assert read == Counter({ids: 2 * count for ids, count in once.items()}), "two epochs are not each document twice"
+
+
+def _documents(source: Any, shard: int) -> list[Any]:
+    """The documents of a shard, which have to end."""
+    from itertools import islice
+
+    found = list(islice(source.stream(shard), MOST + 1))
+    assert len(found) <= MOST, f"stream({shard}) gives more than {MOST:,} documents: it does not end, or an example is too long"
+    return found
 
 
 def check_again(component: Any) -> None:

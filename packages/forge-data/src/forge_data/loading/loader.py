@@ -72,7 +72,7 @@ def open_stream(
         return _foreign(data, opened, shape)
     reader = open_rows(spec, opened, report)
     recipe = WorkerRecipe.of(reader.order, opened) if data.loader_workers else None
-    return TrainingStream(reader, opened.tokenizer, micro_batch=micro_batch, rank=rank, ranks=ranks, recipe=recipe)
+    return TrainingStream(reader, opened.tokenizer, micro_batch=micro_batch, rank=rank, ranks=ranks, recipe=recipe, report=report)
 
 
 def _foreign(data: Data, opened: OpenedSources, shape: Mapping[str, int]) -> ForeignStream:

@@ -25,6 +25,7 @@ def open_packing(spec: LoadSpec, label: str, source: Source, length: int, report
                 f"documents of source {label!r} ({source.name}) have {source.extras[0]}, and packing = 'concatenate' would cut "
                 "them; set data.packing = 'best_fit', or 'pad'"
             )
+        _refuse_too_long(label, too_long)
         return Concatenated(source, length)
     too_long = None if isinstance(source, SourceWithItems) else too_long
     made = planned(source, length, spec.data.packing, spec.workspace, label, spec.data.items_per_row, too_long)
@@ -49,6 +50,7 @@ def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage]
     found: list[Packing | Streamed] = []
     for (label, source), too_long in zip(opened.sources.items(), opened.too_long, strict=True):
         if isinstance(source, StreamedSource):
+            _refuse_too_long(label, too_long)
             seed, shuffle = f"{spec.seed}/{label}", data.shuffle != "none"
             found.append(Streamed(source, data.readers, unit, seed, data.shuffle_buffer, shuffle))
             continue
@@ -56,6 +58,19 @@ def open_packings(spec: LoadSpec, opened: OpenedSources, stages: Sequence[Stage]
             refuse_short(source, label, unit)
         found.append(open_packing(spec, label, source, unit, report, too_long))
     return found
+
+
+def _refuse_too_long(label: str, too_long: str | None) -> None:
+    """Refuses to deal with long documents where every document may be cut.
+
+    Raises:
+        DataError: the source of this label says what becomes of them.
+    """
+    if too_long is not None:
+        raise DataError(
+            f"source {label!r}: too_long = {too_long!r} has no effect with packing = 'concatenate', which cuts documents at the "
+            "end of every row; remove it, or set data.packing = 'best_fit', or 'pad'"
+        )
 
 
 def _refuse_counting(spec: LoadSpec, opened: OpenedSources) -> None:

@@ -5,7 +5,7 @@ micro-batches. So ranks, micro-batch and loader workers change who reads a sampl
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from fractions import Fraction
 from typing import Any
@@ -50,15 +50,17 @@ class TrainingStream:
         rank: int,
         ranks: int,
         recipe: WorkerRecipe | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
-        """`recipe` opens the same sources in loader workers; needed where `data.loader_workers` is not 0."""
+        """`recipe` opens the same sources in loader workers; needed where `data.loader_workers` is not 0. `report` is told what
+        these sources say while they are read."""
         self.reader, self.order, self.data = reader, reader.order, reader.spec.data
         self.tokenizer = tokenizer
         self.labels, self.sources = self.order.labels, self.order.sources
         self.samples = self.order.samples
         self.tokens = sum(getattr(source, "tokens", 0) for source in self.sources)
         self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
-        self._recipe = recipe
+        self._recipe, self._report = recipe, report
         self._iterator: object = None
         self._identities: dict[int, tuple[dict[str, Any], str]] = {}
         self.fingerprint = fingerprint_of(self.order.identity_at(None))
@@ -80,12 +82,22 @@ class TrainingStream:
         """
         sample, timeline = sample_of(cursor), self.order.timeline
         step = timeline.steps_in(sample)
-        differences = refuse_other(cursor, self.order.identity_at(step), self.data.changed)
+        differences = refuse_other(cursor, self.order.identity_at(step), self.data.changed, self._advice())
         for difference in differences:
             _log.warning("the data are not those of the checkpoint, as data.changed allows: %s", difference)
         if timeline.first_of(step) != sample:
             raise DataError(f"sample {sample} is inside step {step}, which begins at sample {timeline.first_of(step)}")
         return self._steps_from(step, self._positions(cursor, step, bool(differences)))
+
+    def _advice(self) -> str:
+        """What to do where an older Forge began the run: it read documents without what their tokenizer's own rule adds."""
+        coder: Any = self.tokenizer
+        if not getattr(self.data.tokenizer, "add_special_tokens", False) or not (coder.prefix or coder.suffix):
+            return ""
+        return (
+            "If an older Forge began this run, its documents lack what the tokenizer puts around a text, such as a BOS: "
+            "data.tokenizer.add_special_tokens = false goes on without it"
+        )
 
     def lr_scale(self, step: int) -> float:
         """Factor of the phases on the learning rate of a step."""
@@ -200,7 +212,7 @@ class TrainingStream:
         """The same by worker processes, `prefetch` steps ahead, and as many as there are workers: each makes another step."""
         assert self._recipe is not None, "loader workers need the recipe"
         workers = 1 if self.reader.streams else self.data.loader_workers  # each would read all that a stream gives
-        with WorkerPool(self._recipe, workers, (step, positions)) as pool:
+        with WorkerPool(self._recipe, workers, (step, positions), self._report) as pool:
             ahead, lead = step, max(self.data.prefetch, workers)
             while self.steps is None or step < self.steps:
                 while ahead < step + lead and (self.steps is None or ahead < self.steps):

@@ -60,13 +60,14 @@ def sample_of(cursor: Cursor) -> int:
     return int(cursor["sample"])
 
 
-def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
+def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[str] = (), advice: str = "") -> list[str]:
     """Refuses a cursor of other data.
 
     Args:
         cursor: a position.
         identity: of the data that it is to be a position in.
         allowed: settings that may differ, with all that is below them.
+        advice: a sentence for messages about sources with other content.
 
     Returns:
         A line for each difference that was allowed.
@@ -90,6 +91,7 @@ def refuse_other(cursor: Cursor, identity: Mapping[str, Any], allowed: Sequence[
             "the checkpoint's data position is of other data, so going on would repeat or skip samples: "
             + "; ".join(refused or ["fingerprints differ"])
             + ". Restore these settings, start a new run, or name in data.changed what may differ"
+            + (f". {advice}" if advice and any(name.endswith(".fingerprint") for name in differences) else "")
         )
     return list(lines.values())
 

@@ -26,6 +26,8 @@ from forge_core.durable_files import publish, sync, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_json, from_json, read
+from forge_data.storage import npy
+from forge_data.storage.files import find_one
 
 CHUNK = 1 << 20
 """Documents are encoded in portions of about so many characters, which bounds the memory."""
@@ -163,10 +165,13 @@ def finished(directory: Path, number: int) -> Done | None:
 
 def content_of(directory: Path, number: int, dtype: str, done: Done) -> tuple[np.ndarray, np.ndarray] | None:
     """(ids, ends) of a finished part; None when the files are not what was written, as after a crash of the machine."""
+    borders = find_one(str(directory / f"{number:06d}.ends.npy"))
+    if borders is None:
+        return None
     try:
         ids = np.fromfile(directory / f"{number:06d}.ids", dtype=np.dtype(dtype).newbyteorder("<"))
-        ends = np.load(directory / f"{number:06d}.ends.npy", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        ends = npy.load(borders, np.dtype("<u8"))
+    except (OSError, DataError):
         return None
     same = xxhash.xxh3_128_hexdigest(ids.data) == done.ids and xxhash.xxh3_128_hexdigest(ends.data) == done.ends
     return (ids, ends) if same else None

@@ -4,7 +4,7 @@ A file is a shard. Documents are counted after those without content and those o
 in a shard is one number, and finding it again costs reading, not tokenizing, what comes before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -15,8 +15,36 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.preparation.parts import encode
 from forge_data.sources.records import huggingface
-from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read
+from forge_data.sources.records.parts import SHOWN, Document, Part, Records, Skips, Wanted, checked, in_split, read
 from forge_data.tokenizers.adapt import identity_of
+
+
+def _silent(message: str) -> None:
+    """Says nothing."""
+
+
+class _StreamSkips(Skips):
+    """The broken records of a whole stream. Each is counted and reported once, though later epochs and resumes read it again.
+
+    The first `SHOWN` are named; then the number is reported whenever its first digit changes.
+    """
+
+    def __init__(self, budget: int, what: str, report: Callable[[str], None]) -> None:
+        """`what` names the stream, `report` is called with messages."""
+        super().__init__(budget)
+        self._what, self._report = what, report
+        self._seen: set[str] = set()
+
+    def broken(self, message: str) -> None:
+        if message in self._seen:
+            return
+        super().broken(message)
+        self._seen.add(message)
+        so_far = f"{self.count} broken record{'s' if self.count > 1 else ''} of {self._what} left out so far"
+        if self.count <= SHOWN:
+            self._report(f"{so_far}: {message}")
+        elif self.count % 10 ** (len(str(self.count)) - 1) == 0:
+            self._report(f"{so_far}; the newest: {message}")
 
 
 class StreamedRecords:
@@ -24,12 +52,15 @@ class StreamedRecords:
 
     max_id: int | None = None
 
-    def __init__(self, records: Records, tokenizer: Tokenizer | None, eos: int | None) -> None:
+    def __init__(
+        self, records: Records, tokenizer: Tokenizer | None, eos: int | None, report: Callable[[str], None] = _silent
+    ) -> None:
         """
         Args:
             records: the documents.
             tokenizer: needed for text.
             eos: of records of ids: what is put after a document that does not end with it.
+            report: told about broken records that are left out.
 
         Raises:
             DataError: text and no tokenizer.
@@ -40,14 +71,14 @@ class StreamedRecords:
         self.tokenizer = tokenizer.fingerprint if tokenizer else None
         self.fingerprint = self._documents.fingerprint(records.fingerprint)
         self._files = [file for file in records.files if file.size]
-        self._skip = records.skip
+        self._skips = _StreamSkips(records.skip, self.name, report)
         self.shards = len(self._files)
 
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
         """Token ids of documents `start`, `start` + 1, ... of a file."""
         file = self._files[shard]
         part = Part((file,), 0, -1, file.size)
-        for name, content in islice(read(part, self._documents.wanted, Skips(self._skip)), start, None):
+        for name, content in islice(read(part, self._documents.wanted, self._skips), start, None):
             yield self._documents.of(name, content)
 
 
@@ -57,6 +88,7 @@ class DatasetTexts:
     Attributes:
         fingerprint: of its files and of what is taken from them.
         shards: of the dataset.
+        skip: broken records that may be left out.
     """
 
     def __init__(
@@ -82,11 +114,10 @@ class DatasetTexts:
         self.name = f"{path} ({dataset_split}, streamed)"
         self.fingerprint = sha256(f"{identity} {self.wanted}".encode()).hexdigest()
         self.shards: int = self._dataset.num_shards
-        self._skip = skip
+        self.skip = skip
 
-    def shard(self, number: int) -> Iterator[Document]:
+    def shard(self, number: int, skips: Skips) -> Iterator[Document]:
         """The documents of one shard that are in the wanted split; those without content are left out."""
-        skips = Skips(self._skip)
         for row, record in enumerate(self._dataset.shard(self.shards, number)):
             name = f"{self.name}, shard {number}, row {row}"
             content = checked(record.get(self.wanted.column), partial(str, name), self.wanted, skips)
@@ -95,8 +126,9 @@ class DatasetTexts:
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """(name, text) of every document."""
+        skips = Skips(self.skip)
         for number in range(self.shards):
-            for name, text in self.shard(number):
+            for name, text in self.shard(number, skips):
                 assert isinstance(text, str), "expected text, got token ids"
                 yield name, text
 
@@ -106,7 +138,9 @@ class StreamedDataset:
 
     max_id: int | None = None
 
-    def __init__(self, texts: DatasetTexts, tokenizer: Tokenizer | None, eos: int | None) -> None:
+    def __init__(
+        self, texts: DatasetTexts, tokenizer: Tokenizer | None, eos: int | None, report: Callable[[str], None] = _silent
+    ) -> None:
         """Arguments as of `StreamedRecords`.
 
         Raises:
@@ -119,10 +153,11 @@ class StreamedDataset:
         self.tokenizer = tokenizer.fingerprint if tokenizer else None
         self.fingerprint = self._documents.fingerprint(self._texts.fingerprint)
         self.shards = self._texts.shards
+        self._skips = _StreamSkips(texts.skip, self.name, report)
 
     def stream(self, shard: int, start: int = 0) -> Iterator[np.ndarray]:
         """Token ids of documents `start`, `start` + 1, ... of one of the dataset's shards."""
-        for name, content in islice(self._texts.shard(shard), start, None):
+        for name, content in islice(self._texts.shard(shard, self._skips), start, None):
             yield self._documents.of(name, content)
 
 

@@ -1,6 +1,5 @@
 """Reads a token store through memory maps; opening reads the manifest, the sizes of all files, and samples of them."""
 
-import io
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
+from forge_data.storage import npy
 from forge_data.storage.document_ends import Ends, Listed
 from forge_data.storage.file import File
 from forge_data.storage.files import read_bytes
@@ -18,7 +18,7 @@ from forge_data.store.checksums import Checksum, fault_of
 from forge_data.store.manifest import FileEntry, Manifest, ShardEntry, read_manifest
 
 _BLOCK = 1 << 24
-_HEAD = 256
+_ADVICE = "write the store again"
 _U8 = np.dtype("<u8")
 
 
@@ -47,7 +47,7 @@ class StoreSource:
         self._check_sizes()
         pieces = [Shard(self._file(shard.data), shard.tokens) for shard in self.manifest.shards]
         self._tokens = Shards(pieces, self.dtype)
-        self._documents = Listed(self._tokens.firsts, self._table, advice="write the store again")
+        self._documents = Listed(self._tokens.firsts, self._table, advice=_ADVICE)
         self.fingerprint = self._sampled()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -76,8 +76,12 @@ class StoreSource:
         return self._tokens.place(token)
 
     def counts(self) -> np.ndarray:
-        """(ids,) int64 occurrences of every token id, as the writer counted them."""
-        return np.load(self.path / self.manifest.counts.file, allow_pickle=False).astype(np.int64)
+        """(ids,) int64 occurrences of every token id, as the writer counted them.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        return npy.load(self._file(self.manifest.counts), _U8, _ADVICE).astype(np.int64)
 
     def verify(self) -> list[str]:
         """Reads everything and compares it with the manifest; one message per fault, with file and offset."""
@@ -158,19 +162,14 @@ class StoreSource:
         shard = self.manifest.shards[number]
         entry = shard.ends
         file = self._file(entry)
-        head = io.BytesIO(read_bytes(file, 0, _HEAD))
-        try:
-            np.lib.format.read_magic(head)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(head)
-        except ValueError as error:
-            raise DataError(f"{file.where} is a damaged .npy file: {error}; write the store again") from error
-        if dtype != _U8 or shape != (shard.documents,) or not shape[0] or head.tell() + 8 * shape[0] != entry.bytes:
+        header = npy.read_header(file, advice=_ADVICE)
+        shape, dtype = header.shape, header.dtype
+        if dtype != _U8 or shape != (shard.documents,) or not shape[0] or header.offset + 8 * shape[0] != entry.bytes:
             raise DataError(
-                f"{file.where} must list the ends of {shard.documents} documents as uint64, found {dtype} {shape}; "
-                "write the store again"
+                f"{file.where} must list the ends of {shard.documents} documents as uint64, found {dtype} {shape}; {_ADVICE}"
             )
-        ends = map_file(file, _U8, shape[0], head.tell())
-        return Ends(ends, shard.tokens, file.where, head.tell(), empty=False)
+        ends = map_file(file, _U8, shape[0], header.offset)
+        return Ends(ends, shard.tokens, file.where, header.offset, empty=False)
 
     def _file(self, entry: FileEntry) -> File:
         return File(entry.file, str(self.path / entry.file), entry.bytes, entry.xxh3)

@@ -44,16 +44,23 @@ class AttentionScores:
     A head of keys serves heads / kv_heads heads of queries.
     """
 
-    def __init__(self, rules: dict[int, Rule], kept: dict[str, Tensor] | None = None, documents: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        rules: dict[int, Rule],
+        kept: dict[str, Tensor] | None = None,
+        documents: Tensor | None = None,
+        token_mask: Tensor | None = None,
+    ) -> None:
         """
         Args:
             rules: by layer.
             kept: (B, heads, T, head_dim) of each `blocks.N.attention.q` and `.k`.
             documents: (B, T) of each token; None = each row is one.
+            token_mask: (B, T) bool, False for padding; None = only `documents` tell it, if anything does.
         """
         self._rules = rules
         self._kept = {} if kept is None else kept
-        self._documents = documents
+        self._documents, self._token_mask = documents, token_mask
 
     @property
     def layers(self) -> list[int]:
@@ -101,8 +108,12 @@ class AttentionScores:
         for start in range(0, len(places), CHUNK):
             some = places[start : start + CHUNK]
             scores = self.scores(layer, heads, some)
-            real = scores.new_ones((), dtype=torch.bool) if self._documents is None else self._documents[:, None, some] != PADDING
-            yield scores, real.expand(len(scores), 1, len(some))
+            real = scores.new_ones((len(scores), 1, len(some)), dtype=torch.bool)
+            if self._documents is not None:
+                real &= self._documents[:, None, some] != PADDING
+            if self._token_mask is not None:
+                real &= self._token_mask[:, None, some]
+            yield scores, real
 
     def _length(self, layer: int) -> int:
         if layer not in self._rules:
@@ -152,7 +163,7 @@ def capture_qk(model: nn.Module, layers: Sequence[int] | None = None) -> Iterato
         if forward.cached:
             raise InterpError("scores are of whole rows, and this forward has a cache; run the model without one")
         found._kept.clear()
-        found._documents = forward.documents
+        found._documents, found._token_mask = forward.documents, forward.token_mask
 
     def hear(name: str, x: Tensor) -> None:
         if name in wanted and speaks(model):

@@ -13,7 +13,7 @@ from forge_models.interp.listing import InterpError
 Positions = Literal["all", "last", "mean", "last_of_word"] | int | Sequence[int] | slice
 """`last`: the last token of a row that is not padding. `mean`: their mean, a single position. Integers count from 0, negative
 ones from the end of the row; in generation they are places in the whole text. Padding is left out: the
-documents of a forward tell it, and in generation the lengths of the prompts and which rows have stopped."""
+documents or the mask of a forward tell it, and in generation the lengths of the prompts and which rows have stopped."""
 
 
 class Forward(NamedTuple):
@@ -25,7 +25,8 @@ class Forward(NamedTuple):
         at: (B,) of the only token of each row whose logits are made; None = of all.
         cached: whether earlier tokens are in a cache.
         lengths: (B,) tokens of each row, those in the cache included; what lies behind is padding. None = no row is padded, or
-            only `documents` tell.
+            only `documents` or `token_mask` tell.
+        token_mask: (B, T) bool, False for padding, as in `Batch.token_mask`. None = no row is padded, or the others tell.
     """
 
     places: Tensor
@@ -33,6 +34,7 @@ class Forward(NamedTuple):
     at: Tensor | None
     cached: bool
     lengths: Tensor | None = None
+    token_mask: Tensor | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], given: Mapping[str, Any]) -> "Forward":
@@ -44,13 +46,15 @@ class Forward(NamedTuple):
             places = places + cache.extent if positions is None else positions.to(torch.int64).expand(x.shape[0], -1)
         known = None if cache is None else cache.lengths
         lengths = None if known is None else torch.tensor(known, device=x.device)
-        return cls(places, given.get("documents"), given.get("at"), cache is not None, lengths)
+        return cls(places, given.get("documents"), given.get("at"), cache is not None, lengths, given.get("token_mask"))
 
     def real(self) -> Tensor:
         """(B, T) bool: the tokens that are not padding."""
         mask = torch.ones_like(self.places, dtype=torch.bool)
         if self.documents is not None:
             mask = self.documents != PADDING
+        if self.token_mask is not None:
+            mask = mask & self.token_mask
         return mask if self.lengths is None else mask & (self.places < self.lengths[:, None])
 
     def narrowed(self) -> "Forward":
@@ -58,7 +62,8 @@ class Forward(NamedTuple):
         assert self.at is not None
         column = self.at.unsqueeze(1)
         documents = None if self.documents is None else self.documents.gather(1, column)
-        return Forward(self.places.gather(1, column), documents, None, self.cached, self.lengths)
+        token_mask = None if self.token_mask is None else self.token_mask.gather(1, column)
+        return Forward(self.places.gather(1, column), documents, None, self.cached, self.lengths, token_mask)
 
 
 class Picked(NamedTuple):
@@ -140,7 +145,7 @@ class Selection:
             return self._listed(forward, positions, allowed)
         if not forward.cached and not bool(mask.any(1).all() if positions in ("mean", "last") else mask.any()):
             raise InterpError(f"positions {self.positions!r}: a row has no token that is meant; see documents and words")
-        unpadded = forward.documents is None and forward.lengths is None
+        unpadded = forward.documents is None and forward.lengths is None and forward.token_mask is None
         whole = positions in ("all", "mean") and self.documents is None and (unpadded or bool(mask.all()))
         if whole or (positions == "last" and bool(mask.any(1).all())):
             return Picked(mask, mask.nonzero()[:, 1].view(len(mask), -1), positions == "mean")
@@ -167,6 +172,8 @@ class Selection:
         ends[:, :-1] = words[:, 1:] != words[:, :-1]
         if forward.documents is not None:  # a word ends with its document
             ends[:, :-1] |= forward.documents[:, 1:] != forward.documents[:, :-1]
+        if forward.token_mask is not None:  # and before padding
+            ends[:, :-1] |= ~forward.token_mask[:, 1:]
         return ends & (words >= 0)
 
     def _sliced(self, forward: Forward, positions: slice) -> Tensor:

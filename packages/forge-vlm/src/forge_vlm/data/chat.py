@@ -119,7 +119,8 @@ class Chat:
                     raise DataError(
                         f"the chat template changes what it wrote before turn {number} ({turn.role}) or in it, so the "
                         f"assistant's words cannot be told apart; it wrote {was}, then {now}; mark them in the template by "
-                        "{% generation %} and {% endgeneration %}"
+                        "{% generation %} and {% endgeneration %}, also where it drops the reasoning of earlier answers, or end "
+                        "each record with its first answer"
                     )
                 learned[begin:end] = [True] * (end - begin)
         kinds = zip(learned, (bool(flag & TRUSTED) for flag in whole.flags), strict=True)

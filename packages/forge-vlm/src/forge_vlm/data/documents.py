@@ -103,6 +103,9 @@ class Fields:
 class Examples(Protocol):
     """Records with images, in a fixed order, readable as often as needed.
 
+    A method `is_there(reference) -> bool` may tell without reading an image whether its file is there: before a run begins,
+    images of held-out sets are looked for with it.
+
     Attributes:
         what: for messages.
         fingerprint: changes with the records; whether an image changed is seen when it is read.

@@ -90,7 +90,8 @@ def prepared(examples: Examples, wanted: Wanted, context: SourceContext, name: s
     def found() -> IllustratedStore | None:
         for path in (whole, fitted):
             if (path / FACTS).exists():
-                store = IllustratedStore(path, wanted.inputs, examples.fetch, tokenizer.fingerprint, vocab_size)
+                is_there = getattr(examples, "is_there", None)
+                store = IllustratedStore(path, wanted.inputs, examples.fetch, tokenizer.fingerprint, vocab_size, is_there)
                 if store.longest <= wanted.longest:
                     return store
         return None

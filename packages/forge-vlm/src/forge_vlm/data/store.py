@@ -78,7 +78,13 @@ class IllustratedStore:
     borders_checked = True
 
     def __init__(
-        self, path: Path, inputs: ImageInputs, fetch: Callable[[str], bytes], tokenizer: str | None, vocab_size: int
+        self,
+        path: Path,
+        inputs: ImageInputs,
+        fetch: Callable[[str], bytes],
+        tokenizer: str | None,
+        vocab_size: int,
+        is_there: Callable[[str], bool] | None = None,
     ) -> None:
         """Opens the store at `path`.
 
@@ -88,6 +94,7 @@ class IllustratedStore:
             fetch: the file of an image by its reference.
             tokenizer: fingerprint of what made the tokens.
             vocab_size: ids of the text and of the placeholder.
+            is_there: whether the file of a reference is there, where that can be told without reading it.
 
         Raises:
             DataError: a file is missing, or not as long as when it was written.
@@ -96,7 +103,7 @@ class IllustratedStore:
         self.tokenizer = tokenizer
         self.vocab_size: int | None = vocab_size
         self.item_shape: tuple[int, ...] = inputs.shape
-        self._inputs, self._fetch = inputs, fetch
+        self._inputs, self._fetch, self._is_there = inputs, fetch, is_there
         self.facts = _facts(path)
         self._store = StoreSource(path / TOKENS)
         self.tokens, self.max_id, self.dtype = self._store.tokens, self._store.max_id, self._store.dtype
@@ -174,6 +181,13 @@ class IllustratedStore:
             found[done - first : until - first] = tiles[done - begin : until - begin]
             done = until
         return found
+
+    def missing(self) -> list[str]:
+        """References of images whose files are not there any more, as far as that can be told without reading them."""
+        if self._is_there is None:
+            return []
+        names = dict.fromkeys(self.reference(image) for image in range(len(self._ends)))
+        return [name for name in names if not self._is_there(name)]
 
     def picture(self, item: int) -> bytes:
         """A tile as PNG, as a person sees it.

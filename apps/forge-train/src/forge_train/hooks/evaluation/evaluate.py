@@ -4,13 +4,17 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 from forge_core.batch import Batch
+from forge_core.errors import DataError
 from forge_core.protocols.run import Run
 from forge_train.hooks.evaluation.results import metrics
 from forge_train.hooks.periodic import Periodic
 
 _log = logging.getLogger(__name__)
+_SHOWN = 10
+"""Missing images that a message names."""
 
 
 class EvaluateHook(Periodic):
@@ -27,6 +31,19 @@ class EvaluateHook(Periodic):
     def __init__(self, every: int = 500, at_start: bool = False, weights: str = "model") -> None:
         super().__init__(every)
         self.at_start, self.weights = at_start, weights
+
+    def check(self, run: Run) -> None:
+        """Refuses sets with images whose files are gone: an evaluation that fails ends no run, which would have no result."""
+        for name, held_out in run.evaluations.items():
+            source: Any = getattr(held_out, "source", None)
+            gone = source.missing() if hasattr(source, "missing") else []
+            if gone:
+                others = f" and {len(gone) - _SHOWN} others" if len(gone) > _SHOWN else ""
+                raise DataError(
+                    f"hook 'evaluate': held-out set {name!r} has {len(gone)} images that are missing: {', '.join(gone[:_SHOWN])}"
+                    f"{others}; put them back, or remove {getattr(source, 'name', 'its store')}, which is then made again "
+                    "without them as far as `skip` allows"
+                )
 
     def start(self, run: Run) -> None:
         """Evaluates the initial weights when asked to."""

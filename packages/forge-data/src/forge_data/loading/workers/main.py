@@ -1,7 +1,8 @@
 """A loader worker: makes rows in shared memory until the process that asks for them goes away.
 
 Called as `python -m forge_data.loading.workers.main MESSAGES MEMORY` with two inherited sockets: messages both ways, and
-descriptors of the memory that a message announces. Every message but those is answered by (kind, content, traceback).
+descriptors of the memory that a message announces. Every message but those is answered by (kind, content, traceback); before
+an answer, what sources say while they are read is sent on as ("said", message, "").
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,11 +46,17 @@ def main() -> None:
 def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
     reader: Any = None
     arrays: dict[int, np.ndarray] = {}
+
+    def say(message: str) -> None:
+        """What sources say when they are opened, the trainer has said."""
+        if reader is not None:
+            messages.send(("said", message, ""))
+
     while True:
         received = messages.recv_bytes()
         try:
             if reader is None:
-                reader, answer = _open(received)
+                reader, answer = _open(received, say)
             else:
                 kind, *arguments = pickle.loads(received)  # noqa: S301 from the process that started this one
                 if kind == "map":
@@ -67,7 +74,7 @@ def _serve(messages: "Connection[Any, Any]", memory: socket.socket) -> None:
         messages.send(("ok", answer, ""))
 
 
-def _open(received: bytes) -> "tuple[RowReader, str]":
+def _open(received: bytes, say: Callable[[str], None]) -> "tuple[RowReader, str]":
     """What the trainer reads, opened here too, and the fingerprint that shows it."""
     content = io.BytesIO(received)
     paths, files = pickle.load(content)  # noqa: S301 as above
@@ -78,10 +85,7 @@ def _open(received: bytes) -> "tuple[RowReader, str]":
     from forge_data.loading.row_reader import open_rows
     from forge_data.order.cursor import fingerprint_of
 
-    def quiet(message: str) -> None:
-        """The trainer has said it."""
-
-    reader = open_rows(recipe.spec, open_sources(recipe.spec, context_of(recipe.spec, quiet)), quiet)
+    reader = open_rows(recipe.spec, open_sources(recipe.spec, context_of(recipe.spec, say)), say)
     return reader, fingerprint_of(reader.order.identity_at(None))
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -47,13 +47,21 @@ class WorkerPool:
     They take turns: each makes whole steps. Streams, which go on from row to row, are for one worker.
     """
 
-    def __init__(self, recipe: WorkerRecipe, workers: int, start: tuple[int, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        recipe: WorkerRecipe,
+        workers: int,
+        start: tuple[int, Mapping[str, Any]],
+        report: Callable[[str], None] | None = None,
+    ) -> None:
         """
         Args:
             recipe: what to open.
             workers: how many; with streams, one.
             start: the first step, and the positions of the streams before it.
+            report: told what sources say while they are read.
         """
+        self._report = report
         self._marks: Marks = recipe.spec.marks
         self._count = workers
         self._buffers = Buffers(self._share)
@@ -138,11 +146,14 @@ class WorkerPool:
 
     def _receive(self, worker: _Worker) -> Any:
         try:
-            kind, content, trace = worker.messages.recv()
+            while (received := worker.messages.recv())[0] == "said":
+                if self._report is not None:
+                    self._report(received[1])
         except (EOFError, ConnectionResetError) as error:
             worker.process.wait()
             code = worker.process.returncode
             raise RuntimeError(f"loader worker {worker.number} {ended_how(code)}") from error
+        kind, content, trace = received
         if kind == "ok":
             return content
         text = f"{content}\n\nraised in loader worker {worker.number}:\n{trace}"

@@ -112,14 +112,19 @@ def _opened(file: File) -> Iterator[_Parquet | _Arrow]:
             yield content
         finally:
             content.close()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:  # UnicodeError: names of columns
         raise DataError(f"{file.where} is damaged or not in this format: {error}; restore the file") from error
 
 
 def values(column: "pa.Array") -> list[Any]:
-    """Python values of a column; lists of integers as numpy arrays, which is many times faster than as lists."""
+    """Python values of a column; lists of integers as numpy arrays, which is many times faster than as lists.
+
+    Raises:
+        pyarrow.ArrowException: the column is damaged. Arrow itself reads where wrong offsets point to, which ends the process.
+    """
     import pyarrow as pa
 
+    _with_bytes(column).validate(full=True)
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
         return _plain(column)
@@ -130,6 +135,22 @@ def values(column: "pa.Array") -> list[Any]:
     edges = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
     missing = column.is_null().to_pylist() if column.null_count else [False] * len(column)
     return [None if missing[row] else ids[edges[row] : edges[row + 1]] for row in range(len(column))]
+
+
+def _with_bytes(column: "pa.Array") -> "pa.Array":
+    """The same memory with bytes for text: text that is not UTF-8 is the fault of one record, not of the column."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_string(kind):
+        return column.view(pa.binary())
+    if pa.types.is_large_string(kind):
+        return column.view(pa.large_binary())
+    if pa.types.is_string_view(kind):
+        return column.view(pa.binary_view())
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(column.indices, _with_bytes(column.dictionary), safe=False)
+    return column
 
 
 def _plain(column: "pa.Array") -> list[Any]:

@@ -57,12 +57,18 @@ def open_dataset(
 
 def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """See `parts.Reader`. A document is named by its row."""
+    import pyarrow as pa
+
+    from forge_data.sources.records.columns import values
+
     dataset = load(**wanted.options).select_columns([wanted.column]).with_format("arrow")
     for start in range(part.start, part.stop, _ROWS):
-        from forge_data.sources.records.columns import values
-
-        column = dataset[start : min(start + _ROWS, part.stop)][wanted.column].combine_chunks()
-        for row, value in enumerate(values(column), start):
+        stop = min(start + _ROWS, part.stop)
+        try:
+            column = [value for chunk in dataset[start:stop][wanted.column].chunks for value in values(chunk)]
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{wanted.options['path']} is damaged in rows {start} to {stop}: {error}; restore it") from error
+        for row, value in enumerate(column, start):
             found = checked(value, partial("{}, row {}".format, wanted.options["path"], row), wanted, skips)
             if found is not None:
                 yield f"{wanted.options['dataset_split']}:{row}", found

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ class _Lines:
             while compressed or part.stop < 0 or offset < part.stop:
                 try:
                     line = content.readline()
-                except (EOFError, OSError, ValueError) as error:
+                except (EOFError, OSError, ValueError, zlib.error) as error:
                     raise DataError(
                         f"{file.where} is damaged after byte {offset} of its content: {error}; restore the file"
                     ) from error

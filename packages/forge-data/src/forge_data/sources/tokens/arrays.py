@@ -1,6 +1,5 @@
 """Files of token ids and nothing else: `.npy`, or raw integers of a stated dtype, which is never guessed."""
 
-import io
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_data.sources.tokens.containers import foreign_content
 from forge_data.sources.tokens.token_files import Corpus, Described, integers, same_dtype
+from forge_data.storage import npy
 from forge_data.storage.document_ends import Delimited
 from forge_data.storage.file import File
 from forge_data.storage.files import find, neighbors, read_bytes
@@ -16,8 +16,6 @@ from forge_data.storage.latency import read_each
 from forge_data.storage.shards import Shard, Shards
 
 SUFFIXES = (".npy", ".bin")
-_MAGIC = b"\x93NUMPY"
-_HEAD = 256
 
 
 class Header(NamedTuple):
@@ -50,12 +48,12 @@ def open_tokens(
             is known.
     """
     files = find(path, SUFFIXES, "token")
-    heads = read_heads(files, _HEAD)
-    kinds = {head.startswith(_MAGIC) for head in heads}
+    heads = read_heads(files, npy.HEAD)
+    kinds = {head.startswith(npy.MAGIC) for head in heads}
     if len(kinds) > 1:
         raise DataError(f"{path} mixes files with and without a .npy header; give a pattern that names one kind")
-    npy = kinds.pop()
-    raw = None if npy else _stated(files, dtype)
+    with_header = kinds.pop()
+    raw = None if with_header else _stated(files, dtype)
     sibling = neighbors(files)
     headers = [
         _npy(file, head, dtype) if raw is None else _raw(file, head, raw, sibling)
@@ -63,7 +61,7 @@ def open_tokens(
     ]
     same = same_dtype([(file.where, header.dtype) for file, header in zip(files, headers, strict=True)])
     shards = Shards([Shard(file, header.tokens, header.offset) for file, header in zip(files, headers, strict=True)], same)
-    described = Described(format="npy" if npy else "raw", vocab_size=vocab_size)
+    described = Described(format="npy" if with_header else "raw", vocab_size=vocab_size)
     identity = f"{eos}" if bos is None else f"bos {bos}"
     return Corpus(path, shards, Delimited(shards, eos, bos), described, identity)
 
@@ -74,31 +72,16 @@ def read_heads(files: Sequence[File], size: int) -> list[bytes]:
 
 
 def _npy(file: File, head: bytes, stated: str | None) -> Header:
-    content = io.BytesIO(head)
-    try:
-        version = np.lib.format.read_magic(content)
-        wide = version > (1, 0)
-        length = int.from_bytes(head[8 : 12 if wide else 10], "little")
-        offset = (12 if wide else 10) + length
-        if offset > len(head):
-            content = io.BytesIO(read_bytes(file, 0, offset))
-            np.lib.format.read_magic(content)
-        read = np.lib.format.read_array_header_2_0 if wide else np.lib.format.read_array_header_1_0
-        shape, _, dtype = read(content)
-    except ValueError as error:
-        raise DataError(f"{file.where} is a damaged .npy file: {error}; restore the file") from error
-    if len(shape) != 1:
-        raise DataError(f"{file.where}: token ids must be a 1-D array of integers, found an array of shape {shape}")
-    integers(file.where, dtype)
+    header = npy.read_header(file, head)
+    if len(header.shape) != 1:
+        raise DataError(f"{file.where}: token ids must be a 1-D array of integers, found an array of shape {header.shape}")
+    dtype = integers(file.where, header.dtype)
     if stated is not None and dtype != np.dtype(stated):
         raise DataError(f"{file.where}: its header says {dtype}, the recipe dtype = {stated!r}; remove `dtype`")
-    wanted = offset + shape[0] * dtype.itemsize
-    if file.size != wanted:
-        what = "truncated" if file.size < wanted else "too long"
-        raise DataError(f"{file.where} is {what}: it ends at byte {file.size}, its header says {wanted}; restore the file")
-    if not shape[0]:
+    npy.refuse_other_size(file, header)
+    if not header.shape[0]:
         raise DataError(f"{file.where} has no tokens; remove it")
-    return Header(offset, shape[0], dtype)
+    return Header(header.offset, header.shape[0], dtype)
 
 
 def _stated(files: Sequence[File], stated: str | None) -> np.dtype:

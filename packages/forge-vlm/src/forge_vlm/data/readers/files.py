@@ -60,6 +60,10 @@ class ImageFiles:
             raise DataError(f"{reference} has no directory: a URL names the records; set folder to the directory of the images")
         return path
 
+    def is_there(self, reference: str) -> bool:
+        """Whether there is such a file; nothing is read."""
+        return self.path(reference).is_file()
+
     def read(self, reference: str) -> bytes:
         """The content of the file.
 

@@ -65,6 +65,10 @@ class FrameExamples:
         """The file of a frame."""
         return self._folder.read(reference)
 
+    def is_there(self, reference: str) -> bool:
+        """Whether there is such a file."""
+        return self._folder.is_there(reference)
+
     def _frames(self, file: File, record: Mapping[str, Any]) -> Frames:
         name = record[self._video]
         reference = self._folder.reference(file, str(name))

@@ -46,6 +46,10 @@ class JsonlExamples:
         """The file of an image."""
         return self._folder.read(reference)
 
+    def is_there(self, reference: str) -> bool:
+        """Whether there is such a file."""
+        return self._folder.is_there(reference)
+
     def _resolved(self, file: File, place: str, record: dict[str, Any]) -> Record:
         """The record with references in the place of names; what is no name stays, and is refused as it is."""
         named = record.get(self._images)

@@ -97,6 +97,10 @@ class VideoExamples:
         frames = tuple(map(int, numbers.split(",")))
         return self._frames(name, frames)[frames.index(int(wanted))]
 
+    def is_there(self, reference: str) -> bool:
+        """Whether there is the file of such a clip."""
+        return self._folder.is_there(reference.rpartition("#")[0])
+
     def _table(self) -> Iterator[tuple[int, list[str]]]:
         """(line at which it ends, values) of the head and of each row."""
         with Path(self._file.where).open(newline="", encoding="utf-8-sig", errors="surrogateescape") as file:

@@ -1,0 +1,100 @@
+"""Reads `.npy` files of one dimension: a damaged one is refused by name, whatever the damage is.
+
+numpy parses a header as a Python literal, so what it raises for a damaged one can be any exception of Python's parser.
+"""
+
+import io
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+
+from forge_core.errors import DataError
+from forge_data.storage.file import File
+from forge_data.storage.files import read_bytes
+from forge_data.storage.shards import map_file
+
+MAGIC = b"\x93NUMPY"
+HEAD = 256
+"""Bytes that hold almost every header; a longer one is read again."""
+_VERSIONS = {(1, 0): 10, (2, 0): 12, (3, 0): 12}
+"""Where the text of the header begins."""
+_LONGEST = 10_000
+"""Characters of a header that numpy parses."""
+
+
+class Header(NamedTuple):
+    """Where the values of a file begin, their shape and dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def read_header(file: File, head: bytes | None = None, advice: str = "restore the file") -> Header:
+    """The header of a file.
+
+    Args:
+        file: a `.npy` file.
+        head: its first `HEAD` bytes, where they were read already.
+        advice: what to do about a damaged file.
+
+    Raises:
+        DataError: numpy cannot read the header, or it claims what no array has.
+    """
+    head = read_bytes(file, 0, HEAD) if head is None else head
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an old header is read, an odd dtype is refused by its name
+            return _parse(file, head)
+    except DataError:
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, ValueError) else f"its header is not a Python literal: {error}"
+        raise DataError(f"{file.where} is a damaged .npy file: {reason}; {advice}") from error
+
+
+def _parse(file: File, head: bytes) -> Header:
+    version = np.lib.format.read_magic(io.BytesIO(head))
+    if version not in _VERSIONS:
+        raise ValueError(f"version {version[0]}.{version[1]} of the format is unknown")
+    start = _VERSIONS[version]
+    if len(head) < start:
+        raise ValueError(f"it ends at byte {len(head)}, inside its header")
+    length = int.from_bytes(head[8:start], "little")
+    if length > _LONGEST:
+        raise ValueError(f"its header claims {length} bytes, more than {_LONGEST}")
+    if start + length > len(head):
+        head = read_bytes(file, 0, start + length)
+    content = io.BytesIO(head)
+    np.lib.format.read_magic(content)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(content)
+    if any(isinstance(size, bool) or size < 0 for size in shape):
+        raise ValueError(f"its header says shape {shape}")
+    return Header(start + length, shape, dtype)
+
+
+def load(file: File, dtype: np.dtype, advice: str = "restore the file") -> np.ndarray:
+    """(n,) read-only values of a file that holds nothing but `dtype`.
+
+    Raises:
+        DataError: it holds something else, or ends before or behind what its header says.
+    """
+    header = read_header(file, None, advice)
+    if len(header.shape) != 1 or header.dtype != dtype:
+        raise DataError(f"{file.where} must list {dtype.name} values, found {header.dtype} {header.shape}; {advice}")
+    refuse_other_size(file, header, advice)
+    return map_file(file, dtype, header.shape[0], header.offset)
+
+
+def refuse_other_size(file: File, header: Header, advice: str = "restore the file") -> None:
+    """Refuses a one-dimensional file that does not end where its header says.
+
+    Raises:
+        DataError: it is truncated or too long.
+    """
+    wanted = header.offset + header.shape[0] * header.dtype.itemsize
+    if file.size != wanted:
+        what = "truncated" if file.size < wanted else "too long"
+        raise DataError(f"{file.where} is {what}: it ends at byte {file.size}, its header says {wanted}; {advice}")
