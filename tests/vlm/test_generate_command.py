@@ -13,7 +13,7 @@ from PIL import Image
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.convert import Facts
+from forge_core.protocols.weights import WeightsInfo
 from forge_core.registry import Registry
 from forge_data.loading.loader import open_stream
 from forge_data.section import Data
@@ -203,7 +203,7 @@ def test_images_without_a_marker_stand_where_the_template_puts_them() -> None:
 
 def test_what_cannot_be_shown_is_refused_with_what_to_do(tmp_path: Path) -> None:
     def inputs(model: Any, tilings: tuple[str, ...] = ()) -> Any:
-        facts = Facts(origin="run", recipe={"data": {"sources": [{"tiling": {"name": name}} for name in tilings]}})
+        facts = WeightsInfo(origin="run", recipe={"data": {"sources": [{"tiling": {"name": name}} for name in tilings]}})
         return image_inputs(SimpleNamespace(model=model, facts=facts))  # type: ignore[arg-type]
 
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")

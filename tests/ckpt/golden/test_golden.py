@@ -14,11 +14,11 @@ import xxhash
 
 from ckpt.golden.state import META, full
 from ckpt.ranks import blank, equal, on_ranks, shards, whole
+from forge_ckpt.checkpoint.read import load, newest
 from forge_ckpt.errors import NewerFormat
 from forge_ckpt.format import codec
-from forge_ckpt.ranks.world import SingleProcessWorld
-from forge_ckpt.saving.resume import load, newest
-from forge_ckpt.store.store import LocalStore
+from forge_ckpt.store.local import LocalStore
+from forge_ckpt.world import SingleProcessWorld
 
 HERE = Path(__file__).parent
 KEPT = sorted(path.name for path in HERE.glob("version-*"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data.tokenizers.kinds import KINDS, content, fast
-from forge_core.errors import Caution, DataError
+from forge_core.errors import DataError, RecipeWarning
 from forge_core.protocols.data import SourceContext
 from forge_data.checks import tokenizer_fits
 from forge_data.components.sources import Store, Text
@@ -155,7 +155,7 @@ def test_check_warns_of_stores_without_what_stands_around_a_text(ruled: Any, cor
     old, new = Store(path=str(tmp_path / "old")), Store(path=str(tmp_path / "new"))
     found = cautions(sources=[new, old], evaluation={"held": old}, tokenizer=ruled)
     assert [one.key for one in found] == ["data.sources.1.path", "data.evaluation.held.path"]
-    assert all(isinstance(one, Caution) for one in found)
+    assert all(isinstance(one, RecipeWarning) for one in found)
     prefix = list(ruled.build(context).prefix)
     assert f"(ids [{prefix[0]}" in str(found[0]) and "add_special_tokens = false" in str(found[0])
     assert cautions(sources=[new], tokenizer=ruled) == []

@@ -107,7 +107,7 @@ def phases_fit(job: DataJob, layout: Layout) -> list[Fault]:
     return found
 
 
-def _bare_stores(data: Data) -> Iterator[Caution]:
+def _bare_stores(data: Data) -> Iterator[RecipeWarning]:
     """Stores whose documents lack what the recipe's tokenizer puts around a text, as those of an older Forge do."""
     component: Any = data.tokenizer
     path = getattr(component, "path", None)

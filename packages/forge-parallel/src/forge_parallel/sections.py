@@ -20,7 +20,7 @@ class Pipeline:
 
     schedule: Annotated[Component, Slot("forge.pipeline_schedules", default="1f1b")] = Slot.unset()
     """Order of work."""
-    definition: Annotated[str, Neutral("how many blocks a stage runs; between stages the same travels")] = definition.BALANCED
+    split: Annotated[str, Neutral("how many blocks a stage runs; between stages the same travels")] = definition.BALANCED
     """Blocks per stage, such as "5,4,4,3" (stages of all ranks in order), or "balanced": the most expensive stage is as cheap
     as can be, by multiplications. The embedding is on the first stage and the head on the last; neither counts as a block."""
 

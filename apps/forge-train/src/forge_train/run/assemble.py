@@ -32,6 +32,7 @@ from forge_parallel.launch.environment import Launch
 from forge_parallel.model.parallel_model import ParallelModel
 from forge_parallel.model.plan import Plan, default_transforms
 from forge_parallel.model.realize import Blueprint, realize
+from forge_parallel.optim.optimizers import build_optimizer
 from forge_parallel.optim.stages import apply, stage_at
 from forge_parallel.placement.topology import Topology
 from forge_parallel.settle import reduced_so_far, settled, shared_memory
@@ -172,28 +173,28 @@ def assemble(
         checkpoints.frozen = settings.frozen
         plan = plan_of(job, layout, registry)
         factor, objective = job.schedule.build(job.train.max_steps), job.objective.build()
-    optimizers: list[Any] = []
+    restored: list[Any] = []
     state = State(0, 0, data.start())
     meta: dict[str, Any] = {"hooks": []}
 
     def optimizer_of(model: ParallelModel) -> Any:
-        return optimizers.build_optimizer(job.optimizer, model, settings)
+        return build_optimizer(job.optimizer, model, settings)
 
     def take_up(found: VerifiedCheckpoint, model: ParallelModel, optimizer: Any) -> None:
         # Beginning is what a stage begins with: of settings in which that is trained, by an optimizer of one stage.
-        again = lambda some: optimizers.build_optimizer(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
+        again = lambda some: build_optimizer(job.optimizer, some, getattr(optimizer, "stage_settings", settings))  # noqa: E731
         meta.update(checkpoints.restore(found, model, optimizer, again))
         state.step, state.tokens, state.cursor = found.step, meta["tokens"], meta["cursor"]
 
     def restore(model: ParallelModel) -> None:
         assert found is not None
-        optimizers.append(optimizer_of(model))
-        take_up(found, model, optimizers[0])
+        restored.append(optimizer_of(model))
+        take_up(found, model, restored[0])
 
     with ranks.together("the model", collective=True):
         weights = restore if found else initial_weights(job, registry, say)
         model = realize(blueprint, plan, topology, weights, job.precision.compute, job.precision.state)
-        optimizer = optimizers[0] if optimizers else optimizer_of(model)
+        optimizer = restored[0] if restored else optimizer_of(model)
     parameters = model.parameter_count()
     now = checkpoints.frozen_by(optimizer)
     frozen = f" ({len(now)} tensors frozen)" if now else ""

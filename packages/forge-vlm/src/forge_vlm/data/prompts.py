@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge_core.errors import DataError
-from forge_core.protocols.convert import Weights
 from forge_core.protocols.data import Tokenizer
+from forge_core.protocols.weights import Weights
 from forge_vlm.data.chat import Chat, Turn
 from forge_vlm.data.documents import MARKER, Broken, Picture, Words, chat_prompt_of, prompt_of
 from forge_vlm.data.inputs import ImageInputs, SeesImages, inputs_of

@@ -1,0 +1,1 @@
+"""Tensor parallelism: rules over logical dimensions, and the layers that they make."""
