@@ -178,8 +178,7 @@ def test_rank_0_takes_no_rank_that_its_world_lacks_nor_the_farewell_of_one_that_
     import torch
     import torch.distributed as dist
 
-    from forge_parallel.launch.meeting import Attendant, _Host
-    from forge_parallel.launch.process_group import Device
+    from forge_parallel.launch.meeting import Attendant, Device, _Host
 
     def attendant(rank: int, **more: Any) -> Attendant:
         return Attendant(rank, 2, "", "", "here", 7, Device.of("here", torch.device("cpu")), **more)

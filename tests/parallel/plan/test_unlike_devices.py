@@ -4,7 +4,7 @@ import torch
 
 from forge_parallel.launch import process_group
 from forge_parallel.launch.environment import Launch
-from forge_parallel.launch.process_group import Device, judged
+from forge_parallel.launch.meeting import Device, judged
 
 GIB = 1 << 30
 H100 = Device("one", "cuda", "NVIDIA H100", "9.0", 80 * GIB)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from forge_core.errors import PlanError
 from forge_parallel import parallelize
 from forge_parallel.foreign.description import example_for, rules_of
-from forge_parallel.foreign.tensor_trace import follow, viewed
+from forge_parallel.foreign.forward import viewed
+from forge_parallel.foreign.tensor_trace import follow
 from forge_parallel.model.parallel_model import gathered
 from harness.pool import World
 from parallel.foreign_modules import BUILDERS
