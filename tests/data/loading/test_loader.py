@@ -18,7 +18,9 @@ from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Random, Store, Tokens
-from forge_data.loading.loader import TrainingStream, evaluation, open_stream
+from forge_data.loading.evaluation import evaluation
+from forge_data.loading.loader import open_stream
+from forge_data.loading.stream import TrainingStream
 from forge_data.section import Data
 from forge_data.store.reader import StoreSource
 

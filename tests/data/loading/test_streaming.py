@@ -14,7 +14,7 @@ from data.steps import Drip, DripSource, opened, steps_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
 from forge_data.components.sources import Random
-from forge_data.loading.loader import evaluation
+from forge_data.loading.evaluation import evaluation
 from forge_data.packing.streamed import Streamed
 from forge_data.section import Data
 

@@ -18,7 +18,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Store
 from forge_data.components.tokenizers import Bytes
-from forge_data.loading.loader import evaluation
+from forge_data.loading.evaluation import evaluation
 from forge_data.packing import plan
 from forge_data.packing.best_fit import best_fit
 from forge_data.packing.plan import Planned, pieces_of, planned

@@ -146,8 +146,9 @@ def test_the_section_is_documented_and_has_defaults() -> None:
 def test_libraries_of_extras_are_imported_on_use() -> None:
     script = (
         "import sys, forge_data.loading.loader, forge_data.sources.records.formats\n"
-        "from forge_data.preparation import streamed_text, worker\n"
-        "from forge_data.commands import convert, decontaminate, detect, diff, inspect, prepare, verify\n"
+        "import forge_data.preparation.streamed_text, forge_data.preparation.worker\n"
+        "import forge_data.commands.convert, forge_data.commands.decontaminate, forge_data.commands.detect\n"
+        "import forge_data.commands.diff, forge_data.commands.inspect, forge_data.commands.prepare, forge_data.commands.verify\n"
         "names = ('pyarrow', 'datasets', 'fsspec', 'tiktoken', 'sentencepiece', 'zstandard')\n"
         "print([name for name in names if name in sys.modules])"
     )
@@ -156,8 +157,8 @@ def test_libraries_of_extras_are_imported_on_use() -> None:
 
 
 def test_descriptions_import_no_heavy_library() -> None:
-    names = ["components.sources", "components.tokenizers", "section"]
-    script = f"import sys\nfor name in {names}: __import__('forge_data.' + name)\nimport forge_data.commands.cli\n"
+    names = ["forge_data.components.sources", "forge_data.components.tokenizers", "forge_data.section", "forge_data.commands.cli"]
+    script = f"import sys\nfor name in {names}: __import__(name)\n"
     script += "print([name for name in ('torch', 'numpy', 'tokenizers', 'xxhash') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -129,7 +129,7 @@ def test_other_text_or_another_tokenizer_begins_anew(records: Records, tmp_path:
 KILLED = """
 import sys, time
 from pathlib import Path
-from forge_data.preparation import prepare
+import forge_data.preparation.prepare as prepare
 from forge_data.components.sources import Jsonl
 from forge_data.tokenizers.bytes import ByteTokenizer
 prepare.SMALLEST_PART = 4000
@@ -179,13 +179,14 @@ def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
 ORPHANED = """
 import sys, time
 from pathlib import Path
-from forge_data.preparation import parts, pool
+from forge_data.preparation.parts import Job, write_job
+from forge_data.preparation.pool import process_workers
 from forge_data.sources.records.parts import Part, Wanted
 ends = {"eos": None, "tokenizer_eos": 256, "vocab_size": 257}
-job = parts.Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
+job = Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
 from forge_data.tokenizers.bytes import ByteTokenizer
-parts.write_job(Path(sys.argv[1]), job, ByteTokenizer())
-with pool.processes(Path(sys.argv[1]), 2) as (work, stop):
+write_job(Path(sys.argv[1]), job, ByteTokenizer())
+with process_workers(Path(sys.argv[1]), 2) as (work, stop):
     print(work(0).tokens, work(0).tokens, flush=True)
     time.sleep(60)
 """
@@ -230,7 +231,7 @@ def test_a_tokenizer_that_no_other_process_can_make_is_used_by_threads(
         def dump(self) -> bytes:
             return b'{"type": "mine"}'
 
-    monkeypatch.setattr(pool, "processes", lambda *_: pytest.fail("a process"))
+    monkeypatch.setattr(prepare, "process_workers", lambda *_: pytest.fail("a process"))
     store = made(records, tmp_path / "store", Shouting(), workers=2, processes=True)
     assert b"HUND" in bytes(np.frombuffer(store["shard-00000.bin"], dtype="<u2").astype(np.uint8))
 

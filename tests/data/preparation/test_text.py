@@ -17,7 +17,8 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Stdlib, Store, Text
 from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loading.loader import evaluation, open_stream
+from forge_data.loading.evaluation import evaluation
+from forge_data.loading.loader import open_stream
 from forge_data.preparation import parts, prepare
 from forge_data.section import Data
 from forge_data.sources.records.parts import Records, in_split

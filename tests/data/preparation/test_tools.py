@@ -16,7 +16,7 @@ from forge_data.commands import convert as converting
 from forge_data.commands import diff, verify
 from forge_data.commands.decontaminate import decontaminate
 from forge_data.commands.detect import detect, open_any
-from forge_data.commands.ngrams import hashes, words_of
+from forge_data.commands.ngrams import run_hashes, words_of
 from forge_data.packing.portions import portions
 from forge_data.preparation.prepare import tokenize
 from forge_data.sources.records.text import text_files
@@ -61,7 +61,7 @@ def test_every_format_keeps_every_id_and_border(tmp_path: Path, target: str, nam
     answer = convert(first, tmp_path / name, target)
     assert answer["documents"] == 4 and answer["tokens"] == 10 and answer["dtype"] == "uint16"
     again = open_any(str(tmp_path / name), dtype="uint16" if target == "bin" else None, eos=answer.get("eos"))
-    assert diff.diff(open_any(str(first)), again)["equal"]
+    assert diff.diff_corpora(open_any(str(first)), again)["equal"]
     assert answer.get("eos", 0) == 0
     with pytest.raises(DataError, match="exists"):
         convert(first, tmp_path / name, target)
@@ -162,7 +162,7 @@ def test_text_is_no_token_file(tmp_path: Path) -> None:
 
 
 def verified(path: Path, vocab_size: int | None = None, **more: Any) -> dict[str, Any]:
-    return verify.verify(open_any(str(path), **more), vocab_size, silent)
+    return verify.verify_tokens(open_any(str(path), **more), vocab_size, silent)
 
 
 def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
     foreign.megatron(tmp_path / "holes", [[[1, 0]], [[]], [[2, 0]]])
     found = verified(tmp_path / "holes")
     assert (found["faults"], found["empty_documents"]) == ([], 1)
-    assert "1 documents have no token" in verify.as_text(found)
+    assert "1 documents have no token" in verify.verification_text(found)
 
 
 def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_diff_names_the_first_difference(tmp_path: Path) -> None:
     documents = [[1, 2, 0], [3, 4, 5, 0], [6, 0]]
     one = open_any(str(foreign.datatrove(tmp_path / "a.ds", documents)))
     same = open_any(str(foreign.megatron(tmp_path / "m", [[document] for document in documents], "int64")))
-    assert diff.diff(one, same)["equal"]
+    assert diff.diff_corpora(one, same)["equal"]
     token = open_any(str(foreign.datatrove(tmp_path / "b.ds", [[1, 2, 0], [3, 9, 5, 0], [6, 0]])))
-    found = diff.diff(one, token)
+    found = diff.diff_corpora(one, token)
     assert found["first_token"] == {
         "token": 4,
         "document": 1,
@@ -231,11 +231,11 @@ def test_diff_names_the_first_difference(tmp_path: Path) -> None:
     }
     assert found["first_border"] is None and not found["equal"]
     border = open_any(str(foreign.datatrove(tmp_path / "c.ds", [[1, 2, 0], [3, 4], [5, 0], [6, 0]])))
-    assert diff.diff(one, border)["first_border"] == {"token": 5, "only_in": border.name}
+    assert diff.diff_corpora(one, border)["first_border"] == {"token": 5, "only_in": border.name}
     for beginning in (documents[:2], [[1, 2, 0], [3, 4]]):  # the second ends inside a document
-        shorter = diff.diff(one, open_any(str(foreign.datatrove(tmp_path / "d.ds", beginning))))
+        shorter = diff.diff_corpora(one, open_any(str(foreign.datatrove(tmp_path / "d.ds", beginning))))
         assert shorter["first_token"] is None and shorter["first_border"] is None and not shorter["equal"]
-    assert "the beginning of the longer one" in diff.as_text(shorter, ("a", "d"))
+    assert "the beginning of the longer one" in diff.corpora_text(shorter, ("a", "d"))
 
 
 TEXT = st.text(st.sampled_from("abcDE é漢.,!-  \n\u2019\u20140"), max_size=80)
@@ -246,12 +246,12 @@ TEXT = st.text(st.sampled_from("abcDE é漢.,!-  \n\u2019\u20140"), max_size=80)
 def test_hashes_are_equal_where_runs_of_words_are(text: str, n: int) -> None:
     """Over two copies with other marks and capitals: the same words, so the same hashes; other runs have others."""
     words = words_of(text)
-    found = hashes(text, n).tolist()
+    found = run_hashes(text, n).tolist()
     runs = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
     assert len(found) == len(runs)
     assert len(set(found)) == len(set(runs)) and len(set(zip(found, runs, strict=True))) == len(set(runs))
-    assert hashes("... " + text.upper().replace("É", "é") + " ?", n).tolist() == found
-    assert hashes(" ; ".join(word.decode() for word in words), n).tolist() == found
+    assert run_hashes("... " + text.upper().replace("É", "é") + " ?", n).tolist() == found
+    assert run_hashes(" ; ".join(word.decode() for word in words), n).tolist() == found
 
 
 def test_words_leave_marks_and_capitals_out() -> None:

@@ -13,7 +13,7 @@ import pytest
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.components.sources import Arrow, Jsonl, Parquet, Text
-from forge_data.sources.records.parts import Document, Skips, read
+from forge_data.sources.records.parts import Document, Skips, read_part
 from forge_data.storage.files import find, read_bytes
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -27,7 +27,7 @@ def context(workspace: Path) -> SourceContext:
 def documents(component: Any) -> list[Document]:
     records = component.records() if hasattr(component, "records") else component.texts()
     skips = Skips(records.skip)
-    return [document for part in records.parts(1 << 20) for document in read(part, records.wanted, skips)]
+    return [document for part in records.parts(1 << 20) for document in read_part(part, records.wanted, skips)]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_h11_lines_are_counted_in_every_part_of_a_file(tmp_path: Path) -> None:
     last = records.parts(100)[-1]
     assert last.start > 0
     with pytest.raises(DataError, match=r"a\.jsonl at byte \d+ \(line 41\)"):
-        list(read(last, records.wanted, Skips()))
+        list(read_part(last, records.wanted, Skips()))
 
 
 def test_w10_ids_that_do_not_fit_are_refused_and_not_cut(tmp_path: Path) -> None:

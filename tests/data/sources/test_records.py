@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, TextComponent
-from forge_data.commands import recipe_data
+from forge_data.commands.recipe_data import read_recipe
 from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent
 from forge_data.components.tokenizers import Bpe, Bytes
 from forge_data.loading.loader import open_stream
@@ -26,7 +26,7 @@ from forge_data.loading.open_sources import context_of
 from forge_data.loading.spec import LoadSpec
 from forge_data.section import Data
 from forge_data.sources.records import jsonl
-from forge_data.sources.records.parts import Skips, Wanted, as_json, from_json, read
+from forge_data.sources.records.parts import Skips, Wanted, as_json, from_json, read_part
 from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -132,7 +132,9 @@ def test_parts_of_any_size_give_every_document_once(tmp_path: Path, write: Write
     records = write(tmp_path, "text", TEXTS).records()
     parts = records.parts(size)
     found = [
-        document for part in parts for document in read(from_json(json.loads(json.dumps(as_json(part)))), records.wanted, Skips())
+        document
+        for part in parts
+        for document in read_part(from_json(json.loads(json.dumps(as_json(part)))), records.wanted, Skips())
     ]
     assert found == list(records)
     assert size > 1 or len(parts) > 1 or write in (as_gzip, as_zstandard)
@@ -327,7 +329,7 @@ def test_a_plugin_may_give_a_record_source_another_name(tmp_path: Path) -> None:
         f"[[data.sources]]\nname = '{tmp_path}/mine.py:Web'\npath = '{tmp_path}'\nlanguage = 'de'\n"
         "[data]\nsequence_length = 8\ntokenizer = { name = 'bytes' }\n"
     )
-    (web,) = recipe_data.read(tmp_path / "recipe.toml").data.sources
+    (web,) = read_recipe(tmp_path / "recipe.toml").data.sources
     assert type(web).__name__ == "Web"
     own, plain = (component.build(context(tmp_path / name)) for name, component in (("own", web), ("plain", files)))
     assert own.fingerprint == plain.fingerprint and own.read(0, own.tokens).tolist() == plain.read(0, plain.tokens).tolist()

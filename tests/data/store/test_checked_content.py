@@ -14,7 +14,7 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_data import evaluation, open_stream
-from forge_data.commands.verify import verify
+from forge_data.commands.verify import verify_tokens
 from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
 from forge_data.section import Data
 from forge_data.storage import shards
@@ -259,7 +259,7 @@ def test_w8_a_resume_goes_on_comparing_where_the_run_was_and_ranks_share(tmp_pat
 def test_w8_verify_on_request_reads_everything(tmp_path: Path) -> None:
     path = many_shards(tmp_path)
     flip(path / "shard-00004.bin", 20)
-    (fault,) = verify(StoreSource(path), None, lambda _: None)["faults"]
+    (fault,) = verify_tokens(StoreSource(path), None, lambda _: None)["faults"]
     assert "shard-00004.bin: content differs from its checksum" in fault
 
 

@@ -18,8 +18,9 @@ from forge_core.protocols.data import SourceContext
 from forge_data.checks import packing_keeps_documents
 from forge_data.components.sources import Text
 from forge_data.components.tokenizers import Bytes
+from forge_data.loading.evaluation import evaluation
 from forge_data.loading.items.questions import Question, inputs_of, questions
-from forge_data.loading.loader import evaluation, open_stream
+from forge_data.loading.loader import open_stream
 from forge_data.packing.plan import planned
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer

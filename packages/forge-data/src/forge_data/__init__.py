@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
+    from forge_data.loading.evaluation import evaluation as evaluation
     from forge_data.loading.foreign_loader import StatefulLoader as StatefulLoader
-    from forge_data.loading.loader import evaluation as evaluation
     from forge_data.loading.loader import open_stream as open_stream
     from forge_data.loading.model_inputs import for_transformers as for_transformers
     from forge_data.order.cursor import merged as merged
@@ -20,7 +20,7 @@ __getattr__, __dir__ = lazy_exports(
         "StatefulLoader": "loading.foreign_loader",
         "StoreSource": "store.reader",
         "StoreWriter": "store.writer",
-        "evaluation": "loading.loader",
+        "evaluation": "loading.evaluation",
         "for_transformers": "loading.model_inputs",
         "merged": "order.cursor",
         "open_stream": "loading.loader",

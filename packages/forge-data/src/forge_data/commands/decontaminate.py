@@ -16,7 +16,7 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.commands.detect import open_any
-from forge_data.commands.ngrams import hashes, words_of
+from forge_data.commands.ngrams import run_hashes, words_of
 from forge_data.packing.portions import portions
 from forge_data.preparation.progress import Progress
 from forge_data.sources.records import jsonl
@@ -111,7 +111,7 @@ def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -
                 raise DataError(f"{file.where} at byte {offset} has {what}")
             number = len(examples.names)
             examples.names.append(f"{file.name}:{offset}")
-            runs = [run for text in texts for run in _runs(words_of(text), words)]
+            runs = [run for text in texts for run in _runs_of_words(words_of(text), words)]
             examples.too_short += not runs
             for run in runs:
                 owners = examples.runs.setdefault(len(run), {}).setdefault(run, [])
@@ -120,12 +120,12 @@ def read_examples(against: Sequence[str], fields: tuple[str, ...], words: int) -
     if not examples.runs:
         raise DataError(f"{', '.join(against)}: no example of at least {_SHORTEST} words")
     for length, runs_of_length in examples.runs.items():
-        found = [hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
+        found = [run_hashes(" ".join(word.decode("utf-8", errors="replace") for word in run), length) for run in runs_of_length]
         examples.hashes[length] = np.unique(np.concatenate(found))
     return examples
 
 
-def _runs(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...]]:
+def _runs_of_words(words: list[bytes], length: int) -> Iterator[tuple[bytes, ...]]:
     if _SHORTEST <= len(words) < length:
         yield tuple(words)
     for start in range(len(words) - length + 1):
@@ -181,7 +181,7 @@ def _overlaps(text: str, examples: Examples) -> list[tuple[tuple[bytes, ...], li
     words: list[bytes] | None = None
     found: dict[tuple[bytes, ...], list[int]] = {}
     for length, wanted in examples.hashes.items():
-        own = hashes(text, length)
+        own = run_hashes(text, length)
         if not len(own):
             continue
         places = np.searchsorted(wanted, own)

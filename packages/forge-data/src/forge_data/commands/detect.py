@@ -13,8 +13,8 @@ from forge_data.storage.file import is_url
 from forge_data.storage.files import find, find_one, read_bytes
 from forge_data.store.reader import open_store
 
-FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")
-DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+TOKEN_FORMATS = ("store", "megatron", "llmc", "datatrove", "tokens")
+RAW_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _RECORDS = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst")
 
 
@@ -32,8 +32,8 @@ def open_any(
     Raises:
         DataError: it is none of these, or damaged, or its dtype is unknown.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise DataError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in RAW_DTYPES:
+        raise DataError(f"unknown dtype {dtype!r}; known: {', '.join(RAW_DTYPES)}")
     chosen = kind or detect(path)
     match chosen:
         case "store":
@@ -48,7 +48,7 @@ def open_any(
             if eos is not None and bos is not None:
                 raise DataError("give --eos or --bos, not both: one token is enough to tell documents apart")
             return open_tokens(path, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
-    raise DataError(f"unknown format {chosen!r}; known: {', '.join(FORMATS)}")
+    raise DataError(f"unknown format {chosen!r}; known: {', '.join(TOKEN_FORMATS)}")
 
 
 def detect(path: str) -> str:

@@ -10,7 +10,7 @@ from forge_data.packing.portions import place_of
 _BLOCK = 1 << 22
 
 
-def diff(one: Source, other: Source) -> dict[str, Any]:
+def diff_corpora(one: Source, other: Source) -> dict[str, Any]:
     """The first token and the first document border at which two corpora differ; JSON as it stands.
 
     Tokens are compared by value, so a corpus as uint16 equals itself as int32.
@@ -29,7 +29,7 @@ def diff(one: Source, other: Source) -> dict[str, Any]:
         different = np.flatnonzero(one.read(start, stop) != other.read(start, stop))
         if len(different):
             token = start + int(different[0])
-            found["first_token"] = _token(one, other, token)
+            found["first_token"] = _different_token(one, other, token)
             break
     for start in range(0, shared, _BLOCK):
         stop = min(start + _BLOCK, shared)
@@ -43,7 +43,7 @@ def diff(one: Source, other: Source) -> dict[str, Any]:
     return found
 
 
-def _token(one: Source, other: Source, token: int) -> dict[str, Any]:
+def _different_token(one: Source, other: Source, token: int) -> dict[str, Any]:
     document = sum(len(one.ends(start, min(start + _BLOCK, token))) for start in range(0, token, _BLOCK))
     return {
         "token": token,
@@ -53,7 +53,7 @@ def _token(one: Source, other: Source, token: int) -> dict[str, Any]:
     }
 
 
-def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
+def corpora_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     """The same for a terminal."""
     if found["equal"]:
         return f"equal: {found['tokens'][0]:,} tokens, every document border"

@@ -14,7 +14,7 @@ import numpy as np
 from forge_core.config import toml
 from forge_core.errors import DataError
 from forge_core.registry import Registry
-from forge_data.commands import recipe_data
+from forge_data.commands.recipe_data import read_recipe, recipe_of
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.row_reader import RowReader
 from forge_data.loading.rows import Rows
@@ -24,7 +24,7 @@ _FIELDS = ("tokens", "labels", "positions", "documents")
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One side. `steps` were consumed where `reached`, else they would be."""
 
     name: str
@@ -41,7 +41,7 @@ def is_run(path: str) -> bool:
     return (folder.is_file() and folder.suffix == ".toml") or path in Registry().names("forge.presets")
 
 
-def diff(one: str, other: str, steps: int | None, report: Callable[[str], None]) -> dict[str, Any]:
+def compare_runs(one: str, other: str, steps: int | None, report: Callable[[str], None]) -> dict[str, Any]:
     """The first difference of what two runs read; JSON as it stands.
 
     Args:
@@ -52,19 +52,24 @@ def diff(one: str, other: str, steps: int | None, report: Callable[[str], None])
     Raises:
         ForgeError: one of them is not a run, its data cannot be read, or changed since its checkpoint.
     """
-    sides = [_opened(path, report) for path in (one, other)]
+    sides = [_open_run(path, report) for path in (one, other)]
     readers = [side.reader for side in sides]
     ends = [None if (end := reader.order.end()) is None else reader.order.timeline.steps_in(end) for reader in readers]
     wanted = steps or min(side.steps for side in sides)
     compared = min([wanted, *(end for end in ends if end is not None)])
-    first = _first(readers[0], readers[1], compared)
+    first = _first_difference(readers[0], readers[1], compared)
     settings = differences_of(*(reader.order.identity_at(compared) for reader in readers))
     return {
         "equal": first is None,
         "steps": compared,
         "samples": [reader.order.timeline.first_of(compared) for reader in readers],
         "runs": [
-            {"steps": side.steps, "consumed": side.reached, "tokens": _tokens(side), "tokenizer": _tokenizer(side.reader)}
+            {
+                "steps": side.steps,
+                "consumed": side.reached,
+                "tokens": _tokens_by_source(side),
+                "tokenizer": _tokenizer_of(side.reader),
+            }
             for side in sides
         ],
         "settings": [f"{name} is {here}, there {there}" for name, (here, there) in settings.items()],
@@ -72,33 +77,34 @@ def diff(one: str, other: str, steps: int | None, report: Callable[[str], None])
     }
 
 
-def _opened(path: str, report: Callable[[str], None]) -> Run:
+def _open_run(path: str, report: Callable[[str], None]) -> ComparedRun:
     folder = Path(path)
     cursor: Any = None
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or _is_checkpoint(folder)):
         facts = Registry().load("forge.converters", "forge")().build().read(folder).facts
         if not facts.recipe.get("data") or not facts.cursor:
             raise DataError(f"{path} has weights only and does not record its training data; give a checkpoint that a run saved")
-        recipe, cursor = recipe_data.of(facts.recipe, f"checkpoint {path}"), facts.cursor
+        recipe, cursor = recipe_of(facts.recipe, f"checkpoint {path}"), facts.cursor
         workspace = facts.run / "data" if facts.run else recipe.workspace
     else:
         inside = folder / "config.toml"
-        recipe = recipe_data.read(toml.read_toml(inside) if folder.is_dir() else path)
+        recipe = read_recipe(toml.read_toml(inside) if folder.is_dir() else path)
         workspace = folder / "data" if folder.is_dir() else recipe.workspace
-    from forge_data.loading.loader import TrainingStream, open_stream
+    from forge_data.loading.loader import open_stream
+    from forge_data.loading.stream import TrainingStream
 
     shape = {"seed": recipe.job.seed, "global_batch": recipe.train.global_batch, "micro_batch": 1}
     stream = open_stream(recipe.data, workspace=workspace, report=report, **shape)
     if not isinstance(stream, TrainingStream):
         raise DataError(f"{path}: the only source is a foreign loader, and its samples are unknown before it reads them")
     if cursor is None:
-        return Run(path, stream.reader, recipe.train.max_steps, reached=False)
+        return ComparedRun(path, stream.reader, recipe.train.max_steps, reached=False)
     done = stream.reader.order.timeline.steps_in(sample_of(cursor))
     refuse_other(cursor, stream.reader.order.identity_at(done))
-    return Run(path, stream.reader, done, reached=True)
+    return ComparedRun(path, stream.reader, done, reached=True)
 
 
-def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | None:
+def _first_difference(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | None:
     """The first difference in the first `steps` steps."""
     sides = (one, other)
     pools = [Buffers(), Buffers()]
@@ -109,12 +115,12 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
         if spans[0].rows != spans[1].rows or spans[0].length != spans[1].length:
             return {"step": step, "shapes": [[span.rows, span.length] for span in spans]}
         count, length = spans[0].rows, spans[0].length
-        if not (one.streams or other.streams) and _same(one, other, step, count):
+        if not (one.streams or other.streams) and _same_rows(one, other, step, count):
             continue
         made = [Rows.take(pool, count, length, reader.spec.marks) for pool, reader in zip(pools, sides, strict=True)]
         for reader, rows in zip(sides, made, strict=True):
             reader.fill(rows, step, 0, count)
-        if (found := _different(*made)) is not None:
+        if (found := _difference_of_rows(*made)) is not None:
             what, row, column = found
             token = column + (what == "labels")  # a label is the token after
             places = [reader.place_of(step, row, token) for reader in sides]
@@ -131,7 +137,7 @@ def _first(one: RowReader, other: RowReader, steps: int) -> dict[str, Any] | Non
     return None
 
 
-def _same(one: RowReader, other: RowReader, step: int, count: int) -> bool:
+def _same_rows(one: RowReader, other: RowReader, step: int, count: int) -> bool:
     """Whether a step has the same rows of the same corpora, cut alike, so that they need not be read."""
     if one.spec.data.packing != other.spec.data.packing or one.spec.masked != other.spec.masked:
         return False
@@ -142,7 +148,7 @@ def _same(one: RowReader, other: RowReader, step: int, count: int) -> bool:
     return all(one.order.sources[mine].fingerprint == other.order.sources[theirs].fingerprint for mine, theirs in pairs)
 
 
-def _different(one: Rows, other: Rows) -> tuple[str, int, int] | None:
+def _difference_of_rows(one: Rows, other: Rows) -> tuple[str, int, int] | None:
     """(field, row, column) of the first difference of two steps, by rows; masks count where both have them."""
     found: list[tuple[int, int, str]] = []
     for name in _FIELDS:
@@ -159,7 +165,7 @@ def _different(one: Rows, other: Rows) -> tuple[str, int, int] | None:
     return name, row, column
 
 
-def _tokens(side: Run) -> dict[str, int]:
+def _tokens_by_source(side: ComparedRun) -> dict[str, int]:
     """Tokens of each source in the steps of a side."""
     order = side.reader.order
     timeline, end = order.timeline, order.end()
@@ -167,7 +173,7 @@ def _tokens(side: Run) -> dict[str, int]:
     return {label: drawn * order.unit for label, drawn in zip(order.labels, timeline.draws(samples), strict=True)}
 
 
-def _tokenizer(reader: RowReader) -> str | None:
+def _tokenizer_of(reader: RowReader) -> str | None:
     return next((found for source in reader.order.sources if (found := getattr(source, "tokenizer", None)) is not None), None)
 
 
@@ -180,7 +186,7 @@ def _is_checkpoint(folder: Path) -> bool:
         return False
 
 
-def as_text(found: dict[str, Any], names: tuple[str, str]) -> str:
+def runs_text(found: dict[str, Any], names: tuple[str, str]) -> str:
     """The same for a terminal."""
     lines = []
     for name, run in zip(names, found["runs"], strict=True):

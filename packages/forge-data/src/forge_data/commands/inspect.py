@@ -14,7 +14,7 @@ _SAMPLE = 120
 _BARS = "▏▎▍▌▋▊▉█"
 
 
-def inspect(path: str, source: Source) -> dict[str, Any]:
+def inspect_tokens(path: str, source: Source) -> dict[str, Any]:
     """Format, dtype, counts, lengths of documents, unigram entropy and a decoded sample, JSON as it stands.
 
     Reads document ends, and the tokens too where no counts were recorded.
@@ -64,7 +64,7 @@ def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
     return [{"from": 2**power, "to": 2 ** (power + 1), "documents": int(counts[power])} for power in range(low, len(counts))]
 
 
-def as_text(found: dict[str, Any]) -> str:
+def inspection_text(found: dict[str, Any]) -> str:
     """The same for a terminal, with the histogram drawn."""
     lines = [f"{found['path']}: {found['format']}, {found['dtype']}"]
     lines.append(f"  {found['tokens']:,} tokens in {found['documents']:,} documents, largest id {found['max_id']}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.commands.recipe_data import read
+from forge_data.commands.recipe_data import read_recipe
 
 if TYPE_CHECKING:
     from forge_data.loading.sample_order import SampleOrder
@@ -37,8 +37,9 @@ def mix(
     Raises:
         ForgeError: as `open_stream`.
     """
-    found = read(recipe, overrides)
-    from forge_data.loading.loader import TrainingStream, open_stream
+    found = read_recipe(recipe, overrides)
+    from forge_data.loading.loader import open_stream
+    from forge_data.loading.stream import TrainingStream
     from forge_data.order.phases import faults_of, refuse_faults
 
     steps = steps or found.train.max_steps

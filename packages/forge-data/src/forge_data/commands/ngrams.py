@@ -14,7 +14,7 @@ _GAPS = dict.fromkeys((*range(8192, 8304), 12288, 12289, 12290), " ")
 """Spaces, dashes and quotation marks beyond ASCII, and their like in CJK."""
 
 
-def normal(text: str) -> bytes:
+def normalized(text: str) -> bytes:
     """Lowered text as UTF-8, marks beyond ASCII as spaces."""
     lowered = text.lower()
     return (lowered if lowered.isascii() else lowered.translate(_GAPS)).encode("utf-8", errors="replace")
@@ -22,11 +22,11 @@ def normal(text: str) -> bytes:
 
 def words_of(text: str) -> list[bytes]:
     """The words of a text."""
-    content = normal(text)
-    return [content[start:stop] for start, stop in zip(*(edge.tolist() for edge in edges(content)), strict=True)]
+    content = normalized(text)
+    return [content[start:stop] for start, stop in zip(*(edge.tolist() for edge in word_edges(content)), strict=True)]
 
 
-def edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
+def word_edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
     """(starts, stops) of the words in normalized text."""
     inside = np.zeros(len(content) + 2, dtype=bool)
     inside[1:-1] = _letters()[np.frombuffer(content, dtype=np.uint8)]
@@ -34,21 +34,21 @@ def edges(content: bytes) -> tuple[np.ndarray, np.ndarray]:
     return turns[::2], turns[1::2]
 
 
-def hashes(text: str, n: int) -> np.ndarray:
+def run_hashes(text: str, n: int) -> np.ndarray:
     """(runs,) uint64 of every run of `n` words, in order."""
-    content = normal(text)
-    starts, stops = edges(content)
+    content = normalized(text)
+    starts, stops = word_edges(content)
     if len(starts) < n:
         return np.empty(0, dtype=np.uint64)
     # A zero byte would add nothing, at any place; ids from 1 make every byte count.
     letters = np.frombuffer(content, dtype=np.uint8).astype(np.uint64) + np.uint64(1)
-    words = _runs(letters, starts, stops, _BYTE_BASE)
+    words = _polynomials(letters, starts, stops, _BYTE_BASE)
     words = (words ^ (words >> np.uint64(29))) * _ODD + (stops - starts).astype(np.uint64)
     first = np.arange(len(words) - n + 1)
-    return _runs(words, first, first + n, _WORD_BASE)
+    return _polynomials(words, first, first + n, _WORD_BASE)
 
 
-def _runs(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, base: int) -> np.ndarray:
+def _polynomials(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, base: int) -> np.ndarray:
     """sum over i in [start, stop) of values[i] base^(i - start), modulo 2^64."""
     powers = _powers(base, len(values))
     sums = np.zeros(len(values) + 1, dtype=np.uint64)

@@ -47,7 +47,7 @@ class Recipe:
         return (Path(self.job.dir) if self.job.dir else Path("runs") / self.job.name) / "data"
 
 
-def read(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Recipe:
     """A TOML file, or a preset by its name; a tree that was read from elsewhere, which grants no Python file the right to run.
 
     Raises:
@@ -60,7 +60,7 @@ def read(recipe: str | Path | Table, overrides: Sequence[str] = ()) -> Recipe:
     return _resolved(layered.tree, registry)
 
 
-def of(tables: Mapping[str, Any], origin: str) -> Recipe:
+def recipe_of(tables: Mapping[str, Any], origin: str) -> Recipe:
     """The recipe in plain tables, as a checkpoint carries it; `origin` names it in messages.
 
     Raises:

@@ -17,7 +17,7 @@ _SAMPLED = 1 << 20
 """Of a larger corpus only documents whose hash is small enough are compared, so that about so many hashes are kept."""
 
 
-def verify(source: Source, vocab_size: int | None, report: Callable[[str], None]) -> dict[str, Any]:
+def verify_tokens(source: Source, vocab_size: int | None, report: Callable[[str], None]) -> dict[str, Any]:
     """Faults with file and offset, and how many documents occur more than once; JSON as it stands.
 
     Checksums (a store), the index of documents, every id against the vocabulary. Duplicates are found by the XXH3 of
@@ -70,7 +70,7 @@ def _hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.fromiter((xxhash.xxh3_64_intdigest(piece.data) for piece in pieces), dtype=np.uint64, count=len(ends))
 
 
-def as_text(found: dict[str, Any]) -> str:
+def verification_text(found: dict[str, Any]) -> str:
     """The same for a terminal."""
     compared = found["duplicates"]["documents_compared"]
     lines = [f"{Path(found['path'])}: {found['tokens']:,} tokens in {found['documents']:,} documents are as they should be"]

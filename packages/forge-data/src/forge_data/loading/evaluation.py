@@ -3,21 +3,59 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import mul
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from forge_core.batch import Batch
 from forge_core.errors import DataError
-from forge_core.protocols.data import Source, SourceWithItems, Tokenizer
+from forge_core.protocols.data import Source, SourceWithItems, StreamedSource, Tokenizer
 from forge_data import accelerator
 from forge_data.loading.assemble import Assembler
 from forge_data.loading.buffers import Buffers
 from forge_data.loading.items.load import Items
+from forge_data.loading.open_sources import build, context_of, refuse_tokenizers
 from forge_data.loading.packings import open_packing
-from forge_data.loading.rows import Marks, Rows
-from forge_data.loading.spec import LoadSpec
+from forge_data.loading.rows import Rows
+from forge_data.loading.spec import LoadSpec, Marks
+from forge_data.order.source_keys import too_long_of
+from forge_data.section import Data
 from forge_data.store.reader import StoreSource
 from forge_data.tokenizers.stored import tokenizer_of
+
+
+def _silent(message: str) -> None:
+    """Says nothing."""
+
+
+def evaluation(
+    data: Data,
+    *,
+    workspace: Path,
+    report: Callable[[str], None] = _silent,
+    vocab_size: int | None = None,
+    model: Any = None,
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, "HeldOut"]:
+    """Opens the held-out sets of `[data.evaluation]`, by name; rows are made as those of training are.
+
+    `tokenizer` is that of the training data, as its stream says; sets that another one made are refused.
+
+    Raises:
+        DataError: as `open_stream`; or a set is a stream, which has no end that every rank could agree on.
+    """
+    if not data.evaluation:
+        return {}
+    spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model)
+    context = context_of(spec, report)
+    sources = {name: build(component, name, context, vocab_size) for name, component in data.evaluation.items()}
+    if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
+        raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
+    refuse_tokenizers(sources, context.tokenizer or tokenizer)
+    coder = context.tokenizer or tokenizer
+    keys = data.evaluation
+    return {name: HeldOut(name, source, spec, report, coder, too_long_of(keys[name])) for name, source in sources.items()}
 
 
 class HeldOut:

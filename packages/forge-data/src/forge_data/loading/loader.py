@@ -1,19 +1,17 @@
-"""Opens what a recipe reads: the stream of its training data and its held-out sets."""
+"""Opens the training data of a recipe."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from forge_core.errors import DataError
-from forge_core.protocols.data import StatefulIterable, StreamedSource, Tokenizer
-from forge_data.loading.evaluation import HeldOut
+from forge_core.protocols.data import StatefulIterable
 from forge_data.loading.foreign_loader import ForeignStream
-from forge_data.loading.open_sources import OpenedSources, build, context_of, open_sources, refuse_tokenizers
+from forge_data.loading.open_sources import OpenedSources, context_of, open_sources
 from forge_data.loading.row_reader import open_rows
 from forge_data.loading.spec import LoadSpec
 from forge_data.loading.stream import TrainingStream
 from forge_data.loading.workers.recipe import WorkerRecipe
-from forge_data.order.source_keys import too_long_of
 from forge_data.section import Data
 
 Report = Callable[[str], None]
@@ -82,32 +80,3 @@ def _foreign(data: Data, opened: OpenedSources, shape: Mapping[str, int]) -> For
     if settings := [f"data.{name}" for name, value in chosen.items() if value]:
         raise DataError(f"source {label!r} is a foreign loader, which does not support {', '.join(settings)}; remove them")
     return ForeignStream(loader, label, **shape)  # type: ignore[arg-type]
-
-
-def evaluation(
-    data: Data,
-    *,
-    workspace: Path,
-    report: Report = _silent,
-    vocab_size: int | None = None,
-    model: Any = None,
-    tokenizer: Tokenizer | None = None,
-) -> dict[str, HeldOut]:
-    """Opens the held-out sets of `[data.evaluation]`, by name; rows are made as those of training are.
-
-    `tokenizer` is that of the training data, as its stream says; sets that another one made are refused.
-
-    Raises:
-        DataError: as `open_stream`; or a set is a stream, which has no end that every rank could agree on.
-    """
-    if not data.evaluation:
-        return {}
-    spec = LoadSpec(data, workspace, vocab_size=vocab_size, model=model)
-    context = context_of(spec, report)
-    sources = {name: build(component, name, context, vocab_size) for name, component in data.evaluation.items()}
-    if streamed := next((name for name, source in sources.items() if isinstance(source, StreamedSource)), None):
-        raise DataError(f"evaluation set {streamed!r} is a stream; prepare it into a store, so that each row is read once")
-    refuse_tokenizers(sources, context.tokenizer or tokenizer)
-    coder = context.tokenizer or tokenizer
-    keys = data.evaluation
-    return {name: HeldOut(name, source, spec, report, coder, too_long_of(keys[name])) for name, source in sources.items()}

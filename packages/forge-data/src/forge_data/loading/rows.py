@@ -1,12 +1,13 @@
 """Model inputs of some rows in one piece of memory, and the batches that are cut from it."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forge_core.batch import IGNORE, PADDING, Batch, Sources
 from forge_data.loading.buffers import Buffers
+from forge_data.loading.spec import Marks
 from forge_data.packing.concatenate import RowWindows, places
 from forge_data.packing.labels import shift
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-Marks = Literal["documents", "mask", "none"]
-"""What rows have besides tokens and labels: documents and positions, which tell padding too; a mask of padding; or nothing."""
 _BYTES = {"documents": 24, "mask": 17, "none": 16}
 """Of memory for a token."""
 

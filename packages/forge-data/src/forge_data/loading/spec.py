@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from forge_data.loading.rows import Marks
 from forge_data.section import Data
+
+Marks = Literal["documents", "mask", "none"]
+"""What rows have besides tokens and labels: documents and positions, which tell padding too; a mask of padding; or nothing."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import xxhash
 from forge_core.durable_files import publish, sync, write_file
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_json, from_json, read
+from forge_data.sources.records.parts import Document, Part, Skips, Wanted, as_json, from_json, read_part
 
 CHUNK = 1 << 20
 """Documents are encoded in portions of about so many characters, which bounds the memory."""
@@ -101,7 +101,7 @@ def tokenize_part(directory: Path, job: Job, number: int, tokenizer: Tokenizer |
         DataError: a record is broken, an id does not fit, or the disk is full.
     """
     skips = Skips(job.skip)
-    documents = read(job.parts[number], job.wanted, skips)
+    documents = read_part(job.parts[number], job.wanted, skips)
     portions = _ids(documents, job) if tokenizer is None else encode_documents(documents, tokenizer)
     return write_part(directory, number, job.dtype, portions, skips)
 

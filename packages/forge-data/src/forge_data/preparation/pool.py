@@ -17,7 +17,9 @@ from forge_data.preparation.parts import Done, Job, tokenize_part
 Work = Callable[[int], Done]
 
 
-def run(work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], None], finished: Callable[[int], None]) -> None:
+def run_parts(
+    work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], None], finished: Callable[[int], None]
+) -> None:
     """Does parts `numbers`, `workers` at a time.
 
     Args:
@@ -46,17 +48,17 @@ def run(work: Work, numbers: Sequence[int], workers: int, stop: Callable[[], Non
 
 
 @contextmanager
-def threads(directory: Path, job: Job, tokenizer: Tokenizer | None) -> Iterator[tuple[Work, Callable[[], None]]]:
+def thread_workers(directory: Path, job: Job, tokenizer: Tokenizer | None) -> Iterator[tuple[Work, Callable[[], None]]]:
     """Work in this process; enough for a small corpus, because most encoders run outside the interpreter's lock."""
     yield lambda number: tokenize_part(directory, job, number, tokenizer), lambda: None
 
 
 @contextmanager
-def processes(directory: Path, workers: int) -> Iterator[tuple[Work, Callable[[], None]]]:
+def process_workers(directory: Path, workers: int) -> Iterator[tuple[Work, Callable[[], None]]]:
     """Work in as many processes as there are workers; all have ended when this does."""
     idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
     with ExitStack() as stack:
-        crew = [stack.enter_context(_process(directory)) for _ in range(workers)]
+        crew = [stack.enter_context(_worker_process(directory)) for _ in range(workers)]
         for process in crew:
             idle.put(process)
 
@@ -75,7 +77,7 @@ def processes(directory: Path, workers: int) -> Iterator[tuple[Work, Callable[[]
 
 
 @contextmanager
-def _process(directory: Path) -> Iterator["subprocess.Popen[str]"]:
+def _worker_process(directory: Path) -> Iterator["subprocess.Popen[str]"]:
     # One thread each: there is a process for every core.
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "forge_data.preparation.worker", str(directory)]

@@ -15,10 +15,10 @@ import numpy as np
 from forge_core.errors import DataError
 from forge_core.machine import usable_cores
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
-from forge_data.preparation import pool
 from forge_data.preparation.parts import Done, Job, content_of, encode_documents, finished, write_job, write_part
+from forge_data.preparation.pool import Work, process_workers, run_parts, thread_workers
 from forge_data.preparation.progress import Progress
-from forge_data.sources.records.parts import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped, read
+from forge_data.sources.records.parts import LISTED, SHOWN, Part, Records, Skips, Wanted, name_skipped, read_part
 from forge_data.storage.workspace_lock import locked
 from forge_data.store.manifest import MANIFEST, VERSION
 from forge_data.store.reader import StoreSource, open_store
@@ -64,7 +64,7 @@ def _document_name(texts: Texts, number: int) -> str:
     """What a corpus calls one of its documents: mostly its file and where it begins there. For messages: it reads up to it."""
     if isinstance(texts, Records):
         skips = Skips(texts.skip)
-        documents = (document for part in texts.parts(LARGEST_PART) for document in read(part, texts.wanted, skips))
+        documents = (document for part in texts.parts(LARGEST_PART) for document in read_part(part, texts.wanted, skips))
     else:
         documents = iter(texts)
     return next((name for name, _ in islice(documents, number, None)), f"document {number} of the prepared store")
@@ -109,7 +109,7 @@ def tokenize(
         report(f"{what}: {len(job.parts) - len(todo)} of {len(job.parts)} parts are there already")
     progress = Progress(what, sum(job.parts[number].size for number in todo), "bytes of input", report)
     with _crew(texts, tokenizer, directory, job, workers, processes, todo) as (work, stop):
-        pool.run(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
+        run_parts(work, todo, workers, stop, lambda number: progress.advance(job.parts[number].size))
         parts = [finished(directory, number) for number in range(len(job.parts))]
         skipped = _skipped(parts, job.skip, path, report)
         note = f"{source}, {skipped} broken records left out" if skipped else source
@@ -183,19 +183,17 @@ def _crew(
     workers: int,
     wanted: bool | None,
     todo: list[int],
-) -> AbstractContextManager[tuple[pool.Work, Callable[[], None]]]:
+) -> AbstractContextManager[tuple[Work, Callable[[], None]]]:
     if not isinstance(texts, Records):
         return _alone(texts, tokenizer, directory, job)
     large = len(todo) > 1 and workers > 1 and sum(job.parts[number].size for number in todo) >= PROCESSES_FROM
     if (large if wanted is None else wanted) and todo and _restorable(tokenizer, job):
-        return pool.processes(directory, min(workers, len(todo)))
-    return pool.threads(directory, job, None if job.wanted.ids else tokenizer)
+        return process_workers(directory, min(workers, len(todo)))
+    return thread_workers(directory, job, None if job.wanted.ids else tokenizer)
 
 
 @contextmanager
-def _alone(
-    texts: Texts, tokenizer: Tokenizer | None, directory: Path, job: Job
-) -> Iterator[tuple[pool.Work, Callable[[], None]]]:
+def _alone(texts: Texts, tokenizer: Tokenizer | None, directory: Path, job: Job) -> Iterator[tuple[Work, Callable[[], None]]]:
     """Documents that know no parts are one part, read by this process."""
     assert tokenizer is not None
     yield lambda number: write_part(directory, number, job.dtype, encode_documents(texts, tokenizer), Skips()), lambda: None
@@ -229,7 +227,7 @@ def _skipped(parts: list[Done | None], budget: int, path: Path, report: Callable
     return skipped
 
 
-def _content(directory: Path, job: Job, number: int, work: pool.Work) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
+def _content(directory: Path, job: Job, number: int, work: Work) -> Iterator[tuple[np.ndarray, np.ndarray, int | None]]:
     """The documents of a part in portions; a part that did not survive a crash of the machine is done again."""
     done = finished(directory, number)
     found = content_of(directory, number, job.dtype, done) if done else None

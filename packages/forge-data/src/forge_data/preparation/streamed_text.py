@@ -15,7 +15,7 @@ from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
 from forge_data.preparation.parts import encode
 from forge_data.sources.records import huggingface
-from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read
+from forge_data.sources.records.parts import Document, Part, Records, Skips, Wanted, checked, in_split, read_part
 from forge_data.tokenizers.adapt import identity_of
 
 
@@ -47,7 +47,7 @@ class StreamedRecords:
         """Token ids of documents `start`, `start` + 1, ... of a file."""
         file = self._files[shard]
         part = Part((file,), 0, -1, file.size)
-        for name, content in islice(read(part, self._documents.wanted, Skips(self._skip)), start, None):
+        for name, content in islice(read_part(part, self._documents.wanted, Skips(self._skip)), start, None):
             yield self._documents.of(name, content)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from forge_core.errors import DataError
-from forge_data.storage import local, remote
 from forge_data.storage.file import File, is_url
+from forge_data.storage.local import find_local, list_local, list_local_directory, read_local
+from forge_data.storage.remote import fetch, list_remote, list_remote_directory, read_remote
 
 _FEW = 16
 
@@ -20,7 +21,7 @@ def read_bytes(file: File, start: int, stop: int) -> bytes:
     Raises:
         DataError: the file cannot be read.
     """
-    return remote.read(file, start, stop) if file.remote else local.read(file, start, stop)
+    return read_remote(file, start, stop) if file.remote else read_local(file, start, stop)
 
 
 def local_path(file: File) -> Path:
@@ -29,12 +30,12 @@ def local_path(file: File) -> Path:
     Raises:
         DataError: the file cannot be fetched.
     """
-    return remote.fetch(file) if file.remote else Path(file.where)
+    return fetch(file) if file.remote else Path(file.where)
 
 
 def find_one(path: str) -> File | None:
     """The file at exactly this path or URL, or None."""
-    return next(iter(remote.list_files(path)), None) if is_url(path) else local.find_one(path)
+    return next(iter(list_remote(path)), None) if is_url(path) else find_local(path)
 
 
 def neighbors(files: Sequence[File]) -> Callable[[str], File | None]:
@@ -43,7 +44,7 @@ def neighbors(files: Sequence[File]) -> Callable[[str], File | None]:
         return find_one
     found: dict[str, File] = {}
     for directory in {file.where.rpartition("/")[0] for file in files}:
-        listed = remote.list_directory(directory) if is_url(directory) else local.list_directory(directory)
+        listed = list_remote_directory(directory) if is_url(directory) else list_local_directory(directory)
         found |= {file.where: file for file in listed}
     return found.get
 
@@ -62,7 +63,7 @@ def find(path: str, suffixes: Sequence[str], what: str) -> list[File]:
     """
     if not path.strip():
         raise DataError(f"the path of {what} files is empty; '.' is the working directory")
-    found = remote.list_files(path, suffixes) if is_url(path) else local.list_files(path, suffixes, what)
+    found = list_remote(path, suffixes) if is_url(path) else list_local(path, suffixes, what)
     if not found:
         raise DataError(f"{path} matches no {what} file; in a directory, Forge looks for {', '.join(suffixes)}")
     return sorted(found, key=lambda file: file.name)

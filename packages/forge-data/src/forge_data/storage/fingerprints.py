@@ -17,12 +17,12 @@ WHOLE = 1 << 26
 """Files on this machine of at most so many bytes together are read whole."""
 EDGE = 4096
 """Bytes at both ends of each file that are read otherwise."""
-_BLOCKS, _BLOCK = 512, 1 << 14
+_SAMPLES, _SAMPLE_BLOCK = 512, 1 << 14
 TOKEN_BLOCKS, TOKEN_BLOCK = 64, 4096
 """Of token ids head, tail and so many blocks of so many ids are read."""
 
 
-def digest_of(files: Sequence[File], identity: str = "", blocks: int = _BLOCKS, block: int = _BLOCK) -> str:
+def digest_of(files: Sequence[File], identity: str = "", blocks: int = _SAMPLES, block: int = _SAMPLE_BLOCK) -> str:
     """Of names, sizes and content of files, in their order.
 
     A remote file whose server names its content (an etag, a checksum) is known by that, and not read.
@@ -50,7 +50,7 @@ def digest_of(files: Sequence[File], identity: str = "", blocks: int = _BLOCKS, 
                 break
             first, size = int(firsts[number]), unnamed[number].size
             wanted[number].append((max(0, start - first), min(size, stop - first)))
-    for found in _read(unnamed, wanted):
+    for found in _digests(unnamed, wanted):
         digest.update(found)
     return digest.hexdigest()
 
@@ -72,7 +72,7 @@ def edges(size: int) -> list[tuple[int, int]]:
     return [(0, size)] if size <= 2 * EDGE else [(0, EDGE), (size - EDGE, size)]
 
 
-def _read(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]]) -> list[bytes]:
+def _digests(files: Sequence[File], wanted: Sequence[Sequence[tuple[int, int]]]) -> list[bytes]:
     """A digest of the wanted pieces of every file."""
 
     def one(number: int) -> bytes:

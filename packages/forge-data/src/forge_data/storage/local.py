@@ -10,7 +10,7 @@ from forge_core.errors import DataError
 from forge_data.storage.file import File
 
 
-def read(file: File, start: int, stop: int) -> bytes:
+def read_local(file: File, start: int, stop: int) -> bytes:
     """Bytes [start, stop), fewer at the end of the file.
 
     Raises:
@@ -19,14 +19,14 @@ def read(file: File, start: int, stop: int) -> bytes:
     try:
         descriptor = os.open(file.where, os.O_RDONLY)  # a file object triples the time of 10,000 headers
         try:
-            return _read(descriptor, start, stop)
+            return _read_descriptor(descriptor, start, stop)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise DataError(f"{file.where} cannot be read: {error.strerror}") from error
 
 
-def _read(descriptor: int, start: int, stop: int) -> bytes:
+def _read_descriptor(descriptor: int, start: int, stop: int) -> bytes:
     """One call gives at most 2 GiB, and may give less on some file systems."""
     parts = []
     while start < stop and (part := os.pread(descriptor, stop - start, start)):
@@ -35,26 +35,26 @@ def _read(descriptor: int, start: int, stop: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def find_one(path: str) -> File | None:
+def find_local(path: str) -> File | None:
     """The file at exactly this path, or None."""
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError:
         return None
-    return _file(os.path.basename(path), path, found) if S_ISREG(found.st_mode) else None  # noqa: PTH119
+    return _local_file(os.path.basename(path), path, found) if S_ISREG(found.st_mode) else None  # noqa: PTH119
 
 
-def list_directory(directory: str) -> list[File]:
+def list_local_directory(directory: str) -> list[File]:
     """The files of one directory, without those of its subdirectories."""
     with os.scandir(directory or ".") as entries:
         return [
-            _file(entry.name, f"{directory}/{entry.name}" if directory else entry.name, entry.stat())
+            _local_file(entry.name, f"{directory}/{entry.name}" if directory else entry.name, entry.stat())
             for entry in entries
             if entry.is_file()
         ]
 
 
-def list_files(path: str, suffixes: Sequence[str], what: str) -> list[File]:
+def list_local(path: str, suffixes: Sequence[str], what: str) -> list[File]:
     """The files that a path, directory or pattern names; see `files.find`.
 
     Raises:
@@ -82,11 +82,11 @@ def list_files(path: str, suffixes: Sequence[str], what: str) -> list[File]:
             found = os.stat(file)  # noqa: PTH116
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}") from error
-        files.append(_file(file.removeprefix(base).lstrip("/"), file, found))
+        files.append(_local_file(file.removeprefix(base).lstrip("/"), file, found))
     return files
 
 
-def _file(name: str, where: str, found: os.stat_result) -> File:
+def _local_file(name: str, where: str, found: os.stat_result) -> File:
     return File(name, where, found.st_size, str(found.st_mtime_ns))
 
 

@@ -20,11 +20,11 @@ from forge_core.errors import DataError
 from forge_core.redaction import redacted_url
 from forge_data.storage.file import File
 
-_BLOCK = 1 << 24
+_FETCH_BLOCK = 1 << 24
 _TAGS = ("ETag", "etag", "md5Hash", "checksum")
 
 
-def list_files(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
+def list_remote(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
     """The files that a URL names.
 
     Args:
@@ -35,7 +35,7 @@ def list_files(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
         DataError: fsspec or its package for this kind of URL is not installed, or the place cannot be read.
     """
     with _explained(url):
-        system, path = _system(url)
+        system, path = _file_system(url)
         if glob.has_magic(path):
             found = {name: info for name, info in system.glob(path, detail=True).items() if info["type"] == "file"}
             base = "/".join(takewhile(lambda part: not glob.has_magic(part), path.split("/")))
@@ -46,30 +46,30 @@ def list_files(url: str, suffixes: Sequence[str] | None = None) -> list[File]:
             found, base = {name: info for name, info in inside if name.endswith(tuple(suffixes))}, path
         else:
             return []
-        return [_file(system, name, info, base) for name, info in found.items()]
+        return [_remote_file(system, name, info, base) for name, info in found.items()]
 
 
-def list_directory(url: str) -> list[File]:
+def list_remote_directory(url: str) -> list[File]:
     """The files of one directory, not of those inside it.
 
     Raises:
         DataError: it cannot be listed.
     """
     with _explained(url):
-        system, path = _system(url)
+        system, path = _file_system(url)
         found = {info["name"]: info for info in system.ls(path, detail=True) if info["type"] == "file"}
-        return [_file(system, name, info, path) for name, info in found.items()]
+        return [_remote_file(system, name, info, path) for name, info in found.items()]
 
 
-def read(file: File, start: int, stop: int) -> bytes:
+def read_remote(file: File, start: int, stop: int) -> bytes:
     """Bytes [start, stop) of a remote file, or of its copy in the cache."""
-    cached = _place(file)
+    cached = _cached_path(file)
     if cached.exists():
         with cached.open("rb") as content:
             content.seek(start)
             return content.read(max(0, stop - start))
     with _explained(file.where):
-        system, path = _system(file.where)
+        system, path = _file_system(file.where)
         return bytes(system.cat_file(path, start=start, end=min(stop, file.size)))
 
 
@@ -79,17 +79,17 @@ def fetch(file: File) -> Path:
     Raises:
         DataError: it cannot be read, has another size than when it was listed, or the cache cannot be written.
     """
-    place = _place(file)
+    place = _cached_path(file)
     if place.exists():
         return place
     partial = place.with_name(f"{place.name}.partial-{token_hex(4)}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with _explained(file.where):
-            system, path = _system(file.where)
+            system, path = _file_system(file.where)
             with system.open(path, "rb") as source, partial.open("wb") as target:
                 size = 0
-                while block := source.read(_BLOCK):
+                while block := source.read(_FETCH_BLOCK):
                     size += len(block)  # type: ignore[arg-type]
                     target.write(block)  # type: ignore[arg-type]
         if size != file.size:
@@ -108,13 +108,13 @@ def cache() -> Path:
     return Path(os.environ.get("FORGE_CACHE") or Path.home() / ".cache" / "forge")
 
 
-def _place(file: File) -> Path:
+def _cached_path(file: File) -> Path:
     key = sha256(f"{file.where}\n{file.size}\n{file.stamp}".encode()).hexdigest()
     name = redacted_url(file.where).rpartition("/")[2]
     return cache() / "files" / key[:2] / f"{key[2:34]}-{re.split(r'[?#;]', name)[0]}"  # what follows them may be a secret
 
 
-def _file(system: Any, name: str, info: dict[str, Any], base: str) -> File:
+def _remote_file(system: Any, name: str, info: dict[str, Any], base: str) -> File:
     where = str(system.unstrip_protocol(name))
     stamp, tagged = _stamp(system, name, info)
     return File(name[len(base) :].lstrip("/"), where, int(info["size"]), stamp, tagged)
@@ -128,7 +128,7 @@ def _stamp(system: Any, name: str, info: dict[str, Any]) -> tuple[str, bool]:
     return str(system.ukey(name)), False
 
 
-def _system(url: str) -> tuple[Any, str]:
+def _file_system(url: str) -> tuple[Any, str]:
     """(file system, path on it); fsspec's own types promise less than it gives."""
     from fsspec.core import url_to_fs
 

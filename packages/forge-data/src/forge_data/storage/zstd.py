@@ -5,10 +5,10 @@ from typing import IO, Any
 
 from forge_core.errors import DataError
 
-_BLOCK = 1 << 20
+_ZSTD_BLOCK = 1 << 20
 
 
-def lines(raw: IO[bytes], where: str) -> io.BufferedReader:
+def decompressed(raw: IO[bytes], where: str) -> io.BufferedReader:
     """The decompressed content of an open file.
 
     Raises:
@@ -18,7 +18,7 @@ def lines(raw: IO[bytes], where: str) -> io.BufferedReader:
         import zstandard
     except ImportError as error:
         raise DataError(f"{where} needs zstandard; pip install 'forge-data[zstd]'") from error
-    return io.BufferedReader(_Frames(raw, zstandard.ZstdDecompressor, zstandard.ZstdError), _BLOCK)
+    return io.BufferedReader(_Frames(raw, zstandard.ZstdDecompressor, zstandard.ZstdError), _ZSTD_BLOCK)
 
 
 class _Frames(io.RawIOBase):
@@ -35,7 +35,7 @@ class _Frames(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
             rest = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            data = rest or self._raw.read(_BLOCK)
+            data = rest or self._raw.read(_ZSTD_BLOCK)
             if not data:
                 if self._frame is not None and not self._frame.eof:
                     raise ValueError("it ends inside a zstandard frame")

@@ -15,7 +15,7 @@ import xxhash
 
 from forge_core.errors import DataError
 
-_BLOCK = 1 << 23
+_READ_BLOCK = 1 << 23
 
 
 class Checksum(NamedTuple):
@@ -28,7 +28,7 @@ class Checksum(NamedTuple):
 
 def fault_of(path: Path, xxh3: str, stop: threading.Event | None = None) -> str | None:
     """Reads a file and says how it differs from its checksum; None when it does not, or when asked to stop."""
-    digest, block = xxhash.xxh3_128(), bytearray(_BLOCK)
+    digest, block = xxhash.xxh3_128(), bytearray(_READ_BLOCK)
     try:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(block):

@@ -10,7 +10,7 @@ from forge_data.storage.file import File
 from forge_data.storage.files import find
 
 
-class Format(NamedTuple):
+class RecordFormat(NamedTuple):
     """Suffixes of a format's files, the module that reads them, and how they are cut into parts."""
 
     suffixes: tuple[str, ...]
@@ -18,10 +18,10 @@ class Format(NamedTuple):
     cut: Callable[[Sequence[File], int], list[Part]]
 
 
-FORMATS = {
-    "jsonl": Format(jsonl.SUFFIXES, "jsonl", jsonl.cut),
-    "parquet": Format(columns.PARQUET, "columns", columns.cut),
-    "arrow": Format(columns.ARROW, "columns", columns.cut),
+RECORD_FORMATS = {
+    "jsonl": RecordFormat(jsonl.SUFFIXES, "jsonl", jsonl.cut),
+    "parquet": RecordFormat(columns.PARQUET, "columns", columns.cut),
+    "arrow": RecordFormat(columns.ARROW, "columns", columns.cut),
 }
 
 
@@ -48,9 +48,9 @@ def open_records(
     Raises:
         DataError: the format is unknown, the file does not exist, or all files are empty.
     """
-    if format not in FORMATS:
-        raise DataError(f"record format {format!r} is unknown; known: {', '.join(FORMATS)}")
-    form = FORMATS[format]
+    if format not in RECORD_FORMATS:
+        raise DataError(f"record format {format!r} is unknown; known: {', '.join(RECORD_FORMATS)}")
+    form = RECORD_FORMATS[format]
     files = find(path, form.suffixes, format)
     if not any(file.size for file in files):
         raise DataError(f"{path} has no records ({len(files)} empty files); check the path")

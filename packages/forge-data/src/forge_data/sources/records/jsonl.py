@@ -10,9 +10,9 @@ from typing import IO, Any, cast
 from forge_core.errors import DataError
 from forge_data.sources.records.parts import Document, Part, Skips, Wanted, checked
 from forge_data.sources.records.values import wide_encoding
-from forge_data.storage import zstd
 from forge_data.storage.file import File
 from forge_data.storage.files import local_path
+from forge_data.storage.zstd import decompressed
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".ndjson")
 _BLOCK = 1 << 22
@@ -137,7 +137,7 @@ def _opened(file: File) -> Iterator[IO[bytes]]:
     try:
         path = local_path(file)
         if file.where.endswith(".zst"):
-            with path.open("rb") as raw, zstd.lines(raw, file.where) as content:
+            with path.open("rb") as raw, decompressed(raw, file.where) as content:
                 yield content
         elif file.where.endswith(".gz"):
             with gzip.open(path) as content:

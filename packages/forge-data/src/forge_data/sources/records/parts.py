@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 Document = tuple[str, "str | np.ndarray"]
 """Name, and text or token ids."""
 
+_READERS = {
+    "text": "forge_data.sources.records.text",
+    "jsonl": "forge_data.sources.records.jsonl",
+    "columns": "forge_data.sources.records.columns",
+    "huggingface": "forge_data.sources.records.huggingface",
+}
+"""Modules by the names that fingerprints and stored jobs know them by; they must not change."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -44,7 +52,7 @@ class Wanted:
     """What is taken from every record.
 
     Attributes:
-        reader: module with a function `read(part, wanted, skips)`: one of this folder by its short name, another by its full one.
+        reader: a key of `_READERS`, or the full name of a module with a function `read(part, wanted, skips)`.
         column: column or key; its value is text, or a list of token ids.
         ids: whether it holds token ids.
         split, held_out: see `in_split`.
@@ -177,19 +185,18 @@ class Records:
             raise DataError(f"{self.what} holds token ids, not text; a tokenizer cannot be trained on it")
         skips = Skips(self.skip)
         for part in self.parts(1 << 26):
-            for name, text in read(part, self.wanted, skips):
+            for name, text in read_part(part, self.wanted, skips):
                 assert isinstance(text, str)
                 yield name, text
 
 
-def read(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
+def read_part(part: Part, wanted: Wanted, skips: Skips) -> Iterator[Document]:
     """The documents of one part that are in the wanted split; those without content are left out.
 
     Raises:
         DataError: a record is broken; says which.
     """
-    module = wanted.reader if "." in wanted.reader else f"forge_data.sources.records.{wanted.reader}"
-    reader: Reader = import_module(module)  # type: ignore[assignment]
+    reader: Reader = import_module(_READERS.get(wanted.reader, wanted.reader))  # type: ignore[assignment]
     for name, content in reader.read(part, wanted, skips):
         if len(content) and in_split(name, wanted.split, wanted.held_out):
             yield name, content

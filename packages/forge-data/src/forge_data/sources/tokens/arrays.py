@@ -16,7 +16,7 @@ from forge_data.storage.latency import read_each
 from forge_data.storage.shards import Shard, Shards
 
 SUFFIXES = (".npy", ".bin")
-_MAGIC = b"\x93NUMPY"
+_NPY_MAGIC = b"\x93NUMPY"
 _HEAD = 256
 
 
@@ -51,7 +51,7 @@ def open_tokens(
     """
     files = find(path, SUFFIXES, "token")
     heads = read_heads(files, _HEAD)
-    kinds = {head.startswith(_MAGIC) for head in heads}
+    kinds = {head.startswith(_NPY_MAGIC) for head in heads}
     if len(kinds) > 1:
         raise DataError(f"{path} mixes files with and without a .npy header; give a pattern that names one kind")
     npy = kinds.pop()

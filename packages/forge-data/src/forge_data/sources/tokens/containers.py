@@ -9,7 +9,7 @@ from forge_data.storage.files import read_bytes
 from forge_data.store.manifest import FORMAT, MANIFEST
 
 _UNPACK = "unpack it, for ids are mapped as they lie"
-_MAGIC = (
+_CONTAINERS = (
     (b"\x28\xb5\x2f\xfd", f"is compressed with zstandard; {_UNPACK}"),
     (b"BZh91AY&SY", f"is compressed with bzip2; {_UNPACK}"),
     (b"\xfd7zXZ\x00", f"is compressed with xz; {_UNPACK}"),
@@ -35,7 +35,7 @@ def foreign_content(file: File, head: bytes, width: int, sibling: Callable[[str]
         width: bytes of an integer; of one byte each, text is a list of integers like any other.
         sibling: finds other files by their path.
     """
-    for magic, what in _MAGIC:
+    for magic, what in _CONTAINERS:
         if head.startswith(magic):
             return what
     if is_llmc(head):
