@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 from forge_core.batch import IGNORE
-from forge_data.components.sources import Store, Tokens
-from forge_data.loading.loader import open_stream
-from forge_data.loading.stream import TrainingStream
+from forge_data.components import Store, Tokens
+from forge_data.loading.stream import TrainingStream, open_stream
 from forge_data.section import Data
-from forge_data.store.writer import StoreWriter
+from forge_data.sources.store_writer import StoreWriter
 
 MEAN_DOCUMENT = 900
 

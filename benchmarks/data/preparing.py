@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Stdlib, Tokens
-from forge_data.components.tokenizers import Bpe
-from forge_data.preparation.prepare import tokenize
-from forge_data.store.reader import StoreSource
+from forge_data.components import Bpe, Datatrove, Jsonl, Llmc, Megatron, Stdlib, Tokens
+from forge_data.preparation.tokenization import tokenize
+from forge_data.sources.store import StoreSource
 
 TOKENS = 2048
 

@@ -12,9 +12,9 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_data.__main__ import main
-from forge_data.commands.diff_runs import compare_runs, is_run, runs_text
-from forge_data.commands.recipe_data import read_recipe
-from forge_data.loading.row_reader import RowReader
+from forge_data.commands.diff import compare_runs, is_run, runs_text
+from forge_data.commands.recipe import read_recipe
+from forge_data.loading.rows import RowReader
 
 RECIPE = """
 [job]

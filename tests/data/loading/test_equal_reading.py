@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.steps import steps_of
 from forge_core.protocols.data import SourceComponent, SourceContext
-from forge_data.packing.streamed import Streamed
+from forge_data.packing.readers import Streamed
 from forge_data.section import Data
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from forge_core.batch import IGNORE, Batch, Sources
 from forge_data import StatefulLoader, for_transformers, open_stream
-from forge_data.components.sources import Random
+from forge_data.components import Random
 from forge_data.section import Data
 
 VOCABULARY = 50

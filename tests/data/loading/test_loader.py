@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from forge_core.batch import IGNORE, Batch
 from forge_core.errors import ConfigError, DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Random, Store, Tokens
+from forge_data.components import Random, Store, Tokens
 from forge_data.loading.evaluation import evaluation
-from forge_data.loading.loader import open_stream
-from forge_data.loading.stream import TrainingStream
+from forge_data.loading.stream import TrainingStream, open_stream
 from forge_data.section import Data
-from forge_data.store.reader import StoreSource
+from forge_data.sources.store import StoreSource
 
 LENGTH = 16
 G = 16
@@ -255,8 +254,8 @@ def test_fault_41_ids_beyond_the_vocabulary_are_refused_before_training(recipe: 
 
 
 def test_a_file_too_big_to_scan_is_checked_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 10)
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.TOKEN_BLOCKS", 0)  # head and tail alone
+    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 10)
+    monkeypatch.setattr("forge_data.sources.token_files.TOKEN_BLOCKS", 0)  # head and tail alone
     ids = np.ones(1_000_000, dtype=np.uint16)
     ids[10_000] = 500
     np.save(tmp_path / "ids.npy", ids)

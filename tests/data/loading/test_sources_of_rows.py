@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data.steps import Drip, opened, steps_of
-from forge_data.components.sources import Store, Tokens
+from forge_data.components import Store, Tokens
 from forge_data.section import Data, Phase
 
 LENGTH, G = 16, 8

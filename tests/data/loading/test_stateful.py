@@ -16,9 +16,8 @@ from data.steps import Drip, opened, rows_of
 from forge_core.batch import Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceComponent, SourceContext, StatefulIterable
-from forge_data.components.sources import Store
-from forge_data.loading.foreign_loader import ForeignStream, StatefulLoader
-from forge_data.loading.json_state import as_plain, from_plain
+from forge_data.components import Store
+from forge_data.loading.interop import ForeignStream, StatefulLoader, as_plain, from_plain
 from forge_data.order.cursor import merged
 from forge_data.section import Data, Phase
 

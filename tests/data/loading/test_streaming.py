@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from data.steps import Drip, DripSource, opened, steps_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.components.sources import Random
+from forge_data.components import Random
 from forge_data.loading.evaluation import evaluation
-from forge_data.packing.streamed import Streamed
+from forge_data.packing.readers import Streamed
 from forge_data.section import Data
 
 LENGTH, G = 8, 8
@@ -248,7 +248,7 @@ def test_a_document_that_is_no_list_of_ids_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_ids_of_a_stream_are_checked_against_the_vocabulary() -> None:
-    from forge_data.loading.loader import open_stream
+    from forge_data.loading.stream import open_stream
 
     stream = open_stream(data(sources=[Drip()]), workspace=Path("unused"), seed=1, global_batch=G, micro_batch=1, vocab_size=1500)
     with pytest.raises(DataError, match=r"drip: id \d+, but the model's vocab_size is 1500"):

@@ -13,7 +13,7 @@ from forge_core.registry import Registry
 from forge_data.__main__ import main
 from forge_data.checks import phases_fit
 from forge_data.commands.mix import mix
-from forge_data.components.sources import Random
+from forge_data.components import Random
 from forge_data.section import Data, Phase
 
 RECIPE = """

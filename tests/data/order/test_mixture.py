@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.errors import DataError
-from forge_data.order.chairman import Chairman
-from forge_data.order.mixture import LONGEST_TABLE, Mixture, mixture_of
-from forge_data.order.nested import Nested, floors
-from forge_data.order.weights import shares_of, tempered
+from forge_data.order.mixture import LONGEST_TABLE, Chairman, Mixture, Nested, floors, mixture_of
+from forge_data.order.phases import shares_of, tempered
 
 TENTHS = st.lists(st.integers(0, 60).map(lambda value: value / 10), min_size=1, max_size=9).filter(any)
 WIDE = st.lists(st.just(0.0) | st.floats(-12, 0).map(lambda power: 10**power), min_size=1, max_size=12).filter(any)

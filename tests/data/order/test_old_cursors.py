@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from forge_core.errors import DataError
-from forge_data.components.sources import Random
-from forge_data.loading.loader import open_stream
+from forge_data.components import Random
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data, Phase
 
 

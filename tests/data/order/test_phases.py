@@ -19,8 +19,9 @@ from data import foreign
 from data.steps import Drip, Row, opened, steps_of
 from forge_core.errors import ConfigError, DataError
 from forge_core.registry import Registry
-from forge_data.components.sources import (
+from forge_data.components import (
     Arrow,
+    Bytes,
     Datatrove,
     HuggingFace,
     Jsonl,
@@ -33,11 +34,10 @@ from forge_data.components.sources import (
     Text,
     Tokens,
 )
-from forge_data.components.tokenizers import Bytes
 from forge_data.order.cursor import fingerprint_of
 from forge_data.section import Data, Phase
-from forge_data.store.reader import StoreSource
-from forge_data.writers.megatron import MegatronWriter
+from forge_data.sources.megatron import MegatronWriter
+from forge_data.sources.store import StoreSource
 
 LENGTH, G = 8, 8
 
@@ -45,7 +45,7 @@ LENGTH, G = 8, 8
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One component of each kind of source."""
-    from forge_data.store.writer import StoreWriter
+    from forge_data.sources.store_writer import StoreWriter
 
     folder = tmp_path_factory.mktemp("corpora")
     rng = np.random.default_rng(0)

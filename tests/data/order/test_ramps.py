@@ -9,9 +9,9 @@ from hypothesis import given as each
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from forge_data.components.sources import Random
+from forge_data.components import Random
+from forge_data.order.mixture import given
 from forge_data.order.phases import STAIRS, stages_of
-from forge_data.order.ramps import given
 from forge_data.order.timeline import Timeline
 from forge_data.section import Data, Phase
 

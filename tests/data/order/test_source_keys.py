@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from forge_core.component import Component
 from forge_core.protocols.data import SourceComponent
-from forge_data.components.sources import Random
-from forge_data.order.phases import base_weights, labels_of
-from forge_data.order.source_keys import label_of, max_epochs_of, weight_of
+from forge_data.components import Random
+from forge_data.order.phases import base_weights, label_of, labels_of, max_epochs_of, weight_of
 from forge_data.section import Data
 
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_core.errors import ConfigError
-from forge_data.components.sources import Random
-from forge_data.order.phases import STAIRS, Stage, faults_of, lr_scale_at, refuse_faults, stages_of
+from forge_data.components import Random
+from forge_data.order.phases import STAIRS, Stage, faults_of, lr_scale_at, refuse_faults, stages_of, tempered
 from forge_data.order.timeline import Timeline
-from forge_data.order.weights import tempered
 from forge_data.section import Data, Phase
 
 SHARES = st.integers(0, 9).map(lambda value: value / 10)

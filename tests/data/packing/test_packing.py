@@ -16,15 +16,13 @@ from data.steps import opened
 from forge_core.batch import IGNORE, PADDING
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Store
-from forge_data.components.tokenizers import Bytes
+from forge_data.components import Bytes, Store
 from forge_data.loading.evaluation import evaluation
 from forge_data.packing import plan
-from forge_data.packing.best_fit import best_fit
-from forge_data.packing.plan import Planned, pieces_of, planned
+from forge_data.packing.plan import Planned, best_fit, pieces_of, planned
 from forge_data.section import Data
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import StoreWriter
+from forge_data.sources.store import StoreSource
+from forge_data.sources.store_writer import StoreWriter
 
 
 def one_by_one(lengths: list[int], capacity: int) -> tuple[list[int], list[int]]:
@@ -137,7 +135,7 @@ def test_a_plan_is_made_once_and_mapped(make_store: Any, tmp_path: Path, monkeyp
     path = stored(make_store, [5, 3, 20, 1, 2, 7] * 20)
     data = Data(sequence_length=8, sources=[Store(path=str(path), label="a/b")], packing="best_fit")
     said: list[str] = []
-    from forge_data.loading.loader import open_stream
+    from forge_data.loading.stream import open_stream
 
     first = open_stream(data, workspace=tmp_path, seed=1, global_batch=2, micro_batch=1, report=said.append)
     monkeypatch.setattr(plan, "_write", lambda *_: pytest.fail("the plan was made again"))

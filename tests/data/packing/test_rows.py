@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.packing.concatenate import Concatenated, places
-from forge_data.packing.labels import shift
+from forge_data.loading.rows import shift
+from forge_data.packing.concatenation import Concatenated, places
+from forge_data.sources.store import StoreSource
 from forge_data.storage.document_ends import borders_in
-from forge_data.store.reader import StoreSource
 
 
 def expected(stream: list[int], ends: set[int], start: int, length: int) -> tuple[list[int], ...]:

@@ -12,10 +12,9 @@ import pytest
 from data.steps import rows_of
 from forge_core.batch import IGNORE
 from forge_core.errors import DataError
-from forge_data.components.sources import Jsonl, Tokens
-from forge_data.components.tokenizers import Bytes
+from forge_data.components import Bytes, Jsonl, Tokens
 from forge_data.loading.evaluation import evaluation
-from forge_data.loading.loader import open_stream
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 
 LENGTH, EOS = 8, 99

@@ -16,12 +16,11 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Tokenizer
-from forge_data.components.sources import Jsonl
-from forge_data.components.tokenizers import Bpe
-from forge_data.preparation import parts, pool, prepare
-from forge_data.sources.records.parts import Records
-from forge_data.sources.records.text import text_files
-from forge_data.store.reader import StoreSource
+from forge_data.components import Bpe, Jsonl
+from forge_data.preparation import job, tokenization
+from forge_data.sources.records import Records
+from forge_data.sources.store import StoreSource
+from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import trained
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -31,9 +30,9 @@ WORDS = ["der", "Hund", "läuft", "über", "die", "Katze", "猫", "sleeps", "\n"
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
     """300 documents in about 20 parts."""
-    monkeypatch.setattr(prepare, "SMALLEST_PART", 4000)
-    monkeypatch.setattr(prepare, "_PORTION", 700)
-    monkeypatch.setattr(parts, "CHUNK", 1500)
+    monkeypatch.setattr(tokenization, "SMALLEST_PART", 4000)
+    monkeypatch.setattr(tokenization, "_PORTION", 700)
+    monkeypatch.setattr(job, "CHUNK", 1500)
     rng = np.random.default_rng(3)
     lines = [json.dumps({"text": " ".join(rng.choice(WORDS, size=int(rng.integers(1, 90))))}) for _ in range(300)]
     (tmp_path / "corpus").mkdir()
@@ -45,7 +44,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Records:
 def made(records: Any, path: Path, tokenizer: Tokenizer | None = None, **more: Any) -> dict[str, bytes]:
     """Every file of a new store, which is verified."""
     options = {"source": "s", "report": lambda _: None, "shard_tokens": 9000} | more
-    store = prepare.tokenize(records, tokenizer or ByteTokenizer(), path, **options)
+    store = tokenization.tokenize(records, tokenizer or ByteTokenizer(), path, **options)
     assert store.verify() == []
     assert [left.name for left in path.parent.iterdir() if left.name.startswith(f"{path.name}.")] == []
     return {file.name: file.read_bytes() for file in path.iterdir()}
@@ -72,9 +71,11 @@ def test_processes_threads_and_plain_iteration_write_the_same_bytes(records: Rec
 
 
 def test_the_size_of_parts_follows_the_corpus_and_not_the_workers() -> None:
-    assert prepare.part_size(1000) == prepare.SMALLEST_PART
-    assert prepare.part_size(10**13) == prepare.LARGEST_PART
-    assert all(1000 <= size / prepare.part_size(size) <= prepare.MANY_PARTS + 1 for size in (10**10, 10**11, 5 * 10**11))
+    assert tokenization.part_size(1000) == tokenization.SMALLEST_PART
+    assert tokenization.part_size(10**13) == tokenization.LARGEST_PART
+    assert all(
+        1000 <= size / tokenization.part_size(size) <= tokenization.MANY_PARTS + 1 for size in (10**10, 10**11, 5 * 10**11)
+    )
 
 
 class Counting(ByteTokenizer):
@@ -129,8 +130,8 @@ def test_other_text_or_another_tokenizer_begins_anew(records: Records, tmp_path:
 KILLED = """
 import sys, time
 from pathlib import Path
-import forge_data.preparation.prepare as prepare
-from forge_data.components.sources import Jsonl
+import forge_data.preparation.tokenization as prepare
+from forge_data.components import Jsonl
 from forge_data.tokenizers.bytes import ByteTokenizer
 prepare.SMALLEST_PART = 4000
 class Slow(ByteTokenizer):
@@ -160,7 +161,7 @@ def test_a_killed_preparation_goes_on(records: Records, tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = pool._ask, []
+    real, asked = tokenization._ask, []
 
     def kill(process: "subprocess.Popen[str]", number: int) -> Any:
         asked.append(number)
@@ -169,19 +170,19 @@ def test_a_worker_that_dies_is_a_message_and_the_rest_goes_on_later(
             process.wait()
         return real(process, number)
 
-    monkeypatch.setattr(pool, "_ask", kill)
+    monkeypatch.setattr(tokenization, "_ask", kill)
     with pytest.raises(DataError, match=r"a worker ended \(exit code -9\) while it tokenized part \d+; perhaps memory ran out"):
         made(records, tmp_path / "store", workers=2, processes=True)
-    monkeypatch.setattr(pool, "_ask", real)
+    monkeypatch.setattr(tokenization, "_ask", real)
     assert made(records, tmp_path / "store", workers=2) == made(records, tmp_path / "whole")
 
 
 ORPHANED = """
 import sys, time
 from pathlib import Path
-from forge_data.preparation.parts import Job, write_job
-from forge_data.preparation.pool import process_workers
-from forge_data.sources.records.parts import Part, Wanted
+from forge_data.preparation.job import Job, write_job
+from forge_data.preparation.tokenization import process_workers
+from forge_data.sources.records import Part, Wanted
 ends = {"eos": None, "tokenizer_eos": 256, "vocab_size": 257}
 job = Job(parts=(Part((), 0, 0, 0),), wanted=Wanted("text"), dtype="uint16", skip=0, **ends)
 from forge_data.tokenizers.bytes import ByteTokenizer
@@ -231,7 +232,7 @@ def test_a_tokenizer_that_no_other_process_can_make_is_used_by_threads(
         def dump(self) -> bytes:
             return b'{"type": "mine"}'
 
-    monkeypatch.setattr(prepare, "process_workers", lambda *_: pytest.fail("a process"))
+    monkeypatch.setattr(tokenization, "process_workers", lambda *_: pytest.fail("a process"))
     store = made(records, tmp_path / "store", Shouting(), workers=2, processes=True)
     assert b"HUND" in bytes(np.frombuffer(store["shard-00000.bin"], dtype="<u2").astype(np.uint8))
 

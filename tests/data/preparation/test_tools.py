@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from data import foreign
 from forge_core.errors import DataError
 from forge_data.commands import convert as converting
-from forge_data.commands import diff, verify
-from forge_data.commands.decontaminate import decontaminate
-from forge_data.commands.detect import detect, open_any
-from forge_data.commands.ngrams import run_hashes, words_of
-from forge_data.packing.portions import portions
-from forge_data.preparation.prepare import tokenize
-from forge_data.sources.records.text import text_files
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import StoreWriter
+from forge_data.commands import diff, inspect
+from forge_data.commands.decontaminate import decontaminate, run_hashes, words_of
+from forge_data.preparation.tokenization import tokenize
+from forge_data.sources.formats import detect, open_any
+from forge_data.sources.scan import portions
+from forge_data.sources.store import StoreSource
+from forge_data.sources.store_writer import StoreWriter
+from forge_data.sources.text import text_files
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 
@@ -162,7 +161,7 @@ def test_text_is_no_token_file(tmp_path: Path) -> None:
 
 
 def verified(path: Path, vocab_size: int | None = None, **more: Any) -> dict[str, Any]:
-    return verify.verify_tokens(open_any(str(path), **more), vocab_size, silent)
+    return inspect.verify_tokens(open_any(str(path), **more), vocab_size, silent)
 
 
 def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +187,12 @@ def test_verify_finds_what_opening_cannot_see(tmp_path: Path, monkeypatch: pytes
     foreign.megatron(tmp_path / "holes", [[[1, 0]], [[]], [[2, 0]]])
     found = verified(tmp_path / "holes")
     assert (found["faults"], found["empty_documents"]) == ([], 1)
-    assert "1 documents have no token" in verify.verification_text(found)
+    assert "1 documents have no token" in inspect.verification_text(found)
 
 
 def test_verify_checks_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 1)
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.TOKEN_BLOCKS", 0)  # opening sees the first block and the last
+    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 1)
+    monkeypatch.setattr("forge_data.sources.token_files.TOKEN_BLOCKS", 0)  # opening sees the first block and the last
     ids = np.ones(300_000, dtype="<i4")
     ids[123_457] = 50_000
     ids.tofile(tmp_path / "a.bin")
@@ -211,7 +210,7 @@ def test_verify_counts_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     documents = [[*rng.integers(1, 900, size=12).tolist(), 0] for _ in range(400)]
     path = foreign.datatrove(tmp_path / "a.ds", [*documents, *documents[:100], *documents[:50]])
     assert verified(path)["duplicates"] == {"documents_compared": 550, "copies": 150}
-    monkeypatch.setattr(verify, "_SAMPLED", 100)
+    monkeypatch.setattr(inspect, "_SAMPLED", 100)
     sampled = verified(path)["duplicates"]
     assert sampled["documents_compared"] <= 100 and 5 < sampled["copies"] < 60
 

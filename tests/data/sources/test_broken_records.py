@@ -12,8 +12,8 @@ import pytest
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Arrow, Jsonl, Parquet, Text
-from forge_data.sources.records.parts import Document, Skips, read_part
+from forge_data.components import Arrow, Jsonl, Parquet, Text
+from forge_data.sources.records import Document, Skips, read_part
 from forge_data.storage.files import find, read_bytes
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -140,7 +140,7 @@ def test_a_read_of_a_whole_file_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_examples_of_evaluation_sets_name_their_line(tmp_path: Path) -> None:
-    from forge_data.sources.records import jsonl
+    from forge_data.sources import jsonl
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "b"}) + "\n" + "[" * 100_000)
     (file,) = find(str(tmp_path / "a.jsonl"), jsonl.SUFFIXES, "evaluation")

@@ -20,9 +20,9 @@ from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.commands.convert import convert
-from forge_data.commands.detect import detect, open_any
-from forge_data.commands.verify import verify_tokens
-from forge_data.components.sources import Datatrove, Megatron, Tokens
+from forge_data.commands.inspect import verify_tokens
+from forge_data.components import Datatrove, Megatron, Tokens
+from forge_data.sources.formats import detect, open_any
 
 IDS = np.arange(5000, dtype="<u2")
 

@@ -10,11 +10,11 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Datatrove, Megatron, Store
-from forge_data.loading.loader import open_stream
+from forge_data.components import Datatrove, Megatron, Store
+from forge_data.loading.stream import open_stream
 from forge_data.packing.plan import pieces_of
-from forge_data.packing.portions import portions
 from forge_data.section import Data
+from forge_data.sources.scan import portions
 from forge_data.storage import document_ends
 
 DOCUMENTS = [[5] * 99 + [0], [6] * 399 + [0], [7] * 499 + [0]]

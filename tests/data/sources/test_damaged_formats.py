@@ -11,7 +11,7 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceContext
-from forge_data.components.sources import Datatrove, Llmc, Megatron, Tokens
+from forge_data.components import Datatrove, Llmc, Megatron, Tokens
 from forge_data.storage import shards
 
 BOS = 50256

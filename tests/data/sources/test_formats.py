@@ -17,11 +17,11 @@ from data import foreign
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, SourceComponent, SourceContext
-from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.components import Datatrove, Llmc, Megatron, Store, Tokens
 from forge_data.section import Data
-from forge_data.sources.tokens.megatron import Index, pairs, search
+from forge_data.sources.megatron import Index, pairs, search
+from forge_data.sources.store_writer import StoreWriter
 from forge_data.storage import shards
-from forge_data.store.writer import StoreWriter
 
 EOS, BOS = 0, 50256
 Corpus = list[list[list[int]]]
@@ -210,7 +210,7 @@ def test_ten_thousand_shards_open_without_being_mapped(tmp_path: Path, monkeypat
     mapped = []
     real = shards.map_file
     monkeypatch.setattr(shards, "map_file", lambda *given: mapped.append(given) or real(*given))
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 10)
+    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 10)
     monkeypatch.setattr(shards, "open_files", lambda: 20)
     source: Any = opened(Tokens(path=str(tmp_path), dtype="uint16"))
     assert source.tokens == 8_000_000 and source.max_id is None and source.seen_id == 799
@@ -221,7 +221,7 @@ def test_ten_thousand_shards_open_without_being_mapped(tmp_path: Path, monkeypat
 
 
 def test_shards_too_large_to_scan_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.sources.tokens.token_files.SCANNED", 10)
+    monkeypatch.setattr("forge_data.sources.token_files.SCANNED", 10)
     ids = np.ones(1_000_000, dtype="<u2")
     ids[-1] = 900
     ids.tofile(tmp_path / "a.bin")
@@ -236,7 +236,7 @@ def test_many_files_are_found_by_listing_and_still_checked(tmp_path: Path, write
     monkeypatch.setattr(
         "forge_data.storage.files.find_one", lambda path: None if path.endswith("m.idx") else pytest.fail(f"asked for {path}")
     )
-    monkeypatch.setattr("forge_data.sources.tokens.megatron.find_one", lambda _: None)
+    monkeypatch.setattr("forge_data.sources.megatron.find_one", lambda _: None)
     assert opened(component).ends().tolist() == list(range(2, 82, 2))
     (tmp_path / "020.idx").write_bytes(b"an index")
     (tmp_path / "020_shuffled.ds.index").unlink(missing_ok=True)

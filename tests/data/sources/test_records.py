@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, TextComponent
-from forge_data.commands.recipe_data import read_recipe
-from forge_data.components.sources import Arrow, HuggingFace, Jsonl, Parquet, RecordComponent
-from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loading.loader import open_stream
-from forge_data.loading.open_sources import context_of
-from forge_data.loading.spec import LoadSpec
+from forge_data.commands.recipe import read_recipe
+from forge_data.components import Arrow, Bpe, Bytes, HuggingFace, Jsonl, Parquet, RecordComponent
+from forge_data.loading.sources import LoadSpec, context_of
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.sources.records import jsonl
-from forge_data.sources.records.parts import Skips, Wanted, as_json, from_json, read_part
+from forge_data.sources import jsonl
+from forge_data.sources.records import Skips, Wanted, as_json, from_json, read_part
 from forge_data.storage.files import find
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -310,7 +308,7 @@ def test_a_recipe_mixes_text_and_ids_of_records(tmp_path: Path) -> None:
 
 PLUGIN = """
 from dataclasses import dataclass
-from forge_data.components.sources import Jsonl
+from forge_data.components import Jsonl
 
 @dataclass(frozen=True, kw_only=True)
 class Web(Jsonl):

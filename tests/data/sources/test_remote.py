@@ -13,8 +13,8 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Datatrove, Jsonl, Llmc, Megatron, Text, Tokens
-from forge_data.storage import remote
+from forge_data.components import Datatrove, Jsonl, Llmc, Megatron, Text, Tokens
+from forge_data.storage import files
 from forge_data.storage.files import find, local_path
 from forge_data.tokenizers.bytes import ByteTokenizer
 
@@ -148,30 +148,30 @@ def test_a_cache_that_cannot_be_written_is_a_message(bucket: Any, tmp_path: Path
 
 def test_the_cache_is_below_the_home_directory_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORGE_CACHE")
-    assert remote.cache() == Path.home() / ".cache" / "forge"
+    assert files.cache() == Path.home() / ".cache" / "forge"
 
 
 ABSENT = [
     ("fsspec", lambda: Tokens(path="memory://bucket/a.npy"), "forge-data[remote]"),
     (
         "pyarrow",
-        lambda: __import__("forge_data.components.sources", fromlist=["Parquet"]).Parquet(path="a.parquet"),
+        lambda: __import__("forge_data.components", fromlist=["Parquet"]).Parquet(path="a.parquet"),
         "forge-data[arrow]",
     ),
     (
         "datasets",
-        lambda: __import__("forge_data.components.sources", fromlist=["HuggingFace"]).HuggingFace(path="a"),
+        lambda: __import__("forge_data.components", fromlist=["HuggingFace"]).HuggingFace(path="a"),
         "forge-data[huggingface]",
     ),
     ("zstandard", lambda: Jsonl(path="a.jsonl.zst"), "forge-data[zstd]"),
     (
         "tiktoken",
-        lambda: __import__("forge_data.components.tokenizers", fromlist=["Tiktoken"]).Tiktoken(),
+        lambda: __import__("forge_data.components", fromlist=["Tiktoken"]).Tiktoken(),
         "forge-data[tiktoken]",
     ),
     (
         "sentencepiece",
-        lambda: __import__("forge_data.components.tokenizers", fromlist=["S"]).SentencePiece(path="a.model"),
+        lambda: __import__("forge_data.components", fromlist=["S"]).SentencePiece(path="a.model"),
         "forge-data[sentencepiece]",
     ),
 ]

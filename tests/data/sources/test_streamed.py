@@ -13,9 +13,8 @@ import pytest
 from data.steps import steps_of
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, StreamedSource
-from forge_data.components.sources import HuggingFace, Jsonl, Parquet, RecordComponent
-from forge_data.components.tokenizers import Bpe, Bytes
-from forge_data.loading.loader import open_stream
+from forge_data.components import Bpe, Bytes, HuggingFace, Jsonl, Parquet, RecordComponent
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer
 

@@ -14,13 +14,12 @@ import pytest
 from data import foreign
 from forge_core.errors import DataError
 from forge_data import evaluation, open_stream
-from forge_data.commands.verify import verify_tokens
-from forge_data.components.sources import Datatrove, Llmc, Megatron, Store, Tokens
+from forge_data.commands.inspect import verify_tokens
+from forge_data.components import Datatrove, Llmc, Megatron, Store, Tokens
 from forge_data.section import Data
-from forge_data.storage import shards
-from forge_data.store import checksums
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import StoreWriter
+from forge_data.sources.store import StoreSource
+from forge_data.sources.store_writer import StoreWriter
+from forge_data.storage import checksums, shards
 from forge_data.tokenizers.bytes import ByteTokenizer
 
 LENGTH, ROWS = 16, 40
@@ -159,7 +158,7 @@ def test_h10_an_index_that_shrinks_is_named(tmp_path: Path, write: Any) -> None:
 
 
 def test_h10_a_loader_worker_that_a_truncated_file_kills_says_so() -> None:
-    from forge_data.loading.workers.pool import ended_how
+    from forge_data.loading.worker_pool import ended_how
 
     assert "signal 7 (SIGBUS): a file that it had mapped was truncated" in ended_how(-signal.SIGBUS)
     assert "signal 9, perhaps because memory ran out" in ended_how(-signal.SIGKILL)

@@ -14,14 +14,13 @@ import pytest
 
 from data import foreign
 from forge_core.errors import DataError
-from forge_data.components.sources import Arrow, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Text, Tokens
-from forge_data.components.tokenizers import Bytes
-from forge_data.loading.loader import open_stream
+from forge_data.components import Arrow, Bytes, Datatrove, HuggingFace, Jsonl, Llmc, Megatron, Parquet, Store, Text, Tokens
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data
-from forge_data.storage import fingerprints
+from forge_data.sources.store import open_store
+from forge_data.storage import checksums
+from forge_data.storage.checksums import digest_of, places
 from forge_data.storage.files import find
-from forge_data.storage.fingerprints import digest_of, places
-from forge_data.store.reader import open_store
 
 LINES = [json.dumps({"text": f"document {number:04d} of a corpus"}) for number in range(200)]
 Rewrite = Callable[[], object]
@@ -169,8 +168,8 @@ def test_places_are_fixed_cover_the_ends_and_lie_in_every_stretch() -> None:
 
 def test_a_large_corpus_is_known_by_its_sizes_edges_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file's head and tail, and blocks of all together; not the whole."""
-    monkeypatch.setattr(fingerprints, "WHOLE", 1000)
-    monkeypatch.setattr(fingerprints, "EDGE", 16)
+    monkeypatch.setattr(checksums, "WHOLE", 1000)
+    monkeypatch.setattr(checksums, "EDGE", 16)
     rng = np.random.default_rng(0)
     for number in range(20):
         (tmp_path / f"{number:02d}.txt").write_bytes(rng.integers(32, 127, size=5000, dtype=np.uint8).tobytes())

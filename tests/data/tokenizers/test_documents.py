@@ -9,18 +9,16 @@ import pytest
 
 from data.tokenizers.kinds import KINDS, content, fast
 from forge_core.protocols.data import SourceContext
-from forge_data.components.sources import Text
-from forge_data.components.tokenizers import Bpe
-from forge_data.preparation import parts
-from forge_data.preparation.prepare import prepared, tokenize
-from forge_data.preparation.streamed_text import StreamedRecords
-from forge_data.sources.records.text import text_files
-from forge_data.store.manifest import MANIFEST
-from forge_data.store.reader import StoreSource, open_store
-from forge_data.tokenizers.adapt import identity_of
+from forge_data.components import Bpe, Text
+from forge_data.preparation import job
+from forge_data.preparation.streaming import StreamedRecords
+from forge_data.preparation.tokenization import prepared, tokenize
+from forge_data.sources.store import MANIFEST, StoreSource, open_store
+from forge_data.sources.text import text_files
 from forge_data.tokenizers.bpe import BpeTokenizer
 from forge_data.tokenizers.bytes import ByteTokenizer
-from forge_data.tokenizers.stored import tokenizer_of
+from forge_data.tokenizers.control import identity_of
+from forge_data.tokenizers.dump import tokenizer_of
 
 TEXTS = ["The cat sat on the mat.", " user </s> asks\n\nGröße 日本 <|im_start|>", "x"]
 
@@ -119,10 +117,10 @@ def test_a_recipe_can_leave_the_rule_out(kinds: dict[str, Any], corpus: Any, tmp
 def test_trials_a3_long_documents_have_the_ids_of_the_whole(kinds: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "The cat sat on the mat.\nuser asks:\n\n  Größe 日本\n- x\r\n" * 30
     for name, tokenizer in {**{name: ours for name, (_, ours) in kinds.items()}, "bytes": ByteTokenizer()}.items():
-        whole = parts.encode([text], tokenizer)
+        whole = job.encode([text], tokenizer)
         assert whole.ids.tolist() == [*tokenizer.prefix, *tokenizer.encode(text), *tokenizer.suffix, tokenizer.eos]
         with monkeypatch.context() as patch:
-            patch.setattr(parts, "LONGEST_PIECE", 40)
-            cut = list(parts.pieces(text, getattr(tokenizer, "parting", None)))
+            patch.setattr(job, "LONGEST_PIECE", 40)
+            cut = list(job.pieces(text, getattr(tokenizer, "parting", None)))
             assert "".join(cut) == text and (len(cut) > 10) == (name in ("byte_level", "bytes"))
-            assert parts.encode([text], tokenizer).ids.tolist() == whole.ids.tolist(), name
+            assert job.encode([text], tokenizer).ids.tolist() == whole.ids.tolist(), name

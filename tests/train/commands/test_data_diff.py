@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from forge_core.errors import ForgeError
-from forge_data.commands.diff_runs import compare_runs, is_run
+from forge_data.commands.diff import compare_runs, is_run
 from train.runs import TINY, train
 
 

@@ -12,8 +12,8 @@ from forge_core.config.validation import walk
 from forge_core.errors import ConfigError, Fault, ForgeError
 from forge_core.protocols.data import SourceContext
 from forge_core.registry import GROUPS, Registry
-from forge_data.components.sources import Random
-from forge_data.loading.loader import open_stream
+from forge_data.components import Random
+from forge_data.loading.stream import open_stream
 from forge_data.section import Data, Phase
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_train.recipe.load import load

@@ -13,9 +13,8 @@ import pytest
 from forge_core.errors import CheckpointError
 from forge_core.redaction import redacted, redacted_text
 from forge_core.registry import Registry
-from forge_data.commands.recipe_data import recipe_of
-from forge_data.storage.file import File
-from forge_data.storage.remote import _cached_path
+from forge_data.commands.recipe import recipe_of
+from forge_data.storage.files import File, _cached_path
 from forge_parallel.launch.environment import Launch
 from forge_train.commands.run import start
 from forge_train.inference.forge_weights import job_of

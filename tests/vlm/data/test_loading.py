@@ -16,11 +16,9 @@ from forge_core.batch import IGNORE, PADDING, Batch
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext
 from forge_data.checks import packing_keeps_documents
-from forge_data.components.sources import Text
-from forge_data.components.tokenizers import Bytes
-from forge_data.loading.evaluation import evaluation
-from forge_data.loading.items.questions import Question, inputs_of, questions
-from forge_data.loading.loader import open_stream
+from forge_data.components import Bytes, Text
+from forge_data.loading.evaluation import Question, evaluation, inputs_of, questions
+from forge_data.loading.stream import open_stream
 from forge_data.packing.plan import planned
 from forge_data.section import Data
 from forge_data.tokenizers.bytes import ByteTokenizer

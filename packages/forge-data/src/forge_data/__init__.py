@@ -6,13 +6,13 @@ from forge_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from forge_data.loading.evaluation import evaluation as evaluation
-    from forge_data.loading.foreign_loader import StatefulLoader as StatefulLoader
-    from forge_data.loading.loader import open_stream as open_stream
-    from forge_data.loading.model_inputs import for_transformers as for_transformers
+    from forge_data.loading.interop import StatefulLoader as StatefulLoader
+    from forge_data.loading.interop import for_transformers as for_transformers
+    from forge_data.loading.stream import open_stream as open_stream
     from forge_data.order.cursor import merged as merged
     from forge_data.order.permutation import permute as permute
-    from forge_data.store.reader import StoreSource as StoreSource
-    from forge_data.store.writer import StoreWriter as StoreWriter
+    from forge_data.sources.store import StoreSource as StoreSource
+    from forge_data.sources.store_writer import StoreWriter as StoreWriter
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

@@ -90,7 +90,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte: checksums, the index of documents, every id; and count duplicates."""
-    from forge_data.commands.verify import verification_text, verify_tokens
+    from forge_data.commands.inspect import verification_text, verify_tokens
 
     found = verify_tokens(_open(path, kind, dtype, eos, bos), vocab_size, _say(as_json))
     if as_json:
@@ -163,8 +163,7 @@ def diff(
 
     Runs are compared up to the step that both have reached, recipes up to train.max_steps.
     """
-    from forge_data.commands.diff import corpora_text, diff_corpora
-    from forge_data.commands.diff_runs import compare_runs, is_run, runs_text
+    from forge_data.commands.diff import compare_runs, corpora_text, diff_corpora, is_run, runs_text
 
     if is_run(one) or is_run(other):
         found = compare_runs(one, other, steps, _say(as_json))
@@ -217,7 +216,7 @@ def mix(
 
 
 def _open(path: str, kind: str | None, dtype: str | None, eos: int | None, bos: int | None, vocab_size: int | None = None) -> Any:
-    from forge_data.commands.detect import open_any
+    from forge_data.sources.formats import open_any
 
     return open_any(path, kind=kind, dtype=dtype, eos=eos, bos=bos, vocab_size=vocab_size)
 

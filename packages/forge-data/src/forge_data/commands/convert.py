@@ -9,15 +9,14 @@ import numpy as np
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import Source, Tokenizer
-from forge_data.packing.portions import portions
 from forge_data.preparation.progress import Progress
-from forge_data.sources.tokens.token_files import Corpus
-from forge_data.store.manifest import DTYPES
-from forge_data.store.reader import StoreSource
-from forge_data.store.writer import SHARD_TOKENS, StoreWriter
-from forge_data.tokenizers.stored import tokenizer_of
-from forge_data.writers.arrays import ArrayWriter
-from forge_data.writers.megatron import MegatronWriter
+from forge_data.sources.arrays import ArrayWriter
+from forge_data.sources.megatron import MegatronWriter
+from forge_data.sources.scan import portions
+from forge_data.sources.store import DTYPES, StoreSource
+from forge_data.sources.store_writer import SHARD_TOKENS, StoreWriter
+from forge_data.sources.token_files import Corpus
+from forge_data.tokenizers.dump import tokenizer_of
 
 TARGETS = ("store", "megatron", "npy", "bin")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.errors import DataError
-from forge_data.commands.recipe_data import read_recipe
+from forge_data.commands.recipe import read_recipe
 
 if TYPE_CHECKING:
     from forge_data.loading.sample_order import SampleOrder
@@ -38,8 +38,7 @@ def mix(
         ForgeError: as `open_stream`.
     """
     found = read_recipe(recipe, overrides)
-    from forge_data.loading.loader import open_stream
-    from forge_data.loading.stream import TrainingStream
+    from forge_data.loading.stream import TrainingStream, open_stream
     from forge_data.order.phases import faults_of, refuse_faults
 
     steps = steps or found.train.max_steps

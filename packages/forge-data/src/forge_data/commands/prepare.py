@@ -7,17 +7,15 @@ from typing import Any
 
 from forge_core.errors import DataError
 from forge_core.protocols.data import SourceContext, Texts, Tokenizer
-from forge_data.loading.entropy import unigram_entropy
 from forge_data.order.cursor import differences_of
-from forge_data.preparation.prepare import tokenize
-from forge_data.sources.records.formats import RECORD_FORMATS, open_records
-from forge_data.sources.records.huggingface import open_dataset
-from forge_data.sources.records.parts import Records
-from forge_data.sources.records.stdlib import stdlib_files
-from forge_data.sources.records.text import text_files
-from forge_data.storage.partial import remove_left
-from forge_data.store.manifest import MANIFEST
-from forge_data.store.reader import StoreSource
+from forge_data.preparation.tokenization import tokenize
+from forge_data.sources.formats import RECORD_FORMATS, open_records
+from forge_data.sources.huggingface import open_dataset
+from forge_data.sources.records import Records
+from forge_data.sources.scan import unigram_entropy
+from forge_data.sources.store import MANIFEST, StoreSource
+from forge_data.sources.text import stdlib_files, text_files
+from forge_data.storage.workspace import remove_left
 from forge_data.tokenizers import bpe, sentencepiece
 from forge_data.tokenizers.bytes import ByteTokenizer
 from forge_data.tokenizers.tiktoken import load_encoding

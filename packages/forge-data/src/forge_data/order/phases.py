@@ -1,14 +1,82 @@
-"""Phases of a run: which weights, lengths and batch sizes hold from which step on. Nothing here imports torch or numpy."""
+"""The keys of a source that the mixture reads. A component that does not derive from `SourceComponent` has its defaults."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Context, Decimal
 from fractions import Fraction
 from itertools import pairwise
+from math import gcd, lcm
 
-from forge_core.errors import ConfigError, Fault, did_you_mean
-from forge_data.order.source_keys import label_of, weight_of
-from forge_data.order.weights import Weight, exact_of
+from forge_core.component import Component
+from forge_core.errors import ConfigError, DataError, Fault, did_you_mean
+from forge_core.protocols.data import SourceComponent
 from forge_data.section import Data, Phase
+
+
+def weight_of(source: Component) -> float:
+    """Share of the mixture relative to the other sources, before the first phase."""
+    return float(getattr(source, "weight", SourceComponent.weight))
+
+
+def max_epochs_of(source: Component) -> float | None:
+    """How often the source is read at most; None = without a limit."""
+    return getattr(source, "max_epochs", SourceComponent.max_epochs)
+
+
+def too_long_of(source: Component) -> str | None:
+    """What becomes of a document that is longer than a row: error, skip, truncate; None: it goes on in further rows."""
+    return getattr(source, "too_long", SourceComponent.too_long)
+
+
+def label_of(source: Component) -> str:
+    """Its `label`, else the name of its component."""
+    return getattr(source, "label", SourceComponent.label) or type(source).__name__.lower()
+
+
+Weight = float | Fraction
+
+
+def exact_of(weight: Weight) -> Fraction:
+    """A weight as it is written in decimal."""
+    return weight if isinstance(weight, Fraction) else Fraction(str(weight))
+
+
+def tempered(weights: Sequence[Weight], temperature: float) -> tuple[Weight, ...]:
+    """(weight / largest weight) ** (1 / temperature); 0 stays 0 at any temperature, and at 1 weights stay as they are.
+
+    Powers are worked out in decimal to 40 digits and then rounded to the nearest double: the same one on every machine,
+    as no mathematical library of the system takes part.
+    """
+    if temperature == 1:
+        return tuple(weights)
+    digits = Context(prec=40)
+    exact = [exact_of(weight) for weight in weights]
+    largest = max(exact, default=Fraction(0))
+
+    def power(weight: Fraction) -> float:
+        ratio = weight / largest
+        written = digits.divide(Decimal(ratio.numerator), Decimal(ratio.denominator))
+        return float(digits.exp(digits.divide(digits.ln(written), Decimal(str(temperature)))))
+
+    return tuple(power(weight) if weight else 0.0 for weight in exact)
+
+
+def shares_of(weights: Sequence[Weight]) -> tuple[int, ...]:
+    """Draws of each source in the shortest period in which they are exactly in the ratio of `weights`.
+
+    Raises:
+        DataError: no weight is above 0, or one is negative or not finite.
+    """
+    if any(not 0 <= weight < float("inf") for weight in weights):
+        raise DataError(f"weights of sources must be finite and not negative: {[float(weight) for weight in weights]}")
+    exact = [exact_of(weight) for weight in weights]
+    if not any(exact):
+        raise DataError("no source has a weight above 0; set the weight of at least one of [[data.sources]]")
+    common = lcm(*(fraction.denominator for fraction in exact))
+    shares = [int(fraction * common) for fraction in exact]
+    divisor = gcd(*shares)
+    return tuple(share // divisor for share in shares)
+
 
 STAIRS = 32
 """Weights move over a ramp in at most so many equal stairs, each of them with exact shares."""

@@ -16,11 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from forge_data.order.mixture import Mixture, mixture_of
-from forge_data.order.nested import Nested
-from forge_data.order.phases import Stage
-from forge_data.order.ramps import given
-from forge_data.order.weights import shares_of, tempered
+from forge_data.order.mixture import Mixture, Nested, given, mixture_of
+from forge_data.order.phases import Stage, shares_of, tempered
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.storage.file import File
-from forge_data.storage.files import local_path, read_bytes
+from forge_data.storage.files import File, local_path, read_bytes
 
 Thing = TypeVar("Thing")
 READS = 64

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from forge_data.tokenizers.pieces import Pieces, characters_of
+from forge_data.tokenizers.control import Pieces, characters_of
 
 
 class ByteTokenizer:

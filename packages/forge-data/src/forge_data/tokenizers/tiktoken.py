@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from forge_core.errors import DataError
-from forge_data.tokenizers.pieces import Encoded, Pieces, characters_of
+from forge_data.tokenizers.control import Encoded, Pieces, characters_of
 
 KIND = "forge-tiktoken"
 
